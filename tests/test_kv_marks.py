@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +16,19 @@ from typing import Any
 import pytest
 
 import engine as cpu
+from abort_ranks import SchedulerStandIn
 from behaviours import check_behaviours
 from marked_steps import step, watched
 from records import record
 from stock import ALL_RELEASES, release_root
 from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
-from vllm_graphfix.engine.abort import Aborts, Verdict
+from vllm_graphfix.engine.abort import Aborts, DetectorAborts, Verdict
 from vllm_graphfix.engine.metrics import snapshot_of
 from vllm_graphfix.marks.budget import Budget
 from vllm_graphfix.marks.turns import Turns
 from vllm_graphfix.marks.watch import MOST_CREDIT, KVMarks
-from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, own_folder, prune, write
+from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, write
 from vllm_graphfix.settings.decision import decide, decode
 from vllm_graphfix.settings.environment import read
 from vllm_graphfix.settings.json_object import JsonError
@@ -109,38 +111,25 @@ def test_with_report_nobody_is_ended(tmp_path: Path) -> None:
 # -- who is told -----------------------------------------------------------------------------------------------------
 
 
-class SchedulerStandIn:
-    """Stands in for vLLM's scheduler, which the test with a real engine has: two requests that share block 3."""
-
-    def __init__(self) -> None:
-        self.evicted: set[int] = set()
-        self.ended: list[str] = []
-        self.requests = {name: SimpleNamespace(is_finished=lambda: False) for name in ("a", "b")}
-        self.kv_cache_manager = SimpleNamespace(
-            evict_blocks=self.evicted.update,
-            get_block_ids=lambda name: ([3, 4 if name == "a" else 5],),
-            block_pool=SimpleNamespace(blocks=range(8)),
-        )
-
-    def finish_requests(self, name: str, status: object) -> None:
-        self.ended.append(name)
-        del self.requests[name]
-
-
 @pytest.fixture
-def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Aborts, Aborts, SchedulerStandIn]:
-    """A rank, the process of its scheduler, and the scheduler."""
-    monkeypatch.setattr(os, "getppid", os.getpid)
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[DetectorAborts, Aborts, SchedulerStandIn]]:
+    """A rank, the process of its scheduler, and the scheduler, all in this process; `test_abort.py` has real ones."""
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getpid()))
+    monkeypatch.setattr("vllm_graphfix.engine.abort_channel._PATIENCE", 60.0)  # or a slow machine is one that hangs
     monkeypatch.setattr("vllm_graphfix.engine.abort._finished_error", lambda: "error")
-    scheduler, rank, its = SchedulerStandIn(), Aborts(tmp_path), Aborts(tmp_path)
+    scheduler, rank, its = SchedulerStandIn(), Aborts(), Aborts()
     for each in (rank, its):
-        each.begin("0123456789abcdef")
-    return rank, its, scheduler
+        each.begin(os.urandom(8).hex() if each is rank else rank._engine)
+    yield rank.of("kv-marks"), its, scheduler
+    for each in (rank, its):
+        if each._receiver is not None:
+            each._receiver.close()
+        each.begin("")
 
 
-def test_a_rank_in_another_process_tells_the_scheduler_by_a_file(two: Any, tmp_path: Path) -> None:
+def test_a_rank_tells_the_scheduler_by_its_process(two: Any) -> None:
     rank, its, scheduler = two
-    assert "No such file" in rank.why_not()
+    assert "does not listen" in rank.why_not()
     its._begin(scheduler)
     assert rank.why_not() is None
     rank.tell(["b", "gone"], [3, 10**6], "block 3 has changed")
@@ -157,14 +146,20 @@ def test_a_rank_in_another_process_tells_the_scheduler_by_a_file(two: Any, tmp_p
     assert scheduler.ended == ["b", "a"]
 
 
-def test_a_request_whose_name_is_longer_than_a_line_ends_too(two: Any) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["\u4e00" * 2000, "\ud800" * 10**6, "#", "", "\U0001f600" * 256],
+    ids=("long", "no text", "#", "none", "wide"),
+)
+def test_a_request_ends_whatever_a_client_has_called_it(two: Any, name: str) -> None:
     rank, its, scheduler = two
     its._begin(scheduler)
-    name = "\u4e00" * 2000
+    scheduler.requests |= {other: SimpleNamespace(is_finished=lambda: False) for other in ("=", name[:300] + "x")}
     scheduler.requests[name] = SimpleNamespace(is_finished=lambda: False)
     rank.tell([name], [3], "block 3 has changed")
     its._end_requests(scheduler, [])
     assert (scheduler.ended, 3 in scheduler.evicted) == ([name], True)
+    assert its.counts()["kv-marks"] == {"aborted": 1}
 
 
 def test_blocks_that_a_request_gets_before_it_ends_leave_the_cache_too(two: Any) -> None:
@@ -192,7 +187,7 @@ def test_a_verdict_is_for_the_scheduler_that_was_made_last(two: Any) -> None:
     _, its, scheduler = two
     its._begin(SchedulerStandIn())
     its._begin(scheduler)
-    its.tell(["a"], [3], "")
+    its.of("kv-marks").tell(["a"], [3], "")
     its._end_requests(SchedulerStandIn(), [])
     its._end_requests(scheduler, [])
     assert scheduler.ended == ["a"]
@@ -344,35 +339,35 @@ def test_all_batches_have_the_shape_that_was_warmed_up_and_what_fills_them_up_is
     assert shapes == {(2, MOST)}
 
 
-def test_what_a_scheduler_cannot_read_ends_nobody(two: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+NONE_OF_A_RANK = (
+    b"",
+    b"[]",
+    b"not JSON",
+    b"[" * 10**5,
+    b'{"detector": "kv-marks", "requests": ["=a"], "blocks": [-1], "why": ""}',
+    b'{"detector": "kv-marks", "requests": [""], "blocks": [], "why": ""}',
+    b'{"detector": "kv-marks", "requests": ["a"], "blocks": [], "why": ""}',
+    b'{"detector": "another", "requests": ["=a"], "blocks": [], "why": ""}',
+    b'{"detector": "kv-marks", "requests": ["=b"], "bl',
+)
+
+
+@pytest.mark.parametrize("message", NONE_OF_A_RANK, ids=lambda message: repr(message[:80]))
+def test_what_is_no_verdict_is_refused(message: bytes) -> None:
+    with pytest.raises(JsonError):
+        Verdict.decode(message)
+
+
+def test_a_rank_that_says_what_is_no_verdict_is_heard_no_more(two: Any, caplog: pytest.LogCaptureFixture) -> None:
     rank, its, scheduler = two
     its._begin(scheduler)
-    (file,) = own_folder(tmp_path).glob("*.aborts")
-    with file.open("ab") as told:
-        told.write(b'{"requests": ["a"], "blocks": [-1], "why": ""}\nnot JSON\n{"requests": ["b"], "bl')
+    assert rank.why_not() is None
+    rank._aborts._sender.send(b"not JSON")
+    assert rank._aborts._sender.closed
+    assert "is not understood" in caplog.text
+    rank.tell(["a"], [3], "")  # by a new connection
     its._end_requests(scheduler, [])
-    assert (scheduler.ended, scheduler.evicted) == ([], set())
-    with pytest.raises(JsonError):
-        Verdict.decode(b"[]")
-    file.unlink()
-    with pytest.raises(OSError, match="tell the scheduler"):
-        rank.tell(["a"], [], "")
-
-
-def test_the_file_of_a_scheduler_that_was_killed_is_removed_with_the_records_of_its_engine(
-    two: Any, tmp_path: Path
-) -> None:
-    _, its, scheduler = two
-    its._begin(scheduler)
-    (file,) = own_folder(tmp_path).glob("*.aborts")
-    os.utime(file, (0, 0))
-    write(tmp_path, record())
-    prune(tmp_path)
-    assert file.exists()  # a process of that engine is alive
-    for each in own_folder(tmp_path).glob("*.json"):
-        each.unlink()
-    prune(tmp_path)
-    assert not file.exists()
+    assert (scheduler.ended, rank._aborts.counts()["abort"]) == (["a"], {"delivered": 1, "undelivered": 1})
 
 
 @pytest.mark.parametrize("release", slow_but_for(sorted(SAMPLE), ALL_RELEASES))

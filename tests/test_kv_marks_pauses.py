@@ -102,7 +102,6 @@ def test_who_gets_a_changed_block_from_the_prefix_cache_is_ended() -> None:
     marks, sums, worker = pausing(**three())
     told: list[Any] = []
     marks._abort = SimpleNamespace(why_not=lambda: None, tell=lambda *given: told.append(given))
-    marks._counts = {**marks.counts(), "aborted": 0}
     worker.execute_model(step(running=THEIRS))
     worker.execute_model(step(finished_req_ids={"a", "b", "c"}))
     marks._before(None)

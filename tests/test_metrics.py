@@ -359,3 +359,17 @@ def test_where_ranks_come_and_go_none_are_expected(tmp_path: Path) -> None:
     ranks(tmp_path, 1)
     scraped.look()
     assert scraped.samples("graphfix_ranks_expected") == []
+
+
+def test_requests_that_a_scheduler_ended_are_told_though_it_is_no_rank(scraped: Scraped, tmp_path: Path) -> None:
+    ranks(tmp_path, 3, 4)
+    core = record(elsewhere(200), role="engine-core")
+    its = {"shadow": {"checks": 9, "aborted": 5}, "abort": {"delivered": 7, "undelivered": 0}}
+    leave(tmp_path, core._replace(events=its))
+    leave(tmp_path, core._replace(engine="f" * 16, events={"shadow": {"aborted": 50}}))
+    for _ in range(2):
+        scraped.look()
+    found = {
+        (each.labels["fix"], each.labels["event"]): each.value for each in scraped.samples("graphfix_events_total")
+    }
+    assert found == {("capture-state", "state-consumed"): 7, ("shadow", "aborted"): 5}

@@ -70,7 +70,11 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     },
     "engine/metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
     "engine/role.py": {"multiprocessing": "the name of this process, and the id of the one that started it"},
-    "engine/abort.py": {"multiprocessing.util": "removes the scheduler's file at the end of its process"},
+    "engine/abort.py": {"multiprocessing": "the id of the process that started this one: only its scheduler is told"},
+    "engine/abort_channel.py": {
+        "socket": "with an action `abort`, and never of a network: ranks name requests to their scheduler's process",
+        "select": "waits for what they say, in a thread of its own",
+    },
     "engine/status_record.py": {"multiprocessing.util": "runs at the end of a process, in forked children too"},
     "patching/hooks.py": {
         "import_module": "waits for another thread that imports a module of vLLM, one of those named in this package"

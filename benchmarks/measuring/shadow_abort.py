@@ -56,6 +56,7 @@ def _asked(llm: LLM, prompts: list[list[int]], tokens: list[int], *, plugin: boo
 
 
 def _counted(_: Any) -> dict[str, Any]:
+    import vllm_graphfix
     from vllm_graphfix.shadow import process
 
     shadow = process.SHADOW
@@ -64,7 +65,7 @@ def _counted(_: Any) -> dict[str, Any]:
     return {
         "checks": shadow.results.checks,
         "mismatches": shadow.results.mismatches,
-        "aborted": shadow.results.aborted,
+        "aborted": vllm_graphfix.events()[process.NAME]["aborted"],
         "stopped": shadow.stopped,
         "refused": process.REFUSED,
         "cannot abort": shadow.cannot_abort,

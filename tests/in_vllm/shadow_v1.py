@@ -105,7 +105,6 @@ def test_abort_ends_the_requests_of_a_wrong_step_and_lets_its_output_be() -> Non
     ((names, blocks, why),) = told
     assert (names, blocks) == (["b", "a", "c"], ())
     assert "a replayed CUDA graph was wrong: target model" in why
-    assert served.shadow.results.aborted == 3
     assert not served.shadow.quarantined
     served.step()  # in no step that is known
     assert len(told) == 1

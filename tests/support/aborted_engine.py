@@ -14,6 +14,9 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -26,6 +29,8 @@ AT = 5
 
 def main(model: str, wrong: str, executor: str = "uni") -> None:
     from vllm import LLM, SamplingParams
+
+    import vllm_graphfix
 
     llm = LLM(
         model=model,
@@ -61,11 +66,25 @@ def main(model: str, wrong: str, executor: str = "uni") -> None:
             for each in told
         ]
 
+    called: set[str] = set()
+    sys.setprofile(partial(note, called))
     eager = ask(TOKENS)
+    sys.setprofile(None)
     llm.reset_prefix_cache()
     in_worker(replay, wrong)
-    found = {"eager": eager, "asked": ask(TOKENS), "after": ask(1), "again": ask(TOKENS)}
-    sys.stdout.write(json.dumps(found | in_worker(said)) + "\n")
+    found: dict[str, Any] = {"eager": eager, "asked": ask(TOKENS), "after": ask(1), "again": ask(TOKENS)}
+    found |= in_worker(said) | {"called": sorted(called)}
+    # Where the scheduler is, in whose process requests end; the worker's has none where that is another one.
+    found["counts"]["aborted"] = vllm_graphfix.events()["shadow"]["aborted"]
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def note(called: set[str], frame: FrameType, event: str, function: Any) -> None:
+    """Adds the C functions that the way of a verdict to the scheduler calls in this thread, in all of its steps."""
+    if event == "call" and frame.f_code.co_name == "_around_update":
+        called.add("_around_update")
+    if event == "c_call" and Path(frame.f_code.co_filename).name in ("abort.py", "abort_channel.py"):
+        called.add(function.__qualname__)
 
 
 class GraphStandIn:
@@ -119,12 +138,14 @@ def said(worker: Any) -> dict[str, Any]:
     import vllm_graphfix
     from vllm_graphfix.shadow import process
 
-    state = vllm_graphfix.states()["shadow"]
+    states = vllm_graphfix.states()
+    state = states["shadow"]
     return {
         "counts": process.counts()["shadow"],
         "state": state.state.value,
         "reason": state.reason,
         "replays": GraphStandIn.replays,
+        "abort": states["abort"].state.value if "abort" in states else None,
     }
 
 

@@ -98,4 +98,4 @@ def _written(engine: Engine, about: tuple[str, str], detector: str, found: str) 
     return f"{head}{found}\nFixes of vllm-graphfix in this engine: {', '.join(fixes)}.\n"
 
 
-_DETECTORS = ("shadow", "kv-marks", "addresses")
+_DETECTORS = ("shadow", "kv-marks", "addresses", "abort")

@@ -1,8 +1,9 @@
 """How a rank has requests ended whose answers would be wrong, and their blocks taken out of the prefix cache.
 
-A rank knows what is wrong, and the scheduler who is concerned and what is cached. Where both are in one process, they
-share a queue. Else the process of the scheduler has a file in this user's folder of records, to which the ranks that it
-started append a line each time. Nobody waits for anybody: the scheduler looks at the size of the file in each step.
+A rank knows what is wrong, and the scheduler who is concerned and what is cached. Verdicts wait for the scheduler in a
+bounded queue of its process: a rank in that process puts them there itself, one that it has started sends them there
+(`abort_channel.py`), and no other rank can. Nobody waits for anybody for long, and no file is touched. A verdict that
+cannot be delivered is counted, and is a state.
 
 vLLM's own way for ranks to name invalid blocks (`invalid_block_ids` of a KV connector) computes them anew by default,
 leaves cached ones of ended requests where they are, and ends a 0.33.0 engine that has several cache groups.
@@ -10,110 +11,259 @@ leaves cached ones of ended requests where they are, and ends a 0.33.0 engine th
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import multiprocessing
 import os
+import threading
+import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from multiprocessing.util import Finalize
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from vllm_graphfix.engine import abort_channel
+from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.log import logger
+from vllm_graphfix.marks import process as marks
+from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
-from vllm_graphfix.records.folder import opened
 from vllm_graphfix.settings.json_object import JsonError, JsonObject
+from vllm_graphfix.shadow import process as shadow
 from vllm_graphfix.text import printable
 
-_LONGEST = 4000
-"""Bytes of a line: as many as one write appends undivided."""
+NAME = "abort"
+"""Under which records, `fleet` and metrics tell of it, as of a fix."""
+DETECTORS = (shadow.NAME, marks.NAME)
+"""Those by whose verdicts requests end, which are counted as events of theirs."""
+_KINDS = ("=", "#")
 _LONGEST_WHY = 900
-_MOST = 1 << 20
-"""Bytes of all lines; what is beyond is not read."""
-_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_LONGEST_NAME = 256
+"""Characters of a request's name that is sent as it is. Twelve bytes each in JSON, with a reason, fit one message."""
+_START_UP = 60.0
+"""Seconds after a rank has captured in which there may be no scheduler yet."""
 
 
 class Verdict(NamedTuple):
     """Requests that must end, and blocks that nobody may read any more."""
 
+    detector: str
     requests: tuple[str, ...]
+    """By name after ``=``, or where that is long by its digest after ``#``: a client may have chosen it."""
     blocks: tuple[int, ...]
     why: str
 
     def encode(self) -> bytes:
-        return json.dumps(self._asdict(), separators=(",", ":")).encode() + b"\n"
+        return json.dumps(self._asdict(), separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, line: bytes) -> Verdict:
+    def decode(cls, message: bytes) -> Verdict:
         """Raises JsonError."""
         try:
-            said = JsonObject(json.loads(line), "a verdict")
-        except ValueError as error:
+            fields = JsonObject(json.loads(message), "a verdict")
+        except (ValueError, RecursionError) as error:
             raise JsonError(str(error)) from None
-        requests, blocks = said.get("requests"), said.get("blocks")
-        if not isinstance(requests, list) or not all(isinstance(each, str) for each in requests):
-            said.refuse("requests")
+        requests, blocks = fields.get("requests"), fields.get("blocks")
+        if not isinstance(requests, list) or not all(isinstance(each, str) and each[:1] in _KINDS for each in requests):
+            fields.refuse("requests")
         if not isinstance(blocks, list) or not all(type(each) is int and each > 0 for each in blocks):
-            said.refuse("blocks")
-        return cls(tuple(requests), tuple(blocks), said.text("why"))
+            fields.refuse("blocks")
+        return cls(fields.one_of("detector", DETECTORS), tuple(requests), tuple(blocks), fields.text("why"))
+
+    def parts(self) -> Iterator[Verdict]:
+        """This verdict in parts of which each fits one message."""
+        size = len(self.requests) + len(self.blocks)
+        if size <= 1 or len(self.encode()) <= abort_channel.MOST_BYTES:
+            yield self
+            return
+        requests, blocks = len(self.requests) // 2, -(-len(self.blocks) // 2)
+        yield from self._replace(requests=self.requests[:requests], blocks=self.blocks[:blocks]).parts()
+        yield from self._replace(requests=self.requests[requests:], blocks=self.blocks[blocks:]).parts()
+
+
+class CannotTellError(OSError):
+    """The scheduler cannot hear of a verdict; its text says why."""
 
 
 class Aborts:
     """Carries verdicts within one process, which has the scheduler, or a rank, or both."""
 
-    def __init__(self, base: Path) -> None:
-        """*base*: of the records."""
-        self._base = base
+    def __init__(self, on_ended: Callable[[], None] = lambda: None) -> None:
+        """*on_ended* is called once a request was ended in this process, by the thread of the scheduler."""
+        self._on_ended = on_ended
         self._engine = ""
-        self.forked()
+        self._receiver: abort_channel.Receiver | None = None
+        self._sender: abort_channel.Sender | None = None
+        self._forget()
 
-    def forked(self) -> None:
-        """Forgets the scheduler, which a forked child has not."""
-        self._here: list[Verdict] = []
+    def _forget(self) -> None:
         self._scheduled_here = False
         self._scheduler: Any = lambda: None
         """The one that was made last; verdicts are of its engine."""
-        self._incoming: int | None = None
-        self._read = 0
+        self._refused: str | None = None
+        """Why the scheduler of this process ends nobody."""
+        self._unheard: str | None = None
+        """Why no rank in another process is heard here."""
+        self._pending: deque[Verdict] = deque()
+        """What the scheduler has not seen. Another thread adds to it; the ends of a deque are safe without a lock."""
         self._waiting: list[Verdict] = []
         """What the scheduler has taken out of the cache, and has not ended yet."""
+        self.ended = dict.fromkeys(DETECTORS, 0)
+        """Requests that this process has ended, by what found them wrong."""
+        self._sending = threading.Lock()
+        """Held to connect and to send, by a step's thread or the heartbeat's, a quarter of a second at most."""
+        self._serving_since: float | None = None
+        self._why_not: str | None = None
+        self._delivered = self._undelivered = 0
+        """Verdicts that are where the scheduler sees them, without those of the present connection, and lost ones."""
+
+    def forked(self) -> None:
+        """Forgets the scheduler and all sockets, which a forked child has copies of."""
+        if self._receiver is not None:
+            self._receiver.forked()
+        if self._sender is not None:
+            self._sender.close()
+        self._receiver = self._sender = None
+        self._forget()
 
     def begin(self, engine: str) -> None:
         """For *engine*, by its name in the records. With an empty one nobody is ended any more."""
+        if engine != self._engine:
+            self._disconnect()
         self._engine = engine
 
     def watch(self) -> None:
         """Puts what follows around vLLM's scheduler."""
         when_imported("vllm.v1.core.sched.scheduler", self._watch_scheduler)
 
+    # -- for others ----------------------------------------------------------------------------------------------
+
+    def states(self) -> dict[str, FixState]:
+        """One, in the form of a fix's; none where nobody is to be ended. Of a rank: whether the scheduler hears it."""
+        if not self._engine:
+            return {}
+        state, reason = self._state()
+        return {NAME: FixState(NAME, Mode.AUTO, None, state, reason)}
+
+    def _state(self) -> tuple[State, str]:
+        # The reasons have no numbers and no names: each is a series of its own in the metrics.
+        if self._refused is not None:
+            return State.INCOMPATIBLE, f"requests cannot be ended: {self._refused}"
+        if self._undelivered or (self._sender is not None and self._sender.overdue):
+            why = "verdicts did not reach the scheduler, and their requests go on (event undelivered)"
+            return State.FAILED, why if self._undelivered else "the scheduler's process does not read verdicts"
+        if self._scheduled_here:
+            if self._unheard is None and self._receiver is not None and not self._receiver.alive:
+                self._unheard = "the thread that hears of them has ended"
+            if self._unheard is not None:
+                return State.FAILED, f"verdicts of ranks in other processes are not heard: {self._unheard}"
+            return State.ACTIVE, "the scheduler of this process ends requests by verdicts of ranks"
+        if self._sender is not None:
+            return State.ACTIVE, "the scheduler hears this rank's verdicts"
+        since = self._serving_since
+        if since is None or (time.monotonic() - since < _START_UP and self._why_not is None):
+            return State.WAITING, "no rank serves in this process yet, or its scheduler is still to come"
+        return State.INCOMPATIBLE, self._why_not or "the scheduler of this rank cannot be told"
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """For the events of a record, by the name of what they are of."""
+        if not self._engine:
+            return {}
+        ended = {detector: {"aborted": count} for detector, count in self.ended.items()}
+        delivered, sender = self._delivered, self._sender
+        if sender is not None:
+            sender.catch_up()
+            delivered += sender.read
+        return ended | {NAME: {"delivered": delivered, "undelivered": self._undelivered}}
+
+    def serve(self) -> None:
+        """A rank in this process is about to serve; its scheduler may not have been made yet."""
+        self._serving_since, self._why_not = time.monotonic(), None
+
+    def look(self) -> None:
+        """Finds out now and then whether the scheduler hears a rank in this process, before there is a verdict."""
+        since = self._serving_since
+        if since is None or not self._engine or self._scheduled_here:
+            return
+        if self.why_not() is not None and time.monotonic() - since < _START_UP:
+            self._why_not = None
+
     # -- ranks ---------------------------------------------------------------------------------------------------
+
+    def of(self, detector: str) -> DetectorAborts:
+        """What *detector* has requests ended by."""
+        return DetectorAborts(self, detector)
 
     def why_not(self) -> str | None:
         """Why the scheduler cannot be told; None if it can. Not before the first step, when there is a scheduler."""
-        if self._scheduled_here:
-            return None
         try:
-            with opened(self._base, "find the scheduler's file") as folder:
-                os.stat(self._name(os.getppid()), dir_fd=folder, follow_symlinks=False)
+            with self._sending:
+                self._connect()
         except OSError as error:
-            return f"the scheduler of this rank cannot be told: {error.strerror or error}"
+            self._why_not = _why_not(error)
+            return self._why_not
+        self._why_not = None
         return None
 
-    def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None:
-        """Raises OSError where the scheduler cannot be told."""
-        verdict = Verdict(tuple(requests), tuple(blocks), printable(why)[:_LONGEST_WHY])
-        if self._scheduled_here:
-            self._here.append(verdict)
-            return
-        with opened(self._base, "tell the scheduler") as folder:
-            file = os.open(self._name(os.getppid()), os.O_WRONLY | os.O_APPEND | _FLAGS, dir_fd=folder)
-            try:
-                for line in _lines(verdict):
-                    os.write(file, line)
-            finally:
-                os.close(file)
+    def tell(self, detector: str, requests: Collection[str], blocks: Collection[int], why: str) -> None:
+        """Raises CannotTellError where the scheduler cannot be told; what did not reach it is counted.
 
-    def _name(self, pid: int) -> str:
-        return f"{self._engine}-{pid}.aborts"
+        Waits for no room, and a quarter of a second at most for the word that the scheduler's process has it.
+        """
+        verdict = Verdict(detector, tuple(map(_reference, requests)), tuple(blocks), printable(why)[:_LONGEST_WHY])
+        failed: OSError | None = None
+        for part in verdict.parts():
+            try:
+                self._deliver(part)
+            except OSError as error:  # there may be room for the next one
+                self._undelivered += 1
+                failed = error
+        if failed is not None:
+            raise CannotTellError(_why_not(failed)) from None
+
+    def _deliver(self, verdict: Verdict) -> None:
+        if self._scheduled_here:
+            if len(self._pending) >= abort_channel.MOST_PENDING:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            self._pending.append(verdict)
+            self._delivered += 1
+            return
+        with self._sending:
+            sender = self._connect()
+            if sender is not None:
+                sender.send(verdict.encode())
+
+    def _connect(self) -> abort_channel.Sender | None:
+        """The connection to the scheduler's process; None where that is this one. Raises OSError if there is none."""
+        if self._refused is not None:
+            raise CannotTellError(self._refused)
+        if self._scheduled_here:
+            return None
+        if self._sender is not None:
+            self._sender.catch_up()
+            if not self._sender.closed:
+                return self._sender
+            self._disconnect()
+        # Not getppid: a fork server may stand between.
+        parent = multiprocessing.parent_process()
+        if parent is None or parent.pid is None:
+            raise CannotTellError("it was not started by the scheduler's process (Ray, another launcher)")
+        try:
+            self._sender = abort_channel.Sender(self._engine, parent.pid)
+        except ConnectionRefusedError:
+            raise CannotTellError(
+                "the process that started it does not listen: it cannot end requests, has no scheduler, or is in "
+                "another network namespace"
+            ) from None
+        return self._sender
+
+    def _disconnect(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            self._delivered += sender.read
+            self._undelivered += sender.sent - sender.read
+            sender.close()
 
     # -- the scheduler -------------------------------------------------------------------------------------------
 
@@ -133,30 +283,66 @@ class Aborts:
             guarded(self._begin, scheduler)
 
     def _begin(self, scheduler: Any) -> None:
+        self._refused = None
         evict = getattr(scheduler.kv_cache_manager, "evict_blocks", None)
         if not callable(evict) or not callable(getattr(scheduler, "finish_requests", None)):
-            logger.warning("graphfix: requests cannot be ended here: this scheduler is not known")
+            self._refuse("this scheduler is not known")
             return
         model = getattr(getattr(scheduler, "vllm_config", None), "model_config", None)
         if getattr(model, "runner_type", None) == "pooling":
             # The front-end takes an end without a result for a mistake of its own, and ends all requests.
-            logger.warning("graphfix: requests cannot be ended here: this model answers with vectors or scores")
+            self._refuse("this model answers with vectors or scores")
+            return
+        parallel = getattr(getattr(scheduler, "vllm_config", None), "parallel_config", None)
+        launched = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
+        if launched and getattr(parallel, "world_size", 1) > 1:
+            # Each rank has a scheduler of its own, and all must schedule alike: one that ends a request alone hangs.
+            self._refuse("each rank has a scheduler of its own (external_launcher)")
             return
         self._scheduled_here, self._scheduler = True, weakref.ref(scheduler)
-        self._here, self._waiting = [], []
-        with opened(self._base, "make the scheduler's file", make=True) as folder:
-            name = self._name(os.getpid())
-            file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o600, dir_fd=folder)
-            Finalize(None, _remove, (self._base, name, os.getpid()), exitpriority=0)
-        if self._incoming is not None:
-            os.close(self._incoming)
-        self._incoming, self._read = file, 0
+        self._pending.clear()
+        self._waiting = []
+        self._listen(parallel)
+
+    def _listen(self, parallel: Any) -> None:
+        """Begins to hear the ranks that this process has started.
+
+        vLLM makes them before the scheduler, so no rank is forked from a process that has this thread.
+        """
+        self._unheard = None
+        receiver = self._receiver
+        if receiver is not None:
+            if receiver.engine == self._engine and receiver.alive:
+                return  # of an engine before, with the same decision
+            receiver.close()
+            # Which it may still add to.
+            self._receiver, self._pending = None, deque()
+        if getattr(parallel, "distributed_executor_backend", None) == "uni":
+            return  # the only rank is here
+        pending = self._pending
+        try:
+            self._receiver = abort_channel.Receiver(
+                self._engine, lambda message: pending.append(Verdict.decode(message)), lambda: len(pending)
+            )
+        except (OSError, RuntimeError) as error:
+            self._unheard = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+            logger.warning("graphfix: ranks in other processes cannot have requests ended: %s", self._unheard)
+
+    def _refuse(self, why: str) -> None:
+        self._refused, self._scheduled_here = why, False
+        if self._receiver is not None:  # of an engine before
+            self._receiver.close()
+            self._receiver = None
+        logger.warning("graphfix: requests cannot be ended here: %s", why)
 
     def _around_schedule(self, stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        guarded(self._take_out, scheduler)
+        if self._pending:  # in nearly every step all that this costs
+            guarded(self._take_out, scheduler)
         return stock(scheduler, *args, **kwargs)
 
     def _around_update(self, stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._pending and not self._waiting:
+            return stock(scheduler, *args, **kwargs)
         ended: list[tuple[Any, str]] = []
         # Before the step's tokens are handed out: those of a request that ends are not.
         guarded(self._end_requests, scheduler, ended)
@@ -166,57 +352,68 @@ class Aborts:
 
     def _take_out(self, scheduler: Any) -> None:
         """Takes blocks out of the cache before a request may get them."""
-        fresh = self._news() if scheduler is self._scheduler() else []
-        for verdict in fresh:
-            _evict(scheduler, verdict.requests, verdict.blocks)
-        self._waiting += fresh
+        if scheduler is not self._scheduler():
+            return
+        # Not more than there are now: a rank may add as fast as they are taken.
+        for _ in range(len(self._pending)):
+            verdict = self._pending.popleft()
+            _evict(scheduler, _names(scheduler, verdict), verdict.blocks)
+            self._waiting.append(verdict)
 
     def _end_requests(self, scheduler: Any, ended: list[tuple[Any, str]]) -> None:
         self._take_out(scheduler)
         if not self._waiting or scheduler is not self._scheduler():
             return
         waiting, self._waiting = self._waiting, []
-        error = _finished_error()
+        error, before = _finished_error(), len(ended)
         for verdict in waiting:
-            for name in verdict.requests:
+            for name in _names(scheduler, verdict):
                 request = scheduler.requests.get(name)
                 if request is not None and not request.is_finished():
                     # Once more: the step that is under way has given it blocks, whose contents follow from wrong ones.
                     _evict(scheduler, (name,), ())
                     scheduler.finish_requests(name, error)
                     ended.append((request, verdict.why))
-                    logger.error("graphfix: request %s ends with an error: %s", ascii(name)[1:-1], verdict.why)
-
-    def _news(self) -> list[Verdict]:
-        """What ranks have said since."""
-        fresh, self._here = self._here, []
-        if self._incoming is None:
-            return fresh
-        size = os.fstat(self._incoming).st_size
-        if size <= self._read or self._read >= _MOST:
-            return fresh
-        data = os.pread(self._incoming, min(size, _MOST) - self._read, self._read)
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        if self._read >= _MOST:
-            logger.warning("graphfix: no more requests are ended in this engine: it was told too much")
-        for line in whole.splitlines():
-            try:
-                fresh.append(Verdict.decode(line))
-            except JsonError as error:
-                logger.warning("graphfix: what a rank says to the scheduler is not understood: %s", error)
-        return fresh
+                    self.ended[verdict.detector] += 1
+                    shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
+                    logger.error("graphfix: request %s ends with an error: %s", ascii(shown)[1:-1], verdict.why)
+        if len(ended) > before:
+            self._on_ended()
 
 
-def _lines(verdict: Verdict) -> Iterator[bytes]:
-    """*verdict*, in parts where it is long; one name alone is told however long it is, a client may have chosen it."""
-    line = verdict.encode()
-    if len(line) <= _LONGEST or len(verdict.requests) + len(verdict.blocks) <= 1:
-        yield line
-        return
-    requests, blocks = len(verdict.requests) // 2, -(-len(verdict.blocks) // 2)
-    yield from _lines(verdict._replace(requests=verdict.requests[:requests], blocks=verdict.blocks[:blocks]))
-    yield from _lines(verdict._replace(requests=verdict.requests[requests:], blocks=verdict.blocks[blocks:]))
+class DetectorAborts:
+    """What one detector has requests ended by: `settings.shadow_rate.Abort`."""
+
+    def __init__(self, aborts: Aborts, detector: str) -> None:
+        self._aborts, self._detector = aborts, detector
+
+    def why_not(self) -> str | None:
+        return self._aborts.why_not()
+
+    def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None:
+        """Raises OSError where the scheduler cannot be told."""
+        self._aborts.tell(self._detector, requests, blocks, why)
+
+
+def _why_not(error: OSError) -> str:
+    why = str(error) if isinstance(error, CannotTellError) else error.strerror or type(error).__name__
+    return f"the scheduler of this rank cannot be told: {why}"
+
+
+def _reference(name: str) -> str:
+    return f"={name}" if len(name) <= _LONGEST_NAME else f"#{_digest(name)}"
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _names(scheduler: Any, verdict: Verdict) -> list[str]:
+    """The requests that *verdict* refers to. Only where names are long all of the scheduler's are looked at."""
+    found = [each[1:] for each in verdict.requests if each[0] == "="]
+    if digests := {each[1:] for each in verdict.requests if each[0] == "#"}:
+        found += [name for name in scheduler.requests if len(name) > _LONGEST_NAME and _digest(name) in digests]
+    return found
 
 
 def _evict(scheduler: Any, requests: Collection[str], blocks: Collection[int]) -> None:
@@ -252,13 +449,3 @@ def _hand_out(outputs: Any, ended: Sequence[tuple[Any, str]]) -> None:
             trace_headers=request.trace_headers,
         )
         outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last)
-
-
-def _remove(base: Path, name: str, pid: int) -> None:
-    if os.getpid() != pid:
-        return
-    try:
-        with opened(base, "remove the scheduler's file") as folder:
-            os.unlink(name, dir_fd=folder)
-    except OSError:  # it is gone, with its folder perhaps
-        return

@@ -40,10 +40,12 @@ class EngineContext:
         """The model of the engine that this process is a part of, or configured last."""
 
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
-        """The states of every fix, and of the shadow check and the marks where they are on."""
+        """The states of every fix, and of the shadow check, the marks and their action `abort` where they are on."""
         found = self.manager.states(diagnose=diagnose)
         if self.marks is not None:
             found |= self.marks.states()
+        if self.aborts is not None:
+            found |= self.aborts.states()
         if self.shadow is None:
             return found
         from vllm_graphfix.shadow import process
@@ -55,16 +57,26 @@ class EngineContext:
         from vllm_graphfix.shadow import process
 
         marks = self.marks.counts() if self.marks is not None else {}
-        return self.manager.counts() | process.counts() | self.addresses.counts() | marks
+        found = self.manager.counts() | process.counts() | self.addresses.counts() | marks
+        # Requests count where they end: for a detector that perhaps runs in another process.
+        if self.aborts is not None:
+            for name, counts in self.aborts.counts().items():
+                if name in found or name not in self.aborts.ended or any(counts.values()):
+                    found[name] = {**found.get(name, {}), **counts}
+        return found
 
     def look(self) -> None:
         """Looks, now and then, at what no call that is wrapped tells of."""
         self.addresses.look()
+        if self.aborts is not None:
+            self.aborts.look()
 
     def serve(self, worker: Any, graphs: bool) -> None:
         """Begins what watches graphs, if there are *graphs*: *worker* has captured, and now it serves."""
         if graphs:
             self.addresses.serve(worker)
+        if self.aborts is not None:
+            self.aborts.serve()
         if self.marks is not None:
             self.marks.serve(worker)
         if self.shadow is not None:

@@ -99,10 +99,17 @@ def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
     ]
 
 
-def snapshot_of(records: Iterable[Record], read_at: float, silent: int = 0, ended: Iterable[Record] = ()) -> Snapshot:
+def snapshot_of(
+    records: Iterable[Record],
+    read_at: float,
+    silent: int = 0,
+    ended: Iterable[Record] = (),
+    schedulers: Iterable[Record] = (),
+) -> Snapshot:
     """What the records of the ranks of one engine say together, if *silent* of the ranks are silent.
 
-    Of those that have *ended* only what they have counted.
+    Of those that have *ended* only what they have counted; of its *schedulers*, that are no ranks, only how many
+    requests they have ended.
     """
     states: Tally[tuple[str, ...]] = Tally()
     groups: dict[str, int] = {}
@@ -113,6 +120,7 @@ def snapshot_of(records: Iterable[Record], read_at: float, silent: int = 0, ende
         if record.agreement is not None:
             groups[record.agreement.group] = record.agreement.agreeing
     events = {Process(each.host, each.pid, each.start_ticks): _counted(each) for each in (*given, *ended)}
+    events |= {Process(each.host, each.pid, each.start_ticks): _aborted(each) for each in schedulers}
     return Snapshot(read_at, dict(states), events, sum(groups.values()) if groups else None, silent)
 
 
@@ -124,6 +132,11 @@ def _counted(record: Record) -> dict[tuple[str, ...], int]:
         for event, count in counts.items()
         if count or name not in record.fixes or record.fixes[name].state in ("active", "observing")
     }
+
+
+def _aborted(record: Record) -> dict[tuple[str, ...], int]:
+    """The requests that the process of *record* has ended, by the values of `EVENT_LABELS`."""
+    return {(name, "aborted"): counts["aborted"] for name, counts in record.events.items() if counts.get("aborted")}
 
 
 class Exposition:
@@ -250,7 +263,9 @@ class Watcher:
         ended = [record for record, state in heard if state is records.Liveness.DEAD]
         if ranks:
             silent = sum(state is records.Liveness.SILENT for _, state in heard)
-            self._exposition.tell(snapshot_of(ranks, now, silent, ended))
+            engines = {record.engine for record in (*ranks, *ended)}
+            others = [each.record for each in found if each.record.engine in engines and each.record.rank is None]
+            self._exposition.tell(snapshot_of(ranks, now, silent, ended, others))
 
 
 _watcher: Watcher | None = None

@@ -169,7 +169,8 @@ class EngineProcess(EngineContext):
         from vllm_graphfix.shadow import process
         from vllm_graphfix.shadow.runners import RUNNERS
 
-        process.start(rate, decision.shadow_action, self.status_record.tell_why_it_ends, self.aborts)
+        abort = self.aborts.of(process.NAME) if self.aborts is not None else None
+        process.start(rate, decision.shadow_action, self.status_record.tell_why_it_ends, abort)
         wanted = _policy_of(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
         self.shadow = self.shadow or FixManager(RUNNERS, wanted)
         self.shadow.start(wanted)
@@ -178,10 +179,11 @@ class EngineProcess(EngineContext):
         every = parse(decision.marks).every
         if self.marks is None and every is None:
             return
-        from vllm_graphfix.marks.process import Marks
+        from vllm_graphfix.marks.process import NAME, Marks
 
         self.marks = self.marks or Marks(self.status_record.tell)
-        self.marks.begin(every, self.aborts if decision.kv_marks_action is MarksAction.ABORT else None)
+        aborts = self.aborts if decision.kv_marks_action is MarksAction.ABORT else None
+        self.marks.begin(every, aborts.of(NAME) if aborts is not None else None)
 
     def _engage_aborts(self, decision: Decision) -> None:
         """Makes what has requests ended, from the moment on that the engine's scheduler is made."""
@@ -190,7 +192,7 @@ class EngineProcess(EngineContext):
         from vllm_graphfix.engine.abort import Aborts
 
         if self.aborts is None:
-            self.aborts = Aborts(self.status_record.base())
+            self.aborts = Aborts(self.status_record.keep)
             self.aborts.watch()
         self.aborts.begin(decision.engine if decision.aborts else "")
 

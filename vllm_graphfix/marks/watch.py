@@ -199,6 +199,7 @@ class KVMarks:
         self._last = LastStep(tokens, MOST, doubt)
         self._sums = Sums(device)
         self._sums.warm_up(self._groups)
+        # Of these, requests that were aborted count where they end: `engine.abort`.
         counted = ("marks", "looks", "changed", "aborted", "passed-over", "rests", "rested", "failures")
         self._counts = dict.fromkeys(counted, 0)
         # A worker that ends takes with it what is held here.
@@ -509,11 +510,11 @@ class KVMarks:
             self._abort.tell(users, [each.block.number for each in fresh], why)
         except OSError as error:
             self._cannot_abort(str(error))
-        else:
-            self._count("aborted", len(users))
 
     def _cannot_abort(self, why: str) -> None:
-        self._abort, self.cannot_abort = None, why
+        if self.cannot_abort is not None:
+            return
+        self.cannot_abort = why  # of this verdict: the next one may come through
         logger.warning("graphfix: requests whose cache blocks change are not ended: %s", why)
 
     def _ran(self, before: int, after: int) -> tuple[int, int]:

@@ -16,8 +16,6 @@ from vllm_graphfix.records.reading import read
 
 PRUNED_AFTER = 3600.0
 _FORGOTTEN_AFTER = 7 * 24 * 3600.0
-_ABORTS = re.compile(r"([0-9a-f]{16})-[0-9]{1,10}\.aborts")
-"""The file by which a scheduler is told of requests to end."""
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[A-Za-z0-9._-]{1,64}-[0-9]{1,10}\.json\.[0-9a-f]{8}")
 
 
@@ -43,9 +41,8 @@ def prune(base: Path) -> None:
             with os.scandir(folder) as entries:
                 names = [entry.name for entry in islice(entries, ENTRIES)]
             for name in names:
-                # A process ended while it wrote; nobody takes an hour for that. Or a scheduler has, with its engine.
-                of = _ABORTS.fullmatch(name)
-                if _TEMPORARY.fullmatch(name) or (of is not None and of[1] not in freshest):
+                # A process ended while it wrote; nobody takes an hour for that.
+                if _TEMPORARY.fullmatch(name):
                     with suppress(OSError):
                         if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < now - PRUNED_AFTER:
                             os.unlink(name, dir_fd=folder)

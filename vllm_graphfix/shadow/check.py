@@ -527,8 +527,8 @@ class Shadow:
             logger.warning("graphfix: %s first goes wrong in %s, or just before it", mismatch.graph.name, known.layer)
         if self.action is Action.ABORT and mismatch.here:
             _, failed = tried(lambda: self._end_requests(mismatch))
-            if failed is not None:
-                self._cannot_abort(description(failed))
+            if failed is not None:  # which the next one may not
+                self._cannot_abort(str(failed) if isinstance(failed, OSError) else description(failed))
         if self.action is Action.QUARANTINE and known.mismatches == CONFIRMATIONS:
             self.quarantined.add(key)
             self.results.quarantined.append(mismatch.graph)
@@ -541,15 +541,11 @@ class Shadow:
         """Ends those requests of the step that is running whose rows are wrong."""
         if self._abort is None or not mismatch.graph.name.startswith(TARGET):
             return  # what a drafter proposes is verified
-        if (why_not := self._abort.why_not()) is not None:
-            self._cannot_abort(why_not)
-            return
         rounding = self._rounding(mismatch.graph, mismatch.noise)
         wrong = [not error <= rounding for error in mismatch.errors]  # not `>`: NaN is wrong, too
         # Where a step failed, or only a state is wrong, nobody knows whose: all of the step end.
         names = requests_of_rows(wrong if mismatch.failure is None and any(wrong) else ())
         self._abort.tell(names, (), f"its tokens came of a wrong replay of a CUDA graph ({mismatch.sentence()})")
-        self.results.aborted += len(names)
 
     def _cannot_abort(self, why: str) -> None:
         if self.cannot_abort is None:

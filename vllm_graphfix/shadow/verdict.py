@@ -89,8 +89,6 @@ class Results:
         """The largest error of runs of one step among themselves so far, of any graph."""
         self.kept: list[Mismatch] = []
         self.quarantined: list[Graph] = []
-        self.aborted = 0
-        """The number of requests that were ended because of a mismatch."""
         self.given_up = 0
         """The number of quarantined graphs that are replayed again, since their steps cannot be run without."""
         self.changed_inputs: set[str] = set()
