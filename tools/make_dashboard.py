@@ -255,8 +255,8 @@ def events(to: board.Dashboard) -> None:
             f'(graphfix_fix_state{{state="{state}"}} > 0))'
         )
 
-    counter = graphfix("graphfix_events_total", 'fix!~"shadow|kv-marks"')
-    chosen = 'namespace=~"$namespace", fix!~"shadow|kv-marks"'
+    counter = graphfix("graphfix_events_total", 'fix!~"shadow|kv-marks|abort"')
+    chosen = 'namespace=~"$namespace", fix!~"shadow|kv-marks|abort"'
     rate = f"(rate(graphfix_events_total{{{chosen}}}[$__rate_interval]) and {SERVING})"
     to.with_row(board.Row("How often the fixes mattered"))
     to.with_panel(
