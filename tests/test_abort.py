@@ -17,7 +17,7 @@ import pytest
 
 import abort_ranks
 from abort_ranks import AnyRequest, SchedulerStandIn, ended_by, flood, process, rank, steps, until
-from records import record
+from records import elsewhere, record
 from stock import ALL_RELEASES, release_root
 from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
@@ -390,6 +390,16 @@ def test_an_engine_whose_verdicts_are_lost_is_not_in_order(tmp_path: Path) -> No
         write(tmp_path, record(rank=0, fixes={"abort": FixReport("auto", state.value, "why")}))
         (engine,) = look(tmp_path).engines
         assert [each for each in engine.wrong if "abort" in each] == wrong
+
+
+def test_fleet_counts_requests_that_a_scheduler_ended_which_is_no_rank(tmp_path: Path) -> None:
+    counts = {"mismatches": 0, "aborted": 0}
+    fixes = {"shadow": FixReport("auto", "active", "")}
+    for number, pid in enumerate((101, 102)):
+        write(tmp_path, record(elsewhere(pid), rank=number, world_size=2, fixes=fixes, events={"shadow": counts}))
+    write(tmp_path, record(elsewhere(200), role="engine-core", events={"shadow": {"mismatches": 9, "aborted": 5}}))
+    (engine,) = look(tmp_path).engines
+    assert engine.counts("shadow") == {"mismatches": 0, "aborted": 5}
 
 
 def process_with(monkeypatch: pytest.MonkeyPatch, aborts: Aborts | None) -> EngineContext:

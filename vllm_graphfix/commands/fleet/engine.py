@@ -180,11 +180,14 @@ class Engine:
         return states[bad[0]][0].record.fixes[fix]
 
     def counts(self, fix: str) -> dict[str, int]:
-        """How often each event of *fix* happened, over the ranks."""
+        """How often each event of *fix* happened, over the ranks; requests were aborted where their scheduler is."""
         found: dict[str, int] = {}
         for member in self.tellers:
             for event, count in member.record.events.get(fix, {}).items():
                 found[event] = found.get(event, 0) + count
+        schedulers = [member for member in self.members if self.ranked and member.record.rank is None]
+        if aborted := sum(member.record.events.get(fix, {}).get("aborted", 0) for member in schedulers):
+            found["aborted"] = found.get("aborted", 0) + aborted
         return found
 
     @property
