@@ -300,6 +300,35 @@ def test_a_rank_that_could_not_compare_at_first_is_checked_once_it_has_compared(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_an_error_of_another_rank_that_goes_on_unchecked_counts_as_one_s_own(
+    mode: str, alike: pytest.MonkeyPatch
+) -> None:
+    environment, insists = MODES[mode]
+    me, worker = process_double(environment), worker_of(0)
+    other = Agreement("0" * 16, None, 2, 1, None, all_off=False, unchecked={1: "OSError: injected"})
+    alike.setattr(rank_agreement, "compare", lambda *args, **kwargs: other)
+    if insists:
+        with pytest.raises(GraphfixError, match=rf"^{STOPS} before it .*rank 1: OSError: injected"):
+            me.gate.before_capture(worker, "compile_or_warm_up_model")
+        return
+    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    record: Any = me.gate._status_record
+    assert "rank 1: OSError: injected" in record.unchecked if mode == "auto" else record.unchecked is None
+    assert (me.gate._to_compare_again is not None) == (mode == "auto")
+
+
+@pytest.mark.parametrize("stage", ["start", "warm-up"])
+def test_nobody_waits_for_a_rank_that_says_that_it_left_no_report(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_agreement, "_SLICE", 0.05)
+    store, mine = HashStore(), report()
+    place = leave(store, stage, 0, mine)
+    rank_agreement.leave_unchecked(store, stage, 1, "OSError: injected\n")
+    found = compare(store, place, 0, 2, mine, lambda text: None, timeout=600)
+    assert (found.difference, found.agreeing) == (None, 1)
+    assert found.unchecked == {1: "OSError: injected "}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_where_nobody_knows_what_failed_in_a_capture_who_insists_stops(mode: str, alike: pytest.MonkeyPatch) -> None:
     environment, insists = MODES[mode]
     me, worker = process_double(environment), worker_of(0)

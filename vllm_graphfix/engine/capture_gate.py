@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.log import logger
@@ -36,6 +35,9 @@ _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner"
 _CAPTURE, _CAPTURED = "compile_or_warm_up_model", "captured"
 """The method of a worker that captures the graphs which serve, and the stage at which ranks are compared when it
 has."""
+_PROFILING, _WARM_UP = "profiling", "warm-up"
+"""The stages at which ranks are compared before a capture: one that measures graphs, and the one that serves."""
+_NOT_COMPARED = "whether its ranks agree is not known"
 _STOCK = "To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes."
 _UNCHECKED = "To go on without this check, leave every fix at auto: VLLM_GRAPHFIX=on, and no fix on."
 _WHAT_TO_DO = (
@@ -110,7 +112,7 @@ class CaptureGate:
         """
 
         def around(stock: Callable[..., Any], subject: Any, *args: Any, **kwargs: Any) -> Any:
-            guarded(self.leave, "profiling")
+            guarded(self.leave, _PROFILING)
             return stock(subject, *args, **kwargs)
 
         if "determine_available_memory" in vars(getattr(module, owner)):
@@ -155,30 +157,41 @@ class CaptureGate:
         """
         problem: str | None = None
         failure: Exception | None = None
-        status_record = self._status_record
-        self.captures_here, self._to_compare_again, status_record.unchecked = True, None, None
+        consequence = _NOT_COMPARED
         try:
-            self._has_graphs = True  # if that cannot be found out: what watches graphs must not miss any
-            self._has_graphs = status_record.graphs = _uses_graphs(subject)
+            self.captures_here = True
+            self._to_compare_again = self._status_record.unchecked = None
+            self._has_graphs = self._status_record.graphs = _uses_graphs(subject)
         except Exception as error:
-            failure = error
-        # A rank that is going to stop leaves no report: by it the others would go on, into a collective with this rank.
-        if failure is None or not self._insists():
-            try:
+            failure, self._has_graphs = error, True  # what watches graphs must not miss any
+        try:
+            # A rank that is going to stop leaves no report: by it the others would go on, into a collective with it.
+            if failure is None or not self._insists():
                 problem = self._compare_ranks(subject, stage)
-            except Exception as error:
-                failure = failure or error
+        except Exception as error:
+            failure = failure or error
+        try:
+            problem = problem or self._unapplied_fixes(subject)
+        except Exception as error:
+            if failure is None:
+                failure, consequence = error, "the states of the fixes are not known"
         if failure is not None and problem is None:
-            problem = self._stop_or_go_on(_BEFORE, "whether its ranks agree is not known", failure)
+            problem = self._stop_or_go_on(_BEFORE, consequence, failure)
             if problem is not None:
                 guarded(self._leave_end)  # or the others wait for this rank's report after the capture
-        if problem is None:
-            problem = self._unapplied_or_unknown(subject)
-        status_record.problem = problem
-        guarded(status_record.tell)
+            elif self._status_record.unchecked is not None and not _is_elastic(subject):
+                guarded(self._leave_unchecked, _WARM_UP if stage == _CAPTURE else _PROFILING, failure)
+        guarded(self._say, problem)
         if problem is not None:
-            guarded(status_record.finish)
             raise GraphfixError(problem)
+
+    def _say(self, problem: str | None) -> None:
+        """Puts into the record that the gate lets this rank through, or the *problem* for which it stops."""
+        status_record = self._status_record
+        status_record.problem = problem
+        status_record.tell()
+        if problem is not None:
+            status_record.finish()
 
     def _stop_or_go_on(self, stops: str, consequence: str, error: Exception, *, together: bool = False) -> str | None:
         """Deals with an *error* of the gate's own; returns what stops the engine, or None.
@@ -207,18 +220,6 @@ class CaptureGate:
 
             return vllm_graphfix._requires_a_fix()
 
-    def _unapplied_or_unknown(self, subject: Any) -> str | None:
-        try:
-            return self._unapplied_fixes(subject)
-        except Exception as error:
-            logger.exception("graphfix: could not determine the states of the fixes")
-            if not self._insists():
-                return None
-            return (
-                f"{_BEFORE}: the states of the fixes are not known ({type(error).__name__}: {error}). Set "
-                "VLLM_GRAPHFIX=off to serve without the fixes."
-            )
-
     def _unapplied_fixes(self, subject: Any, stops: str = _BEFORE) -> str | None:
         config = getattr(subject, "vllm_config", None)
         model = getattr(config, "model_config", None) or getattr(subject, "model_config", None)
@@ -239,18 +240,35 @@ class CaptureGate:
 
     def leave(self, stage: str) -> None:
         """Leaves this rank's report for the others."""
-        from vllm_graphfix.engine import rank_agreement
-
-        self._pending = self._leave_error = None
         try:
+            from vllm_graphfix.engine import rank_agreement
+
+            self._pending = self._leave_error = None
             rank, world_size = world()
             report = self.report() if world_size > 1 else None
             if report is not None:
                 store = common_store()
                 self._pending = store, rank_agreement.leave(store, stage, rank, report), report
         except Exception as error:
-            self._leave_error = error
+            self._pending, self._leave_error = None, error
+            if stage == _PROFILING:  # this rank may come to the gate only after another one that waits for it there
+                guarded(self._leave_unchecked, stage, error)
             raise
+
+    def _leave_unchecked(self, stage: str, error: Exception) -> None:
+        """Lets the other ranks go on, too, where they wait at *stage* for a report that this one could not leave.
+
+        Whoever goes on compares again after the capture, when all of them have to do the same about what failed in it.
+        """
+        from vllm_graphfix.engine import rank_agreement
+
+        rank, world_size = world()
+        if world_size == 1 or self._insists():  # a rank that is going to stop lets nobody go on
+            return
+        store = common_store()
+        if stage == _WARM_UP:
+            self._to_compare_again = store, rank, world_size
+        rank_agreement.leave_unchecked(store, stage, rank, f"{type(error).__name__}: {error}")
 
     def _compare_ranks(self, subject: Any, stage: str) -> str | None:
         """Compares the ranks; returns what stops the engine, or None."""
@@ -258,8 +276,10 @@ class CaptureGate:
 
         early = self._pending  # left before profiling and not compared
         if stage == _CAPTURE:
-            with suppress(Exception):  # it is raised below, where it matters
-                self.leave("warm-up")  # before anything else may fail: others wait for it
+            try:
+                self.leave(_WARM_UP)  # before anything else may fail: others wait for it
+            except Exception as error:  # it is raised below, where it matters
+                self._leave_error = error
         decision, status_record = self._context.decision, self._status_record
         parallel = subject.vllm_config.parallel_config
         # A worker knows its local rank, a runner its device.
@@ -307,6 +327,8 @@ class CaptureGate:
             timeout=decision.agreement_timeout if decision and stops else rank_agreement.TIMEOUT_FOR_A_WARNING,
         )
         if found.difference is None:
+            if found.unchecked:  # as if it had happened here: all ranks go on unchecked, or stop
+                raise RuntimeError("; ".join(f"rank {other}: {why}" for other, why in found.unchecked.items()))
             return None
         message = f"the ranks of this engine do not agree. {found.difference}"
         if not self._has_graphs or found.all_off:
@@ -328,19 +350,16 @@ class CaptureGate:
         problem = None
         try:
             problem = self._settle_capture(subject) or self._unapplied_fixes(subject, _AFTER)
+            self._has_captured = True
         except Exception as error:
             guarded(self._leave_end)  # or the others wait for this rank's report
             # Others may take graphs out of dispatch that this rank does not know of, and then wait for it in a
             # collective.
             together = self._to_compare_again is not None
             consequence = "what failed while CUDA graphs were captured is not known"
-            problem = self._stop_or_go_on(_AFTER, consequence, error, together=together)
-        self._has_captured = True
+            problem = problem or self._stop_or_go_on(_AFTER, consequence, error, together=together)
+        guarded(self._say, problem)
         if problem is not None:
-            status_record = self._status_record
-            status_record.problem = problem
-            guarded(status_record.tell)
-            guarded(status_record.finish)
             raise GraphfixError(problem)
 
     def _settle_capture(self, subject: Any) -> str | None:

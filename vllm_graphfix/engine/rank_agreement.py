@@ -108,6 +108,8 @@ class Agreement(NamedTuple):
     failing: Mapping[int, RankReport] = {}
     """The reports of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph
     out."""
+    unchecked: Mapping[int, str] = {}
+    """Ranks that left no report because of an error of their own and go on all the same, each with that error."""
 
 
 def leave(store: Any, stage: str, rank: int, report: RankReport) -> str:
@@ -140,6 +142,21 @@ def leave_an_end(store: Any, place: str) -> None:
     store.set(f"{place}/ended", b"1")
 
 
+def leave_unchecked(store: Any, stage: str, rank: int, why: str) -> None:
+    """Tells ranks that wait at *stage* that *rank* could leave no report there, and goes on.
+
+    The number of the comparison is not part of the key: `leave` may have failed before it knew that.
+    """
+    with_one_retry(store.set, f"{stage}/unchecked/{rank}", one_line(why))
+
+
+def _unchecked(store: Any, place: str, ranks: list[int]) -> dict[int, str]:
+    """Those of *ranks* that have called `leave_unchecked` for the stage of *place*, with the error that they named."""
+    stage = place.rpartition("-")[0]
+    keys = {rank: f"{stage}/unchecked/{rank}" for rank in ranks}
+    return {rank: one_line(store.get(key).decode(errors="replace")) for rank, key in keys.items() if store.check([key])}
+
+
 def compare(
     store: Any,
     stage: str,
@@ -155,10 +172,12 @@ def compare(
 
     *silent_host* says where a rank is that said nothing. Raises what the store raises if it cannot be reached.
     """
-    silent = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
-    heard = [other for other in range(world_size) if other not in silent]
+    missing = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
+    heard = [other for other in range(world_size) if other not in missing]
+    unchecked = _unchecked(store, stage, missing)
+    silent = [other for other in missing if other not in unchecked]
     digests = store.multi_get([f"{stage}/{other}" for other in heard])
-    if len(set(digests)) == 1 and not silent and not (report.fault or _needs_action(report)):
+    if len(set(digests)) == 1 and not missing and not (report.fault or _needs_action(report)):
         first = _read_report(store, f"{stage}/word/0") or report
         return Agreement(first.token, first.engine, world_size, world_size, None, first.off)
     reports = {other: report if other == rank else _read_report(store, f"{stage}/word/{other}") for other in heard}
@@ -176,6 +195,7 @@ def compare(
         difference=difference,
         all_off=all(said.off for said in spoke.values()),
         failing=failing,
+        unchecked=unchecked,
     )
 
 
@@ -210,7 +230,7 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
                 store.wait([f"{stage}/{rank}" for rank in missing], timedelta(seconds=min(left, _SLICE)))
             except RuntimeError:  # DistStoreError, when time is up; a store that is gone says so again in the next line
                 missing = [rank for rank in missing if not store.check([f"{stage}/{rank}"])]
-                if store.check([f"{stage}/ended"]):
+                if store.check([f"{stage}/ended"]) or len(_unchecked(store, stage, missing)) == len(missing):
                     return missing
             else:
                 return []
