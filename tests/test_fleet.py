@@ -310,6 +310,16 @@ def test_ranks_that_could_not_be_checked_are_exit_1(tmp_path: Path, two: tuple[I
     assert look(tmp_path).exit_code == 1
 
 
+def test_a_worker_that_could_not_be_checked_before_it_knew_its_rank_is_exit_1(
+    tmp_path: Path, two: tuple[Identity, Identity]
+) -> None:
+    why = "whether its ranks agree is not known (AttributeError: no parallel_config)"
+    first, second = ranks(two)
+    leave(tmp_path, record(), first, second._replace(rank=None, role="worker", agreement=None, unchecked=why))
+    assert f"not checked, worker {second.pid} on {second.host}: {why}" in only(tmp_path).wrong
+    assert look(tmp_path).exit_code == 1
+
+
 @pytest.mark.usefixtures("alone")
 def test_ranks_that_are_missing_before_they_agreed_are_exit_1(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
     leave(tmp_path, record(), ranks(two)[1]._replace(agreement=None))

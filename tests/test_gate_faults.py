@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from ranks import STAGE, report
+from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import capture_gate, own_report, rank_agreement
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
 from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import Agreement, compare, leave
+from vllm_graphfix.engine.role import Role
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import FixState
@@ -29,6 +32,7 @@ from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.ranks import host_in
 from vllm_graphfix.settings import decision
 from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.settings.environment import STATUS_DIR
 
 
 class Faults:
@@ -276,6 +280,23 @@ def test_a_gate_that_fails_stops_who_insists_and_else_says_so_in_the_record(
     assert record.problem is None
     assert me.gate._has_graphs, "what watches graphs must not miss them"
     assert "AttributeError: " in record.unchecked if mode == "auto" else record.unchecked is None
+
+
+@pytest.mark.parametrize("step", ["parallel_config", "world", "compare"])
+def test_fleet_calls_an_engine_with_a_gate_that_failed_not_in_order(
+    step: str, alike: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Also where the error has kept the rank from knowing which it is."""
+    me, worker = process_double({STATUS_DIR: str(tmp_path)}), worker_of(0)
+    me.role, me.gate._status_record = Role.WORKER, me.status_record
+    break_step(step, me, worker, alike)
+    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    me.status_record.finish()
+    seen = look(tmp_path)
+    assert seen.exit_code == 1
+    assert any(
+        why.startswith("not checked, ") and "AttributeError: " in why for each in seen.engines for why in each.wrong
+    )
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "compilation_config"])

@@ -143,11 +143,16 @@ def started(
         if rank == 1 or scenario != NOT_LEFT_OUT:
             worker_double.model_runner.dispatcher = SimpleNamespace(cudagraph_keys={GraphMode("FULL"): keys})
         graph = Graph(worker_double.model_runner, "FULL", 8, kept=True)
+
+        def left_undone(**_: object) -> tuple[str, ...]:
+            checks.append(f"fixes, {fault.here.phase}")
+            return ()
+
         failed = rank == world_size - 1 and scenario in (FAILED, NOT_LEFT_OUT)
         vars(me.manager).update(
             states=lambda **_: states_double,
             settle_capture=lambda name, what, failed: settled.append((name, failed)),
-            left_undone=lambda **_: checks.append(f"fixes, {fault.here.phase}") or (),
+            left_undone=left_undone,
         )
         vars(me).update(
             failures_in_capture=lambda: {"mamba-padding": {graph: "MemoryError"}} if failed else {},

@@ -129,6 +129,19 @@ def test_a_rank_that_is_not_heard_of_shows_and_stays_in_what_it_said_last(scrape
         process.communicate()
 
 
+def test_ranks_that_could_not_be_checked_show_until_they_are(scraped: Scraped, tmp_path: Path) -> None:
+    for why, number in (("whether its ranks agree is not known (OSError: no store)", 2), (None, 0)):
+        ranks(tmp_path, 0, 0, unchecked=why)
+        scraped.look()
+        assert scraped.value("graphfix_ranks_unchecked") == number
+
+
+def test_a_worker_that_could_not_be_checked_before_it_knew_its_rank_shows(scraped: Scraped, tmp_path: Path) -> None:
+    leave(tmp_path, record(kept=True)._replace(role="worker", unchecked="AttributeError: no parallel_config"))
+    scraped.look()
+    assert scraped.value("graphfix_ranks_unchecked") == 1
+
+
 def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:
     ranks(
         tmp_path,

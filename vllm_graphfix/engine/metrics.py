@@ -39,6 +39,7 @@ NAMES = (
     "graphfix_ranks_expected",
     "graphfix_ranks_agreeing",
     "graphfix_ranks_silent",
+    "graphfix_ranks_unchecked",
     "graphfix_canary",
     "graphfix_rollout_percent",
     "graphfix_misconfigured",
@@ -82,6 +83,8 @@ class Snapshot(NamedTuple):
     """Ranks that agree; None if none has been compared yet."""
     silent: int = 0
     """Ranks that are not heard of any more: they are in the other numbers, with what they said last."""
+    unchecked: int = 0
+    """Ranks that have captured although the gate could not check them."""
 
 
 def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
@@ -94,7 +97,8 @@ def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
     return [
         record
         for record in given
-        if record.rank is not None
+        # An error that came early may have kept a rank from knowing which it is.
+        if (record.rank is not None or record.unchecked is not None)
         and (record.engine == engine or (record.leader == engine and record.engine not in told_elsewhere))
     ]
 
@@ -121,7 +125,9 @@ def snapshot_of(
             groups[record.agreement.group] = record.agreement.agreeing
     events = {Process(each.host, each.pid, each.start_ticks): _counted(each) for each in (*given, *ended)}
     events |= {Process(each.host, each.pid, each.start_ticks): _aborted(each) for each in schedulers}
-    return Snapshot(read_at, dict(states), events, sum(groups.values()) if groups else None, silent)
+    agreeing = sum(groups.values()) if groups else None
+    unchecked = sum(record.unchecked is not None for record in given)
+    return Snapshot(read_at, dict(states), events, agreeing, silent, unchecked)
 
 
 def _counted(record: Record) -> dict[tuple[str, ...], int]:
@@ -154,6 +160,7 @@ class Exposition:
         self._expected: Gauge | None = None
         self._agreeing: Gauge | None = None
         self._silent: Gauge | None = None
+        self._unchecked: Gauge | None = None
         self._canary = self._gauge(
             "canary", "1 if this engine gets the fixes, 0 if not: outside the rollout, switched off, or only observing."
         )
@@ -205,6 +212,10 @@ class Exposition:
             "ranks_silent", "Ranks whose process has not been heard of for a minute: it hangs, or was stopped."
         )
         self._silent.set(snapshot.silent)
+        self._unchecked = self._unchecked or self._gauge(
+            "ranks_unchecked", "Ranks that have captured although the check of the ranks failed; their records say why."
+        )
+        self._unchecked.set(snapshot.unchecked)
         for labels in self._states - snapshot.states.keys():
             self._state.labels(*labels).set(0)  # in multiprocess mode nothing can be taken away
         for labels, ranks in snapshot.states.items():
@@ -264,7 +275,8 @@ class Watcher:
         if ranks:
             silent = sum(state is records.Liveness.SILENT for _, state in heard)
             engines = {record.engine for record in (*ranks, *ended)}
-            others = [each.record for each in found if each.record.engine in engines and each.record.rank is None]
+            cores = [each for each in found if each.record.rank is None and each.record.unchecked is None]
+            others = [each.record for each in cores if each.record.engine in engines]
             self._exposition.tell(snapshot_of(ranks, now, silent, ended, others))
 
 

@@ -288,7 +288,8 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
     if engine.graphs is False:
         notes.append("it runs without CUDA graphs (--enforce-eager, or cudagraph_mode NONE): its zeros mean nothing")
     unchecked: dict[str, list[Member]] = {}
-    for member in engine.ranked:
+    # An error that came early has kept a worker from knowing its rank.
+    for member in (*engine.ranked, *(each for each in engine.members if each.live and each.record.rank is None)):
         if member.record.unchecked is not None:
             unchecked.setdefault(member.record.unchecked, []).append(member)
     wrong += [f"not checked, {engine.several(members)}: {why}" for why, members in unchecked.items()]
