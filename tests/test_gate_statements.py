@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from types import SimpleNamespace
@@ -56,7 +57,8 @@ class Fault:
 
     def __init__(self, on: tuple[int, ...] = (), point: Point | None = None, *, always: bool = False) -> None:
         self.on, self.point, self.always = on, point, always
-        self.error = OSError("injected")
+        # Errors of torch's store are RuntimeErrors, which a rank that waits for reports takes for a time-out.
+        self.error = RuntimeError("injected") if always else OSError("injected")
         self.fired = False
         self.here = threading.local()
         self.passed: dict[int, dict[Point, None]] = {0: {}, 1: {}}
@@ -124,7 +126,7 @@ def started(
     shared = HashStore()
     shared.set_timeout(timedelta(seconds=5))
     barrier, outcomes, stopped = threading.Barrier(world_size), dict[int, Outcome](), threading.Event()
-    compare = rank_agreement.compare
+    compare, hours = rank_agreement.compare, itertools.count(1)
 
     def run(rank: int) -> None:
         fault.here.rank, fault.here.phase = rank, None
@@ -134,7 +136,7 @@ def started(
         watched: list[bool] = []
         me = process_double(dict(MODES[mode]))
         assert me.decision is not None
-        me.decision = me.decision._replace(agreement_timeout=0.3)
+        me.decision = me.decision._replace(agreement_timeout=10)
         state = State.OFF if scenario == "differ" and rank == 1 else State.ACTIVE
         states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, state, "") for fix in FIXES}
         keys = {Key(4), Key(8)}
@@ -187,7 +189,8 @@ def started(
         except threading.BrokenBarrierError:
             what = "is ended" if stopped.is_set() else "hangs"
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
+            ended = stopped.is_set() and "No report within" in str(error)
+            what = "is ended" if ended else f"{type(error).__name__}: {error}"
             stopped.set()
             barrier.abort()
         fault.here.phase = None
@@ -202,6 +205,10 @@ def started(
         fault.here.checks.append(f"ranks, {fault.here.phase}")
         return agreement
 
+    def now() -> float:
+        """Time is up for a rank that waits for the report of one that has stopped: it is ended."""
+        return time.monotonic() + (3600 * next(hours) if stopped.is_set() else 0)  # also if it has begun to wait since
+
     with monkeypatch.context() as patch:
         for name, value in MODES[mode].items():
             patch.setenv(name, value)
@@ -209,6 +216,7 @@ def started(
         patch.setattr(distributed_c10d, "_get_default_store", lambda: shared)
         patch.setattr(capture_gate, "world", lambda: (fault.here.rank, world_size))
         patch.setattr(rank_agreement, "compare", compare_and_note)
+        patch.setattr(rank_agreement, "time", SimpleNamespace(monotonic=now))
         patch.setattr(rank_agreement, "_LAST_READERS", 0.1)
         patch.setattr(rank_agreement, "_SLICE", 0.05)
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
