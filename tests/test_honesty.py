@@ -9,7 +9,17 @@ from collections.abc import Callable
 
 import pytest
 
-from fork_trees import RELEASES, dishonest_moves, dishonest_renames, moves, renames
+from fork_trees import (
+    RELEASES,
+    ForkTree,
+    dishonest_moves,
+    dishonest_renames,
+    moves,
+    renames,
+    stock_verdict,
+)
+from reader_edits import EDITS, with_a_licence
+from vllm_graphfix.fix import Verdict
 
 SAMPLE = 25
 
@@ -45,3 +55,20 @@ def test_no_identifier_that_was_renamed_is_an_all_clear(
     tried, found = dishonest_renames([rename for rename in renames() if rename[0] == release])
     record_property("counted", ("renamed identifiers", release, "verdicts", tried))
     assert not found
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_away_from_the_defect_is_no_all_clear_and_is_not_patched(name: str) -> None:
+    release, fixes, edit = EDITS[name]
+    tree = ForkTree(release)
+    edit(tree)
+    assert {fix: tree.verdict(fix).verdict for fix in fixes} == dict.fromkeys(fixes, Verdict.UNRECOGNISED)
+
+
+def test_a_licence_in_each_file_hides_no_edit() -> None:
+    release, (fix,), edit = EDITS["a backend that claims more than it can"]
+    tree = ForkTree(release)
+    with_a_licence(tree)
+    assert tree.verdict(fix).verdict is stock_verdict(fix, release)
+    edit(tree)
+    assert tree.verdict(fix).verdict is Verdict.UNRECOGNISED

@@ -6,7 +6,7 @@ With versions: adds these (a new release) or looks at them again, and keeps the 
 `fetch_vllm.ALL_RELEASES`. With --fix: of this fix alone, what is recorded of the others stays. Prints the verdicts, so
 that a new release is looked at by a person before the manifest is committed. Exit code 1, and nothing written, where
 something cannot be judged. Of all files of the package it records what they may replace (source/elsewhere.py), and
-digests, in known_files.bin and known_functions.bin.
+digests, in known_files.bin, known_code.bin and known_functions.bin.
 """
 
 from __future__ import annotations
@@ -26,7 +26,17 @@ from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
-from vllm_graphfix.source.elsewhere import KNOWN_FILES, KNOWN_FUNCTIONS, Reach, Search, family, known, reach_of
+from vllm_graphfix.source.elsewhere import (
+    KNOWN_CODE,
+    KNOWN_FILES,
+    KNOWN_FUNCTIONS,
+    Reach,
+    Search,
+    code_digest,
+    family,
+    known,
+    reach_of,
+)
 from vllm_graphfix.source.elsewhere import digest as digest_of
 from vllm_graphfix.source.files import Source, SourceError, open_source
 
@@ -79,11 +89,11 @@ def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str,
 
 def search_all(
     sources: Mapping[str, Source], fixes: Sequence[Fix], kept: dict[str, Any]
-) -> tuple[dict[str, dict[str, str]], dict[str, str], dict[str, list[str]], set[bytes]]:
+) -> tuple[dict[str, dict[str, str]], dict[str, str], dict[str, list[str]], dict[Path, set[bytes]]]:
     """What `source.elsewhere` knows of *sources*; *kept* is what an older manifest says of other releases.
 
     The replacements in all files, by fix: their values, each with the first release that has it. The subclasses of each
-    class that has a slice. The reach of each fix, and the digests of all functions in it.
+    class that has a slice. The reach of each fix. The digests of all functions and of the code of all files.
     """
     full = {fix.name: module_of(fix.name).FIX for fix in FIXES}
     owners = {part.function.rpartition(".")[0] for fix in full.values() for part in fix.surroundings} - {""}
@@ -103,24 +113,21 @@ def search_all(
     reach = {name: Reach(*(frozenset(each.split()) for each in names)) for name, names in kept.get("reach", {}).items()}
     for name, found in reaches_of(sources, searches, {fix.name: full[fix.name] for fix in fixes}).items():
         reach[name] = _together([found, reach.get(name, NOTHING)])
-    named = {fix.name for fix in fixes}
-    others = _together([NOTHING, *(of_it for name, of_it in reach.items() if name not in named)])
-    # By the names of other fixes it was searched before: all of it takes ten minutes.
-    new_names = Reach(
-        *(own - of_others for own, of_others in zip(_together(reach[name] for name in named), others, strict=True))
-    )
     units: set[bytes] = set()
+    code: set[bytes] = set()
     for version, search in searches.items():
         for fix in fixes:
             for _, each in search.replacements(*parts[fix.name], subclasses):
                 first[fix.name].setdefault(each.value, version)
-        units.update(value for _, _, value in search.in_reach(new_names, ()))
+        if len(fixes) == len(FIXES):  # they are of the releases, whatever the fixes are
+            units.update(value for path in search.paths for _, _, value in search.units(path))
+            code.update(code_digest(path, sources[version].read(path) or b"") for path in search.paths)
         search.forget()
     return (
         first,
         {owner: " ".join(sorted(names)) for owner, names in subclasses.items() if names},
         {name: [" ".join(sorted(names)) for names in of_it] for name, of_it in reach.items()},
-        units,
+        {KNOWN_FUNCTIONS: units, KNOWN_CODE: code},
     )
 
 
@@ -212,12 +219,12 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False,
     for name in [fix.name for fix in fixes] if set(ALL_RELEASES) <= set(versions) else ():
         kept.get("elsewhere", {}).pop(name, None)
         kept.get("reach", {}).pop(name, None)
-    replaced, subclasses, reach, units = search_all(sources, fixes, kept)
+    replaced, subclasses, reach, digests = search_all(sources, fixes, kept)
     made = merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
     manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
-    files = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
-    for path, digests in ((KNOWN_FILES, files), (KNOWN_FUNCTIONS, units)):
-        path.write_bytes(b"".join(sorted(digests | (frozenset() if afresh else known(path)))))
+    digests[KNOWN_FILES] = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
+    for path, new in digests.items():
+        path.write_bytes(b"".join(sorted(new | (frozenset() if afresh else known(path)))))
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
 
 

@@ -117,6 +117,7 @@ def fix(
     runner: str | None = None,
     modules: tuple[str, ...] = (),
     wordings: tuple[str, ...] = (),
+    distant_code: str = "",
     together: tuple[Together, ...] = (),
     default_because: Ground = None,
 ) -> Fix:
@@ -124,7 +125,8 @@ def fix(
 
     *corrections* that differ by shape are a function of the shape, and *modules* then names what any of them patches.
     *wordings* are patterns of statements that `diagnose` recognises, the defect's own and remedies in all wordings:
-    slices leave them out, so that a remedy in other words does not make its surroundings new.
+    slices leave them out, so that a remedy in other words does not make its surroundings new. *distant_code* names
+    what is too far away for slices, and what a fork that changes it might break.
     """
     if not callable(corrections):
         patches: tuple[Patch, ...] = corrections
@@ -142,4 +144,5 @@ def fix(
         ground=default_because,
         surroundings=surroundings,
         wordings=wordings,
+        distant_code=distant_code,
     )

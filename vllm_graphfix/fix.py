@@ -275,6 +275,9 @@ class Fix(NamedTuple):
     surroundings: tuple[Slice, ...] = ()
     """The code that the defect's data pass through: a verdict holds where all of it is that of a known release."""
     wordings: tuple[str, ...] = ()
+    distant_code: str = ""
+    """Names of functions, classes and arguments, space-separated, on which no verdict on a release rests. Where a fork
+    has code of its own that has one of them, nothing is known of that fork."""
     """Patterns of statements that `diagnose` recognises, which slices leave out."""
 
     @property

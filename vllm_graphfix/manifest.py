@@ -80,9 +80,11 @@ def diagnose(fix: Patchable, source: Source) -> Diagnosis:
     try:
         found = _by_files(fix, source) or _by_structure(fix, source)
         if found.verdict in (Verdict.FIXED, Verdict.ABSENT):
-            found = _replaced_elsewhere(fix, source, found) or found
-        elif found.known and _is_named_elsewhere(fix, source):
-            found = found._replace(known=False)
+            found = _replaced_elsewhere(fix, source, found) or _acted_on_elsewhere(fix, source, found) or found
+        elif found.verdict is Verdict.AFFECTED:
+            found = _acted_on_elsewhere(fix, source, found) or found
+            if found.known and _is_named_elsewhere(fix, source):
+                found = found._replace(known=False)
         return found._replace(tree=tree_of(fix, source, found.shape)) if found.defect_seen else found
     except RecursionError as error:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
@@ -100,11 +102,22 @@ def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
         if replacement.value not in known and part.only_for in (None, found.verdict):
             reason = f"{found.reason}; but {part.function or part.path} may be replaced by code of no known release"
             return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
-    if search.is_fork and fix.name in load()["reach"]:
-        for name, where, value in search.in_reach(load()["reach"][fix.name], _as_known(own, source)):
-            if value not in elsewhere.known(elsewhere.KNOWN_FUNCTIONS):
-                reason = f"{found.reason}; but code of no known release may act on it, by {name}"
-                return Diagnosis(Verdict.UNRECOGNISED, reason, where)
+    return None
+
+
+def _acted_on_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Diagnosis | None:
+    """Refuse the verdict *found* on a fork, where code of no known release may act on what it rests on.
+
+    That code may undo a remedy, or be one: then the patch could do harm.
+    """
+    if fix.name not in BY_NAME or not (search := _search(source)).is_fork:
+        return None
+    own, reach = module_of(fix.name).FIX, load()["reach"].get(fix.name, elsewhere.Reach(*4 * (frozenset(),)))
+    for name, where, value in search.in_reach(reach, _as_known(own, source), own.surroundings, own.distant_code):
+        if value not in elsewhere.known(elsewhere.KNOWN_FUNCTIONS):
+            reason = f"{found.reason}; but code of no known release may act on it, by {name}"
+            seen = found.verdict is Verdict.AFFECTED
+            return Diagnosis(Verdict.UNRECOGNISED, reason, where, found.shape if seen else "", defect_seen=seen)
     return None
 
 

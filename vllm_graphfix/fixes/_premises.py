@@ -14,5 +14,9 @@ BUILDERS_STAY = tuple(
     )
 )
 """Graphs read the buffers of the builders that made metadata for their capture: no others may come after it."""
+AS_BUILT = "build_attn_metadata"
+"""Model runner V2 hands on the very metadata that a builder made, not copies of its buffers."""
 NULL_BLOCK = Slice("vllm/v1/core/block_pool.py", "BlockPool.__init__", "null_block free_block_queue")
-"""Block 0 belongs to no request."""
+"""Block 0 belongs to no request,"""
+TAKEN_FIRST = "FreeKVCacheBlockQueue"
+"""since it is the first that this queue hands out."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import correct_arguments, fix
 from vllm_graphfix.fix import Diagnosis, Event, Slice, Verdict
-from vllm_graphfix.fixes._premises import BUILDERS_STAY
+from vllm_graphfix.fixes._premises import AS_BUILT, BUILDERS_STAY
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -177,6 +177,7 @@ FIX = fix(
         *BUILDERS_STAY,
     ),
     wordings=(_WIDTH, _PACKED, *_AS_THEY_LIE, *_BUILT, _CHECKED),
+    distant_code=AS_BUILT,
     corrections=(with_rows_as_wide_as_their_buffer,),
     events=(ROWS_CLOSER,),
     needs=needs,

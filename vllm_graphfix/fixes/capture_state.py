@@ -295,7 +295,7 @@ FIX = fix(
     diagnose=diagnose,
     surroundings=(
         Slice(_RUNNER, "GPUModelRunner.capture_model", "cudagraph_manager", Verdict.ABSENT),
-        Slice(_OPERATORS, "get_mla_metadata", "get_mla_decoding_metadata"),
+        Slice(_OPERATORS, "get_mla_metadata"),
         *BUILDING,
         *TARGET,
         *DRAFTS,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import correct_result, fix
 from vllm_graphfix.fix import Diagnosis, Event, Slice, Verdict
-from vllm_graphfix.fixes._premises import BUILDERS_STAY
+from vllm_graphfix.fixes._premises import AS_BUILT, BUILDERS_STAY
 
 if TYPE_CHECKING:
     import torch
@@ -164,6 +164,7 @@ FIX = fix(
         *_SCHEDULED,
         _NO_LAYERS,
     ),
+    distant_code=AS_BUILT,
     corrections=(lengths_in_a_buffer,),
     events=(LENGTHS_OF_ANOTHER_BATCH,),
     needs=needs,

@@ -469,6 +469,7 @@ FIX = fix(
                     Slice(model.path, f"{model.name}.{name}", _IMAGES, Verdict.AFFECTED)
                     for name in (
                         "_get_pixel_values_by_modality",
+                        "get_encoder_cudagraph_config",
                         "select_encoder_cudagraph_items",
                         "prepare_encoder_cudagraph_replay_buffers",
                     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Together, Verdict
-from vllm_graphfix.fixes._premises import BUILDERS_STAY
+from vllm_graphfix.fixes._premises import AS_BUILT, BUILDERS_STAY
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -157,6 +157,7 @@ FIX = fix(
         *BUILDERS_STAY,
     ),
     wordings=(_PLANNED, *_POINTED_AT, *_REMEDY, *_CHECKED, _OTHER_CACHES),
+    distant_code=AS_BUILT,
     corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _plan_in_persistent_buffers),),
     events=(PLAN_OUTSIDE_BUFFERS,),
     needs=needs,

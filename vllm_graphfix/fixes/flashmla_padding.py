@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 from vllm_graphfix.fixes._empty_rows import COMMON, COMMON_BEFORE, NOT_OF_DECODES
+from vllm_graphfix.fixes._premises import TAKEN_FIRST
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -146,6 +147,8 @@ FIX = fix(
         ),
     ),
     wordings=(_MINUS_ONE, _NULL, *_TO_DRAFTERS, *NOT_OF_DECODES),
+    # Model runner V2 pads with the null block in that kernel.
+    distant_code=f"{TAKEN_FIRST} _gather_block_tables_kernel",
     corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _padded_rows_that_exist),),
     events=(PADDED_ROWS_GIVEN,),
     needs=needs,

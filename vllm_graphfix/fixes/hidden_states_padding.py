@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
-from vllm_graphfix.fixes._premises import NULL_BLOCK
+from vllm_graphfix.fixes._premises import NULL_BLOCK, TAKEN_FIRST
 
 if TYPE_CHECKING:
     import ast
@@ -175,6 +175,7 @@ FIX = fix(
         NULL_BLOCK,
     ),
     wordings=(_PADDED, *_WRITTEN, *_RAISED),
+    distant_code=TAKEN_FIRST,
     corrections=(
         Patch(_PROPOSER_MODULE, f"{_CLASS}._determine_batch_execution_and_padding", _record_tokens),
         Patch(_PROPOSER_MODULE, f"{_CLASS}._get_slot_mapping", _clamp_slots),

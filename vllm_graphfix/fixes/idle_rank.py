@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
-from vllm_graphfix.fixes._premises import NULL_BLOCK
+from vllm_graphfix.fixes._premises import NULL_BLOCK, TAKEN_FIRST
 
 if TYPE_CHECKING:
     import ast
@@ -414,6 +414,7 @@ FIX = fix(
         *_DIRTY_ROWS_V2,
         _DRAFTS_MASKED_V2,
     ),
+    distant_code=TAKEN_FIRST,
     corrections=patches,
     modules=(_WORKER_MODULE,),
     events=(IDLE_STEP_ON_REAL_BLOCKS,),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 from vllm_graphfix.fixes._empty_rows import LENGTHS_OF_RUNNERS
-from vllm_graphfix.fixes._premises import BUILDERS_STAY
+from vllm_graphfix.fixes._premises import AS_BUILT, BUILDERS_STAY
 
 if TYPE_CHECKING:
     import ast
@@ -208,6 +208,7 @@ FIX = fix(
         *_CLAMPED_IN_THE_KERNEL,
         *(3 * _OTHER_PATHS),
     ),
+    distant_code=AS_BUILT,
     corrections=(Patch(_INDEXER_MODULE, _TARGET, _lengths_from_zero),),
     events=(PADDED_ROWS_BELOW_ZERO,),
     needs=needs,

@@ -148,6 +148,8 @@ FIX = fix(
         Slice(_FLASH, "FlashAttentionMetadataBuilder.build", "max_seq_len", Verdict.AFFECTED),
     ),
     wordings=(*_OWN, *_LONGEST, _BATCHS),
+    # By it model runner V2 knows a capture's micro-batches.
+    distant_code="for_capture",
     corrections=corrections,
     modules=tuple(_MODULES.values()),
     events=(LONGEST_LENGTH_FORGOTTEN,),

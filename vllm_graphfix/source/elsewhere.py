@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 KNOWN_FILES = Path(__file__).parents[1] / "known_files.bin"
 """Digests of path and size of each Python file of the known releases, sorted. Who changes a file to do something else
 without changing its size is not looked for."""
+KNOWN_CODE = KNOWN_FILES.with_name("known_code.bin")
+"""The same of path and code, comments and layout left out. Read where most sizes are new: of a licence in each file."""
 KNOWN_FUNCTIONS = KNOWN_FILES.with_name("known_functions.bin")
-"""Digests of each function of the known releases in reach of a verdict, sorted. Four times as many: read for a fork."""
+"""Digests of each function of the known releases, sorted. Nine times as many: read for a fork."""
 _REGISTERED = "vllm/model_executor/models/"
 """A registry names the classes of these files, as text."""
 _FORK = 10
@@ -40,7 +42,7 @@ _LARGEST_CODE = 256 * 1024 * 1024
 """Bytes of unknown files; a whole vLLM has 50 MB."""
 
 _CHOICE = "get_builder_cls"
-"""A subclass that overrides it has another builder, which is looked at by itself."""
+"""In a new release a subclass that overrides it has another builder, which is looked at by itself."""
 _CLASS = re.compile(rb"class[ \t]+(\w+)[ \t]*(?:\(([^)]*)\))?")
 _FUNCTION = re.compile(rb"def[ \t]+(\w+)")
 _ALIAS = re.compile(rb" as (\w+)")
@@ -48,6 +50,8 @@ _NAME = re.compile(rb"\n[ \t]*(\w+)[ \t]*=(?!=)")
 _ATTRIBUTE = re.compile(rb"\.(\w+)[ \t]*=(?!=)")
 _SETATTR = re.compile(rb"setattr\([^,()]*,\s*[\"'](\w+)")
 _WORD = re.compile(rb"\w+")
+_LAYOUT = re.compile(rb"(?m:#.*$)|[\s,()\\]+")
+"""What a formatter or a header changes: comments, white space, and how statements are broken into lines."""
 
 
 class Replacement(NamedTuple):
@@ -88,9 +92,15 @@ def digest(path: str, size: int) -> bytes:
     return hashlib.blake2b(f"{path} {size}".encode(), digest_size=_DIGEST).digest()
 
 
+def code_digest(path: str, content: bytes) -> bytes:
+    """Digest of one file whatever its layout. It is too coarse to judge by, and says only where nothing was edited."""
+    code = _LAYOUT.sub(b"", content).replace(b"'", b'"')
+    return hashlib.blake2b(path.encode() + b"\n" + code, digest_size=_DIGEST).digest()
+
+
 @functools.cache
 def known(path: Path) -> frozenset[bytes]:
-    """The digests in `KNOWN_FILES` or `KNOWN_FUNCTIONS`."""
+    """The digests in one of the three files."""
     content = path.read_bytes()
     return frozenset(content[start : start + _DIGEST] for start in range(0, len(content), _DIGEST))
 
@@ -109,8 +119,20 @@ class Search:
         )
         if sum(source.sizes[path] for path in self.paths) > _LARGEST_CODE:
             raise SourceError(f"the code of {source.label} is larger than that of any vLLM; is it the right one?")
-        self.is_fork = len(self.paths) * _FORK < len(source.sizes)
+        self.is_fork = self._are_few()
+        if not self.is_fork and paths is None:
+            self.paths = tuple(path for path in self.paths if not self._has_known_code(path))
+            self.is_fork = self._are_few()
         self._trees: dict[str, ast.Module | None] = {}
+
+    def _are_few(self) -> bool:
+        return len(self.paths) * _FORK < len(self._source.sizes)
+
+    def _has_known_code(self, path: str) -> bool:
+        try:
+            return code_digest(path, self._source.read(path) or b"") in known(KNOWN_CODE)
+        except SourceError:
+            return False
 
     @functools.cached_property
     def names(self) -> dict[str, _Names | None]:
@@ -126,7 +148,8 @@ class Search:
         subclasses, direct or not, of a class.
         """
         own = [each for part in parts for each in _functions_of(self._source, part)]
-        wanted = _Wanted(own, subclasses, [names.bases for names in self.names.values() if names])
+        hierarchies = [names.bases for names in self.names.values() if names]
+        wanted = _Wanted(own, subclasses, hierarchies, is_fork=self.is_fork)
         for path, names in self.names.items():
             if names is not None and not wanted.may_be_in(names):
                 continue
@@ -143,27 +166,41 @@ class Search:
                     value = hashlib.sha256(f"{part.function}\n{text}".encode()).hexdigest()[:10]
                     yield part, Replacement(f"{path}:{getattr(node, 'lineno', 1)}", value)
 
-    def in_reach(self, reach: Reach, parts: Iterable[Slice]) -> Iterator[tuple[str, str, bytes]]:
+    def in_reach(
+        self, reach: Reach, parts: Sequence[Slice], data: Collection[Slice] = (), distant: str = ""
+    ) -> Iterator[tuple[str, str, bytes]]:
         """The functions, and the other statements of classes and modules, that act on *parts*, which have this *reach*.
 
-        The name by which they do, the place, ``path:line``, and a digest that does not depend on it. Not those of
-        which *parts* are slices, nor methods of a class that is one as a whole.
+        Also by the names of *data*, in the folders of these slices, and by those in *distant*. The name by which they
+        do, the place, ``path:line``, and a digest that does not depend on it. Not those of which *parts* are slices,
+        nor methods of a class that is one as a whole, but where *distant* names them.
         """
         places = {each.place for part in parts for each in _functions_of(self._source, part)}
         classes = {f"{part.place}." for part in parts if part.function}
+        # `self` or `out` may be anybody's.
+        names_of_data = {name for part in data for name in part.names.split() if "_" in name or not name.islower()}
+        folders, everywhere = {_folder(part.path) for part in data}, set(distant.split())
         for path, names in self.names.items():
-            if names is None or not _may_reach(reach, names, self.words(path)):
+            wanted = everywhere | (names_of_data if _folder(path) in folders else set())
+            if names is None or not (_may_reach(reach, names, self.words(path)) or wanted & self.words(path)):
                 continue
-            tree = self._tree(path)
-            for owner, node in _units(tree) if tree is not None else ():
+            for owner, node, value in self.units(path):
                 own = ".".join(filter(None, (owner, getattr(node, "name", ""))))
                 place = f"{path}::{own}"
                 is_sliced = place in places or f"{path}::{owner}." in classes
-                name = None if is_sliced else _acts_by(reach, owner, node)
+                if is_sliced and getattr(node, "name", "") not in everywhere:
+                    continue
+                words = (owner, *_words_of(node))
+                name = _acts_by(reach, owner, node) or next((each for each in words if each in wanted), None)
                 if name is not None:
-                    text = f"{owner}.{getattr(node, 'name', '')} {canonical(node)}"
-                    value = hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
                     yield name, f"{path}:{getattr(node, 'lineno', 1)}", value
+
+    def units(self, path: str) -> Iterator[tuple[str, ast.AST, bytes]]:
+        """The functions and other statements of one file: its class, the node, and a digest of both."""
+        tree = self._tree(path)
+        for owner, node in _units(tree) if tree is not None else ():
+            text = f"{owner}.{getattr(node, 'name', '')} {canonical(node)}"
+            yield owner, node, hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
 
     @functools.cache  # noqa: B019 - one search at a time is kept
     def words(self, path: str) -> frozenset[str]:
@@ -295,6 +332,19 @@ def _acts_by(reach: Reach, owner: str, node: ast.AST) -> str | None:
     return None
 
 
+def _words_of(node: ast.AST) -> Iterator[str]:
+    """The names in *node*, and the strings that may be names."""
+    for each in ast.walk(node):
+        for field in ("id", "attr", "arg", "name", "value"):
+            word = getattr(each, field, None)
+            if isinstance(word, str):
+                yield word
+
+
+def _folder(path: str) -> str:
+    return "/".join(path.split("/")[:3])
+
+
 def _functions_of(source: Source, part: Slice) -> Iterator[Slice]:
     """Yield a slice of each function that *part*, of a file or a class, is a slice of."""
     whole = source.function(part.path, part.function) if part.function else source.module(part.path)
@@ -316,7 +366,10 @@ class _Wanted:
         parts: Sequence[Slice],
         subclasses: Mapping[str, Collection[str]],
         hierarchies: Sequence[Mapping[str, Collection[str]]],
+        *,
+        is_fork: bool,
     ) -> None:
+        self._is_fork = is_fork
         self._methods: dict[str, list[tuple[str, Slice]]] = defaultdict(list)
         self._functions: dict[str, list[Slice]] = defaultdict(list)
         self._places = {part.place for part in parts}
@@ -369,7 +422,7 @@ class _Wanted:
             if own.isdisjoint(self._families[owner]):
                 continue
             for name, part in parts:
-                if name == _CHOICE and node.name != owner:
+                if name == _CHOICE and node.name != owner and not self._is_fork:
                     continue
                 for each in node.body:
                     if isinstance(each, DEFINITIONS) and each.name == name:
