@@ -78,6 +78,7 @@ def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
 def diagnose(fix: Patchable, source: Source) -> Diagnosis:
     """The verdict of *fix* on *source*. Raises `SourceError`, `ManifestError`."""
     try:
+        source.consulted.clear()  # by other fixes: where the files are known, this one consults nothing
         found = _by_files(fix, source) or _by_structure(fix, source)
         if found.verdict in (Verdict.FIXED, Verdict.ABSENT):
             found = _replaced_elsewhere(fix, source, found) or _acted_on_elsewhere(fix, source, found) or found
@@ -110,13 +111,16 @@ def _acted_on_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
 
     That code may undo a remedy, or be one: then the patch could do harm.
     """
-    if fix.name not in BY_NAME or not (search := _search(source)).is_fork:
+    search = _search(source)
+    if fix.name not in BY_NAME or not (search.paths and search.is_fork):
         return None
     own, reach = module_of(fix.name).FIX, load()["reach"].get(fix.name, elsewhere.Reach(*4 * (frozenset(),)))
+    # The patterns have judged what they read: where they recognise the defect, no remedy is taken for granted there.
+    seen = found.verdict is Verdict.AFFECTED
+    judged = {function.where for function in source.consulted.values()} if seen else set()
     for name, where, value in search.in_reach(reach, _as_known(own, source), own.surroundings, own.distant_code):
-        if value not in elsewhere.known(elsewhere.KNOWN_FUNCTIONS):
+        if value not in elsewhere.known(elsewhere.KNOWN_FUNCTIONS) and where not in judged:
             reason = f"{found.reason}; but code of no known release may act on it, by {name}"
-            seen = found.verdict is Verdict.AFFECTED
             return Diagnosis(Verdict.UNRECOGNISED, reason, where, found.shape if seen else "", defect_seen=seen)
     return None
 

@@ -49,7 +49,9 @@ def watched(fix: str, *, hit: bool) -> Iterator[Watch]:
 @WATCHED
 def test_a_defect_is_caught_at_once_where_there_is_one(fix: str) -> None:
     trial = trial_of(fix)
-    metadata = {(name,) for each in (trial.watched, *trial.watched_further) if each for name in each.metadata}
+    metadata: set[tuple[str, ...]] = {
+        (name,) for each in (trial.watched, *trial.watched_further) if each for name in each.metadata
+    }
     for seen in watched(fix, hit=True):
         shadow = process.SHADOW
         assert shadow is not None

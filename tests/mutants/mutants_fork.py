@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -74,7 +75,8 @@ def fork_edits(fix: str) -> Iterator[tuple[str, Mutant]]:
 
 def _mutant(fix: str, base: Base, way: str, intent: str) -> Mutant | None:
     """None where the remedy is not of functions alone, and the *way* is."""
-    by_hand, moved = [], []
+    by_hand: list[tuple[str, Callable[[str], str]]] = []
+    moved: list[tuple[str, str]] = []
     for path in dict.fromkeys(path for path, _ in base.remedy):
         without, remedied = (ast.parse(base.text(path, remedied=each)) for each in (False, True))
         fork = Fork(path, *((without, remedied) if intent == RIGHT else (remedied, without)))
@@ -86,11 +88,15 @@ def _mutant(fix: str, base: Base, way: str, intent: str) -> Mutant | None:
             continue
         statements, own = WAYS[way](fork, units or [])
         text = ast.unparse(ast.fix_missing_locations(ast.Module(statements, [])))
-        by_hand.append((path, lambda _, text=text: text))
+        by_hand.append((path, functools.partial(_replaced_by, text)))
         if own is not None:
             moved.append((fork.own_path, own))
     start = base if intent == RIGHT else _remedied(fix, base)
     return Mutant(fix, start, (), (), tuple(by_hand), tuple(moved), name=f"{intent}: {way}", kind=intent)
+
+
+def _replaced_by(text: str, _: str) -> str:
+    return text
 
 
 def _remedied(fix: str, base: Base) -> Base:

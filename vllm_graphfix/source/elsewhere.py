@@ -171,9 +171,10 @@ class Search:
     ) -> Iterator[tuple[str, str, bytes]]:
         """The functions, and the other statements of classes and modules, that act on *parts*, which have this *reach*.
 
-        Also by the names of *data*, in the folders of these slices, and by those in *distant*. The name by which they
-        do, the place, ``path:line``, and a digest that does not depend on it. Not those of which *parts* are slices,
-        nor methods of a class that is one as a whole, but where *distant* names them.
+        Also by the names of *data*, in the folders of these slices, where none of them covers the place, and by those
+        in *distant*. The name by which they do, the place, ``path:line``, and a digest that does not depend on it. Not
+        those of which *parts* are slices, nor methods of a class that is one as a whole, but where *distant* names
+        them.
         """
         places = {each.place for part in parts for each in _functions_of(self._source, part)}
         classes = {f"{part.place}." for part in parts if part.function}
@@ -190,8 +191,11 @@ class Search:
                 is_sliced = place in places or f"{path}::{owner}." in classes
                 if is_sliced and getattr(node, "name", "") not in everywhere:
                     continue
-                words = (owner, *_words_of(node))
-                name = _acts_by(reach, owner, node) or next((each for each in words if each in wanted), None)
+                # A slice has judged the data where they are; what is distant none has.
+                covering = [part for part in data if part.path == path and part.function in ("", owner, own)]
+                unjudged = wanted.difference(*(part.names.split() for part in covering)) | everywhere
+                name = _acts_by(reach, owner, node)
+                name = name or next((word for word in (owner, *_words_of(node)) if word in unjudged), None)
                 if name is not None:
                     yield name, f"{path}:{getattr(node, 'lineno', 1)}", value
 
