@@ -15,7 +15,16 @@ from fleets import OTHER_ENGINE, SILENT_AFTER, Start, failed, keeping, only, ran
 from records import AN_HOUR, ENGINE, elsewhere, eventually, leave, needs_root, of, record
 from vllm_graphfix.commands.fleet import as_json, look
 from vllm_graphfix.marks.process import NONE_MARKED
-from vllm_graphfix.records import AgreementReport, Decided, FixReport, Identity, Rank, Record, own_folder
+from vllm_graphfix.records import (
+    AgreementReport,
+    Decided,
+    FixReport,
+    Identity,
+    Rank,
+    Record,
+    own_folder,
+    touch_outdated,
+)
 
 
 @pytest.mark.usefixtures("alone")
@@ -118,6 +127,24 @@ def test_a_rank_that_is_silent_in_a_live_engine_is_exit_1(tmp_path: Path) -> Non
     leave(tmp_path, record(elsewhere(2), 1, 2), age=75.0)
     assert only(tmp_path).wrong == ("not heard from for 75 s: rank 1",)
     assert look(tmp_path).exit_code == 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_that_lives_and_cannot_write_its_record_is_exit_1(
+    tmp_path: Path, two: tuple[Identity, Identity]
+) -> None:
+    written = time.time() - 600
+    first, second = ranks(two)
+    leave(tmp_path, record(), first, second._replace(written=written))
+    assert look(tmp_path).exit_code == 0
+    touch_outdated(tmp_path, second)
+    engine = only(tmp_path)
+    assert (engine.status, look(tmp_path).exit_code) == ("not in order", 1)
+    assert engine.wrong[0].startswith("record not written for 10 min: rank 1. What has changed there since")
+    told = as_json(look(tmp_path))["engines"][0]["processes"]
+    assert [(each["liveness"], each["outdated"]) for each in told] == [("alive", False)] * 2 + [("alive", True)]
+    leave(tmp_path, second._replace(written=time.time()))
+    assert look(tmp_path).exit_code == 0
 
 
 HANGS = "What exists and is not heard from hangs, is stopped (SIGSTOP), or cannot write its record"

@@ -82,6 +82,7 @@ def test_the_json_is_the_interface_that_is_documented(tmp_path: Path, two: tuple
         "pid": two[0].pid,
         "liveness": "alive",
         "age": processes[1]["age"],
+        "outdated": False,
         "starting": False,
         "problem": None,
     }

@@ -73,6 +73,8 @@ def test_fleet_tells_it_in_the_same_form(tmp_path: Path) -> None:
     form = form_of(as_json(look(tmp_path)))
     for engine in form["engines"]:
         del engine["ranks"]["unreadable"], engine["user"]  # newer than that version
+        for process in engine["processes"]:
+            del process["outdated"]
     assert form == told_before("fleet")
 
 

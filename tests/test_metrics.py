@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from records import ENGINE, elsewhere, leave, of, record
 from vllm_graphfix.engine import metrics
 from vllm_graphfix.engine.metrics import NAMES, Exposition, ServedEngine, Watcher
-from vllm_graphfix.records import AgreementReport, FixReport, own_folder
+from vllm_graphfix.records import AgreementReport, FixReport, own_folder, touch_outdated
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -140,6 +140,16 @@ def test_a_worker_that_could_not_be_checked_before_it_knew_its_rank_shows(scrape
     leave(tmp_path, record(kept=True)._replace(role="worker", unchecked="AttributeError: no parallel_config"))
     scraped.look()
     assert scraped.value("graphfix_ranks_unchecked") == 1
+
+
+def test_a_rank_that_cannot_write_its_record_shows_until_it_can(scraped: Scraped, tmp_path: Path) -> None:
+    ranks(tmp_path, 3, 4)
+    touch_outdated(tmp_path, record(elsewhere(101), rank=1, world_size=2))
+    for expected in (1, 0):
+        scraped.look()
+        assert scraped.value("graphfix_ranks_outdated") == expected
+        assert scraped.value("graphfix_ranks_silent") == 0
+        ranks(tmp_path, 3, 5)
 
 
 def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import threading
@@ -118,14 +119,37 @@ def test_a_full_disk_is_no_silence(tmp_path: Path) -> None:
         reporter = Reporter(base, warned.append)
         reporter.publish(record(rank=0))
         reporter.flush(10.0)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
         first = only(base)
         reporter.keep(lambda: record(rank=0, events={"capture-state": {"state-consumed": next(counts)}}), 0.02)
         assert eventually(lambda: only(base).heartbeat > first.heartbeat), "silent"
         assert only(base).record == first.record
+        assert only(base).outdated, "its heartbeat vouches for what it says"
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert eventually(lambda: not only(base).outdated and only(base).record != first.record), "there is room"
         assert len(warned) == 1 and "File too large" in warned[0], warned
         """
     run_python(code, str(tmp_path))
+
+
+def test_where_no_mark_can_be_set_an_old_record_gets_no_heartbeat(
+    tmp_path: Path, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems take a chmod and do nothing: to be silent is honest, to vouch for old content is not."""
+    reporter.publish(record(rank=0))
+    reporter.flush(10.0)
+    before = only(tmp_path)
+    refused: list[str] = []
+
+    def refuse(base: Path, one: Record) -> None:
+        refused.append(one.file_name)
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr("vllm_graphfix.records.reporter.write", refuse)
+    monkeypatch.setattr(os, "fchmod", lambda descriptor, mode: None)
+    reporter.publish(record(rank=0, problem="why"))
+    assert eventually(lambda: refused and threads() == [])
+    assert only(tmp_path) == before
 
 
 def test_a_record_that_somebody_cleared_away_comes_back(tmp_path: Path, reporter: Reporter, warned: Warnings) -> None:

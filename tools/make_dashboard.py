@@ -234,7 +234,8 @@ def rollout(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Ranks",
-            "All ranks, those that agree on decision and states, and those of engines whose records cannot be read.",
+            "All ranks, those that agree on decision and states, those of engines whose records cannot be read, and "
+            "those that hang or cannot write their record: 0 is right of the last three.",
             [
                 (f"sum({graphfix('graphfix_ranks_expected')})", "expected"),
                 (f"sum({graphfix('graphfix_ranks_agreeing')})", "agreeing"),
@@ -242,6 +243,8 @@ def rollout(to: board.Dashboard) -> None:
                     f"sum({graphfix('graphfix_ranks_expected')} unless {ENGINE} graphfix_ranks_agreeing) or vector(0)",
                     "not known",
                 ),
+                (f"sum({graphfix('graphfix_ranks_silent')})", "silent"),
+                (f"sum({graphfix('graphfix_ranks_outdated')})", "record not written"),
             ],
         )
     )

@@ -40,12 +40,19 @@ NAMES = (
     "graphfix_ranks_agreeing",
     "graphfix_ranks_silent",
     "graphfix_ranks_unchecked",
+    "graphfix_ranks_outdated",
     "graphfix_canary",
     "graphfix_rollout_percent",
     "graphfix_misconfigured",
     "graphfix_records_read_timestamp_seconds",
 )
 """Every series that is exposed."""
+_TROUBLES = {
+    "silent": "Ranks whose process has not been heard of for a minute: it hangs, or was stopped.",
+    "unchecked": "Ranks that have captured although the check of the ranks failed; their records say why.",
+    "outdated": "Ranks that live and cannot write their record: what has changed there since is not known.",
+}
+"""Fields of a `Snapshot` that are 0 where all is well, each with what its gauge says of itself."""
 
 
 class ServedEngine(NamedTuple):
@@ -85,6 +92,8 @@ class Snapshot(NamedTuple):
     """Ranks that are not heard of any more: they are in the other numbers, with what they said last."""
     unchecked: int = 0
     """Ranks that have captured although the gate could not check them."""
+    outdated: int = 0
+    """Ranks that live and could not renew their record."""
 
 
 def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
@@ -109,8 +118,9 @@ def snapshot_of(
     silent: int = 0,
     ended: Iterable[Record] = (),
     schedulers: Iterable[Record] = (),
+    outdated: int = 0,
 ) -> Snapshot:
-    """What the records of the ranks of one engine say together, if *silent* of the ranks are silent.
+    """What the records of the ranks of one engine say together, if *silent* of them are silent, *outdated* outdated.
 
     Of those that have *ended* only what they have counted; of its *schedulers*, that are no ranks, only how many
     requests they have ended.
@@ -127,7 +137,7 @@ def snapshot_of(
     events |= {Process(each.host, each.pid, each.start_ticks): _aborted(each) for each in schedulers}
     agreeing = sum(groups.values()) if groups else None
     unchecked = sum(record.unchecked is not None for record in given)
-    return Snapshot(read_at, dict(states), events, agreeing, silent, unchecked)
+    return Snapshot(read_at, dict(states), events, agreeing, silent, unchecked, outdated)
 
 
 def _counted(record: Record) -> dict[tuple[str, ...], int]:
@@ -159,8 +169,7 @@ class Exposition:
         self._state = self._gauge("fix_state", "Ranks of this engine in which a fix is in that state.", STATE_LABELS)
         self._expected: Gauge | None = None
         self._agreeing: Gauge | None = None
-        self._silent: Gauge | None = None
-        self._unchecked: Gauge | None = None
+        self._troubles: dict[str, Gauge] = {}
         self._canary = self._gauge(
             "canary", "1 if this engine gets the fixes, 0 if not: outside the rollout, switched off, or only observing."
         )
@@ -208,14 +217,9 @@ class Exposition:
                 "ranks_agreeing", "Ranks that agree about the fixes, compared before the first capture."
             )
             self._agreeing.set(snapshot.agreeing)
-        self._silent = self._silent or self._gauge(
-            "ranks_silent", "Ranks whose process has not been heard of for a minute: it hangs, or was stopped."
-        )
-        self._silent.set(snapshot.silent)
-        self._unchecked = self._unchecked or self._gauge(
-            "ranks_unchecked", "Ranks that have captured although the check of the ranks failed; their records say why."
-        )
-        self._unchecked.set(snapshot.unchecked)
+        for name, documentation in _TROUBLES.items():
+            gauge = self._troubles[name] = self._troubles.get(name) or self._gauge(f"ranks_{name}", documentation)
+            gauge.set(getattr(snapshot, name))
         for labels in self._states - snapshot.states.keys():
             self._state.labels(*labels).set(0)  # in multiprocess mode nothing can be taken away
         for labels, ranks in snapshot.states.items():
@@ -270,14 +274,16 @@ class Watcher:
         if len(self._foreign) > _REMEMBERED:
             self._foreign.clear()
         heard = [(each.record, records.liveness_of(each, now, here)) for each in of_ours]
-        ranks = [record for record, state in heard if state is not records.Liveness.DEAD]
-        ended = [record for record, state in heard if state is records.Liveness.DEAD]
+        dead = records.Liveness.DEAD
+        ranks = [record for record, state in heard if state is not dead]
+        ended = [record for record, state in heard if state is dead]
         if ranks:
             silent = sum(state is records.Liveness.SILENT for _, state in heard)
+            outdated = sum(each.outdated for each, (_, state) in zip(of_ours, heard, strict=True) if state is not dead)
             engines = {record.engine for record in (*ranks, *ended)}
             cores = [each for each in found if each.record.rank is None and each.record.unchecked is None]
             others = [each.record for each in cores if each.record.engine in engines]
-            self._exposition.tell(snapshot_of(ranks, now, silent, ended, others))
+            self._exposition.tell(snapshot_of(ranks, now, silent, ended, others, outdated))
 
 
 _watcher: Watcher | None = None

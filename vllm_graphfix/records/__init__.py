@@ -24,7 +24,7 @@ from vllm_graphfix.records.record import (
     Wrong,
 )
 from vllm_graphfix.records.reporter import Reporter
-from vllm_graphfix.records.writing import remove, touch, write
+from vllm_graphfix.records.writing import remove, touch, touch_outdated, write
 
 __all__ = [
     "FILES",
@@ -56,6 +56,7 @@ __all__ = [
     "remove",
     "shown_path",
     "touch",
+    "touch_outdated",
     "visible",
     "write",
 ]

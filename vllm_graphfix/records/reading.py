@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from vllm_graphfix.records.folder import ENTRIES, OPEN_FOLDER, check_owner, own_folder, shown_path, why
 from vllm_graphfix.records.record import LARGEST, Record, RecordError
+from vllm_graphfix.records.writing import is_outdated
 from vllm_graphfix.text import printable
 
 FILES = 4 * 4096
@@ -30,6 +31,8 @@ class Found(NamedTuple):
     path: Path
     inode: int = 0
     """The inode of the file: another one whenever the record was written anew, the same when it was touched."""
+    outdated: bool = False
+    """Its process could not renew it since `Record.written`: the heartbeat holds, the content may not."""
 
     @property
     def owner(self) -> int | None:
@@ -177,4 +180,4 @@ def _read_record(folder: int, path: Path, name: str, uid: int) -> Found:
         raise RecordError(f"it is not JSON ({type(error).__name__})") from error
     if record.file_name != name:
         raise RecordError("its content belongs to another record")
-    return Found(record, about.st_mtime, path / name, about.st_ino)
+    return Found(record, about.st_mtime, path / name, about.st_ino, is_outdated(about.st_mode))

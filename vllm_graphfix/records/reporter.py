@@ -13,7 +13,7 @@ from pathlib import Path
 from vllm_graphfix.records.folder import own_folder, shown_path
 from vllm_graphfix.records.pruning import prune
 from vllm_graphfix.records.record import Record
-from vllm_graphfix.records.writing import remove, touch, write
+from vllm_graphfix.records.writing import remove, touch, touch_outdated, write
 from vllm_graphfix.settings.environment import STATUS_DIR
 
 HEARTBEAT = 10.0
@@ -165,8 +165,8 @@ class Reporter:
         try:
             write(self._base, record)
         except OSError:
-            with suppress(OSError):  # on a full disk: what the file says is old, and still this process lives
-                touch(self._base, record)
+            with suppress(OSError):  # on a full disk: this process lives, but must not vouch for what the file says
+                touch_outdated(self._base, record)
             raise
         self._on_disk[name] = record
         while len(self._tried) > _ENGINES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +30,36 @@ def write(base: Path, record: Record) -> None:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=folder)
             raise
+
+
+_OUTDATED = stat.S_ISVTX
+"""The mode bit of a record whose content could not be renewed. Changing it needs no space on a full disk, it means
+nothing to the system on a file, and an older reader skips it; an owner's own chmod of a folder rarely sets it."""
+
+
+def is_outdated(mode: int) -> bool:
+    """Tell if the file of this *mode* says that its process could not renew it."""
+    return bool(mode & _OUTDATED)
+
+
+def touch_outdated(base: Path, record: Record) -> None:
+    """Say that the process of *record* lives, and that what its file says is no longer all that there is to say.
+
+    Raises OSError, also where the file system does not take the mark: without it, a heartbeat would vouch for content
+    that is old. The next `write` makes another file, which does not have the mark.
+    """
+    with opened(base, "touch a status record") as folder:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        descriptor = os.open(record.file_name, flags, dir_fd=folder)
+        try:
+            os.fchmod(descriptor, 0o600 | _OUTDATED)
+            # Before the time: a reader in between sees a mark too early, never a heartbeat without it. Some file
+            # systems take the call and do nothing.
+            if not is_outdated(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EOPNOTSUPP, "this file system keeps no sticky bit of a file")
+            os.utime(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def touch(base: Path, record: Record) -> None:

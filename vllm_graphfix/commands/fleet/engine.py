@@ -257,6 +257,11 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
         wrong.append(f"dead: {engine.several(gone)}")
     if silent:
         wrong.append(f"not heard from for {min(m.age for m in silent):.0f} s: {engine.several(silent)}")
+    if outdated := [m for m in engine.members if m.live and m.found.outdated]:
+        wrong.append(
+            f"record not written for {lasting(max(m.unchanged for m in outdated))}: {engine.several(outdated)}. "
+            "What has changed there since is not known; the log says why (no space, a quota)"
+        )
     if starting := engine.starting:
         notes.append(f"starting for {lasting(max(m.unchanged for m in starting))}: {engine.several(starting)}")
     wrong += [

@@ -74,6 +74,7 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
                 "pid": member.record.pid,
                 "liveness": member.liveness.value,
                 "age": round(member.age, 1),
+                "outdated": member.found.outdated,
                 "starting": any(member is one for one in starting),
                 "problem": member.record.problem,
             }

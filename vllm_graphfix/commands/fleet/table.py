@@ -111,7 +111,7 @@ def kind(engine: Engine) -> str:
     return "counting" if State.OBSERVING.value in states else "stock"
 
 
-_SINCE = re.compile(r"(?<=not heard from) for \d+ s: [^.]*")
+_SINCE = re.compile(r"(?P<what>not heard from|record not written) for [^:]*: [^.]*")
 """How long, and which ranks: other ones in each engine."""
 
 
@@ -122,7 +122,7 @@ def _summary_lines(fleet: Fleet) -> list[RenderableType]:
     said: dict[tuple[str, str], list[tuple[Engine, str]]] = {}
     for engine in fleet.engines:
         for what in engine.wrong:
-            said.setdefault(("✗", _SINCE.sub("", what)), []).append((engine, what))
+            said.setdefault(("✗", _SINCE.sub(r"\g<what>", what)), []).append((engine, what))
     for engine in fleet.engines:
         for what in engine.notes if engine.live else ():
             said.setdefault(("!", what), []).append((engine, what))
