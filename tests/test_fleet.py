@@ -147,6 +147,18 @@ def test_a_rank_that_lives_and_cannot_write_its_record_is_exit_1(
     assert look(tmp_path).exit_code == 0
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_rank_that_does_not_come_out_of_a_step_is_exit_1(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
+    """It has a heartbeat, which is a thread."""
+    began = time.time() - 600
+    leave(tmp_path, record(), *ranks(two, in_step_since=began))
+    engine = only(tmp_path)
+    assert (engine.status, look(tmp_path).exit_code) == ("not in order", 1)
+    assert engine.wrong[0].startswith("in one step for 10 min: rank 1. Its heartbeat goes on")
+    told = as_json(look(tmp_path))["engines"][0]["processes"]
+    assert [(each["liveness"], each["in_step_since"]) for each in told] == [("alive", None)] * 2 + [("alive", began)]
+
+
 HANGS = "What exists and is not heard from hangs, is stopped (SIGSTOP), or cannot write its record"
 
 

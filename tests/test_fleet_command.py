@@ -83,6 +83,7 @@ def test_the_json_is_the_interface_that_is_documented(tmp_path: Path, two: tuple
         "liveness": "alive",
         "age": processes[1]["age"],
         "outdated": False,
+        "in_step_since": None,
         "starting": False,
         "problem": None,
     }

@@ -152,6 +152,25 @@ def test_a_rank_that_cannot_write_its_record_shows_until_it_can(scraped: Scraped
         ranks(tmp_path, 3, 5)
 
 
+def test_a_step_that_does_not_end_shows_of_an_engine_core_too(scraped: Scraped, tmp_path: Path) -> None:
+    ranks(tmp_path, 3)
+    core = record(elsewhere(99), role="engine-core", in_step_since=time.time() - 400)
+    leave(tmp_path, core, record(elsewhere(98), role="engine-core", engine="f" * 16, in_step_since=time.time() - 400))
+    ranks(tmp_path, 3, in_step_since=time.time() - 400)
+    scraped.look()
+    assert scraped.value("graphfix_steps_stuck") == 2
+    ranks(tmp_path, 3)
+    leave(tmp_path, core, age=75.0)  # it has no heartbeat any more, which is another number
+    scraped.look()
+    assert scraped.value("graphfix_steps_stuck") == 0
+
+
+def test_a_worker_in_one_step_that_never_knew_its_rank_counts_once(scraped: Scraped, tmp_path: Path) -> None:
+    leave(tmp_path, record(role="worker", unchecked="OSError: no store", in_step_since=time.time() - 400))
+    scraped.look()
+    assert scraped.value("graphfix_steps_stuck") == 1
+
+
 def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:
     ranks(
         tmp_path,

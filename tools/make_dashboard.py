@@ -235,7 +235,7 @@ def rollout(to: board.Dashboard) -> None:
         lines(
             "Ranks",
             "All ranks, those that agree on decision and states, those of engines whose records cannot be read, and "
-            "those that hang or cannot write their record: 0 is right of the last three.",
+            "those that hang or cannot write their record: 0 is right of the last four.",
             [
                 (f"sum({graphfix('graphfix_ranks_expected')})", "expected"),
                 (f"sum({graphfix('graphfix_ranks_agreeing')})", "agreeing"),
@@ -245,6 +245,7 @@ def rollout(to: board.Dashboard) -> None:
                 ),
                 (f"sum({graphfix('graphfix_ranks_silent')})", "silent"),
                 (f"sum({graphfix('graphfix_ranks_outdated')})", "record not written"),
+                (f"sum({graphfix('graphfix_steps_stuck')})", "in one step"),
             ],
         )
     )

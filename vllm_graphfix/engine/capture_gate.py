@@ -99,6 +99,7 @@ class CaptureGate:
                     guarded(engine.model_executor.shutdown)
                 raise
             guarded(self._status_record.started)
+            guarded(self._status_record.keep)  # from now on it may be stuck in a step
             return result
 
         if "_initialize_kv_caches" in vars(core.EngineCore):

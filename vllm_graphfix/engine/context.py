@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.engine.addresses import AddressWatch
 from vllm_graphfix.engine.role import Role
+from vllm_graphfix.engine.steps import StepClock
 from vllm_graphfix.fix import Activity, Fix
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.manager import FixManager
@@ -28,6 +29,7 @@ class EngineContext:
         self.shadow: FixManager | None = None
         """What the shadow check has put around vLLM's functions; None where nothing was ever to be checked."""
         self.addresses = AddressWatch()
+        self.steps = StepClock()
         self.marks: Marks | None = None
         """None where nothing was ever to be marked."""
         self.aborts: Aborts | None = None
@@ -111,6 +113,7 @@ class EngineContext:
         for manager in filter(None, (self.manager, self.shadow)):
             manager.forked()
         self.addresses.forked()
+        self.steps.forked()
         if self.marks is not None:
             self.marks.forked()
         if self.aborts is not None:

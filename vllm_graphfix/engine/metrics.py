@@ -41,6 +41,7 @@ NAMES = (
     "graphfix_ranks_silent",
     "graphfix_ranks_unchecked",
     "graphfix_ranks_outdated",
+    "graphfix_steps_stuck",
     "graphfix_canary",
     "graphfix_rollout_percent",
     "graphfix_misconfigured",
@@ -48,11 +49,12 @@ NAMES = (
 )
 """Every series that is exposed."""
 _TROUBLES = {
-    "silent": "Ranks whose process has not been heard of for a minute: it hangs, or was stopped.",
-    "unchecked": "Ranks that have captured although the check of the ranks failed; their records say why.",
-    "outdated": "Ranks that live and cannot write their record: what has changed there since is not known.",
+    "ranks_silent": "Ranks whose process has not been heard of for a minute: it hangs, or was stopped.",
+    "ranks_unchecked": "Ranks that have captured although the check of the ranks failed; their records say why.",
+    "ranks_outdated": "Ranks that live and cannot write their record: what has changed there since is not known.",
+    "steps_stuck": "Ranks and engine cores that have a heartbeat and have been in one step for over five minutes.",
 }
-"""Fields of a `Snapshot` that are 0 where all is well, each with what its gauge says of itself."""
+"""Gauges that are 0 where all is well, each with what it says of itself."""
 
 
 class ServedEngine(NamedTuple):
@@ -94,6 +96,8 @@ class Snapshot(NamedTuple):
     """Ranks that have captured although the gate could not check them."""
     outdated: int = 0
     """Ranks that live and could not renew their record."""
+    stuck: int = 0
+    """Processes, engine cores among them, that live and are in a step that may never end."""
 
 
 def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
@@ -118,9 +122,8 @@ def snapshot_of(
     silent: int = 0,
     ended: Iterable[Record] = (),
     schedulers: Iterable[Record] = (),
-    outdated: int = 0,
 ) -> Snapshot:
-    """What the records of the ranks of one engine say together, if *silent* of them are silent, *outdated* outdated.
+    """What the records of the ranks of one engine say together, if *silent* of the ranks are silent.
 
     Of those that have *ended* only what they have counted; of its *schedulers*, that are no ranks, only how many
     requests they have ended.
@@ -137,7 +140,7 @@ def snapshot_of(
     events |= {Process(each.host, each.pid, each.start_ticks): _aborted(each) for each in schedulers}
     agreeing = sum(groups.values()) if groups else None
     unchecked = sum(record.unchecked is not None for record in given)
-    return Snapshot(read_at, dict(states), events, agreeing, silent, unchecked, outdated)
+    return Snapshot(read_at, dict(states), events, agreeing, silent, unchecked)
 
 
 def _counted(record: Record) -> dict[tuple[str, ...], int]:
@@ -217,9 +220,15 @@ class Exposition:
                 "ranks_agreeing", "Ranks that agree about the fixes, compared before the first capture."
             )
             self._agreeing.set(snapshot.agreeing)
-        for name, documentation in _TROUBLES.items():
-            gauge = self._troubles[name] = self._troubles.get(name) or self._gauge(f"ranks_{name}", documentation)
-            gauge.set(getattr(snapshot, name))
+        numbers = {
+            "ranks_silent": snapshot.silent,
+            "ranks_unchecked": snapshot.unchecked,
+            "ranks_outdated": snapshot.outdated,
+            "steps_stuck": snapshot.stuck,
+        }
+        for name, number in numbers.items():
+            gauge = self._troubles[name] = self._troubles.get(name) or self._gauge(name, _TROUBLES[name])
+            gauge.set(number)
         for labels in self._states - snapshot.states.keys():
             self._state.labels(*labels).set(0)  # in multiprocess mode nothing can be taken away
         for labels, ranks in snapshot.states.items():
@@ -273,17 +282,24 @@ class Watcher:
         self._foreign.update((each.path.name, each.inode) for each in foreign)
         if len(self._foreign) > _REMEMBERED:
             self._foreign.clear()
-        heard = [(each.record, records.liveness_of(each, now, here)) for each in of_ours]
-        dead = records.Liveness.DEAD
-        ranks = [record for record, state in heard if state is not dead]
-        ended = [record for record, state in heard if state is dead]
-        if ranks:
-            silent = sum(state is records.Liveness.SILENT for _, state in heard)
-            outdated = sum(each.outdated for each, (_, state) in zip(of_ours, heard, strict=True) if state is not dead)
-            engines = {record.engine for record in (*ranks, *ended)}
+        states = [records.liveness_of(each, now, here) for each in of_ours]
+        there = [each for each, state in zip(of_ours, states, strict=True) if state is not records.Liveness.DEAD]
+        ended = [each.record for each, state in zip(of_ours, states, strict=True) if state is records.Liveness.DEAD]
+        if there:
+            # Not a rank that could not be checked before it knew which it is: that is one of ours already.
             cores = [each for each in found if each.record.rank is None and each.record.unchecked is None]
-            others = [each.record for each in cores if each.record.engine in engines]
-            self._exposition.tell(snapshot_of(ranks, now, silent, ended, others, outdated))
+            engines = {record.engine for record in (*(each.record for each in there), *ended)}
+            schedulers = [each.record for each in cores if each.record.engine in engines]
+            # Engine cores, too: they wait for the result of a step whose rank has gone on to wait elsewhere.
+            steps = [each for each in cores if each.record.engine == self.engine.id] + there
+            silent = sum(state is records.Liveness.SILENT for state in states)
+            stuck = sum(
+                each.record.in_step_since is not None and records.liveness_of(each, now, here) is records.Liveness.ALIVE
+                for each in steps
+            )
+            outdated = sum(each.outdated for each in there)
+            snapshot = snapshot_of((each.record for each in there), now, silent, ended, schedulers)
+            self._exposition.tell(snapshot._replace(outdated=outdated, stuck=stuck))
 
 
 _watcher: Watcher | None = None

@@ -84,6 +84,7 @@ class EngineProcess(EngineContext):
         when_imported("vllm.plugins", self._watch_plugins)
         when_imported("vllm.engine.arg_utils", self._watch_engines)
         self.gate.watch()
+        self.steps.watch()
         when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
         if self._report is not None and self.role is Role.FRONT_END:
             when_imported("vllm.collect_env", self._watch_report)

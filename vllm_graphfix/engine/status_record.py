@@ -146,5 +146,6 @@ class StatusRecord:
             overwritten=context.marks.overwritten() if context.marks is not None else (),
             graphs=self.graphs,
             starting=self.starting,
+            in_step_since=None if self.starting else context.steps.stuck_since(),
             written=time.time(),
         )

@@ -144,6 +144,9 @@ class Record(NamedTuple):
     """Whether this rank captures CUDA graphs; None as long as that is not known, and in a process that is no rank."""
     starting: bool = False
     """The part of the engine that this process runs is not up yet."""
+    in_step_since: float | None = None
+    """When its present step began, in seconds of the epoch, if that lasts so long that it may never end: a heartbeat
+    is a thread of its own, and goes on."""
     kept: bool = False
     """A thread of this process touches the record every few seconds. `Reporter` knows, and says so."""
     written: float = 0.0
@@ -182,6 +185,7 @@ class Record(NamedTuple):
             "misconfigured": dict(self.misconfigured),
             **({} if self.graphs is None else {"graphs": self.graphs}),
             "starting": self.starting,
+            **({} if self.in_step_since is None else {"in_step_since": self.in_step_since}),
             "kept": self.kept,
             "written": self.written,
         }
@@ -300,6 +304,7 @@ class Record(NamedTuple):
             misconfigured=fields.table("misconfigured", is_brief) if fields.has("misconfigured") else {},
             graphs=fields.truth("graphs") if fields.has("graphs") else None,
             starting=fields.truth("starting") if fields.has("starting") else False,
+            in_step_since=fields.number("in_step_since", 1e11) if fields.has("in_step_since") else None,
             kept=fields.truth("kept") if fields.has("kept") else False,
             written=fields.number("written", 1e11),
         )

@@ -60,6 +60,12 @@ class Member:
         return self.age + max(self.found.heartbeat - self.record.written, 0.0)
 
     @property
+    def in_step(self) -> float | None:
+        """Seconds that its present step lasts, where that is so long that it may never end."""
+        since = self.record.in_step_since
+        return None if since is None or not self.live else max(self.age + self.found.heartbeat - since, 0.0)
+
+    @property
     def world(self) -> str:
         """Names the ranks that this one was compared with."""
         record = self.record
@@ -257,6 +263,12 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
         wrong.append(f"dead: {engine.several(gone)}")
     if silent:
         wrong.append(f"not heard from for {min(m.age for m in silent):.0f} s: {engine.several(silent)}")
+    if stuck := [m for m in engine.members if m.in_step is not None]:
+        wrong.append(
+            f"in one step for {lasting(min(m.in_step or 0.0 for m in stuck))}: {engine.several(stuck)}. Its heartbeat "
+            "goes on, and the thread that runs the model waits: a collective or kernel that does not end, or code that "
+            "is compiled (py-spy dump --pid says where)"
+        )
     if outdated := [m for m in engine.members if m.live and m.found.outdated]:
         wrong.append(
             f"record not written for {lasting(max(m.unchanged for m in outdated))}: {engine.several(outdated)}. "

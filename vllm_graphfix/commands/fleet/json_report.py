@@ -75,6 +75,7 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
                 "liveness": member.liveness.value,
                 "age": round(member.age, 1),
                 "outdated": member.found.outdated,
+                "in_step_since": member.record.in_step_since if member.live else None,
                 "starting": any(member is one for one in starting),
                 "problem": member.record.problem,
             }

@@ -111,7 +111,7 @@ def kind(engine: Engine) -> str:
     return "counting" if State.OBSERVING.value in states else "stock"
 
 
-_SINCE = re.compile(r"(?P<what>not heard from|record not written) for [^:]*: [^.]*")
+_SINCE = re.compile(r"(?P<what>not heard from|record not written|in one step) for [^:]*: [^.]*")
 """How long, and which ranks: other ones in each engine."""
 
 
