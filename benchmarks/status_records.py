@@ -1,6 +1,7 @@
 """What status records and metrics cost.
 
-One record is written, 64 ranks are read, and a scrape of /metrics takes its time for them.
+One record is written, 64 ranks are read, alone and beside 2,000 records of other engines, and a scrape of /metrics
+takes its time for them.
 
 python benchmarks/status_records.py [--rounds N]
 """
@@ -22,8 +23,11 @@ from vllm_graphfix.fixes import FIXES
 
 RANKS = 64
 ENGINE = "0123456789abcdef"
+OTHERS = 2000
 TARGET = 0.005
 """Seconds, of a scrape."""
+LISTED = 0.002
+"""Seconds for a folder with `OTHERS` records of other engines."""
 
 
 def main() -> None:
@@ -34,12 +38,27 @@ def main() -> None:
         base = Path(folder)
         for rank in range(RANKS):
             records.write(base, of_rank(rank))
+        shared = base / "shared"
+        shared.mkdir()
+        records.write(shared, of_rank(0))
+        for number in range(OTHERS):
+            records.write(shared, of_rank(number)._replace(engine=f"{number:016x}"))
+        alone = Watcher(
+            shared,
+            ServedEngine(ENGINE, canary=True, percentage=25.0, ranks=1),
+            Exposition(CollectorRegistry()),
+        )
         registry, empty = CollectorRegistry(), CollectorRegistry()
         watcher = Watcher(base, ServedEngine(ENGINE, canary=True, percentage=25.0, ranks=RANKS), Exposition(registry))
         watcher.look()
         measured: dict[str, tuple[Callable[[], object], float | None]] = {
             "a record written": (lambda: records.write(base, of_rank(0)), None),
             f"records of {RANKS} ranks read and told, in a thread every 5 s": (watcher.look, None),
+            f"one rank beside {OTHERS} records of other engines, likewise": (alone.look, None),
+            f"the records of one engine listed among {OTHERS}": (
+                lambda: records.read(shared, own=True, engines={"f" * 16}),
+                LISTED,
+            ),
             "an empty registry rendered": (lambda: generate_latest(empty), None),
             f"a scrape: ours rendered, {RANKS} ranks": (lambda: generate_latest(registry), TARGET),
         }

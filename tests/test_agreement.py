@@ -34,6 +34,23 @@ def test_nodes_that_started_on_their_own_agree_although_each_has_an_engine_of_it
     found, _ = compared({0: report(engine="a" * 16), 1: report("node-b", engine="b" * 16)}, 2)
     assert {each.difference for each in found.values()} == {None}
     assert {each.leader for each in found.values()} == {"a" * 16}
+    # Its front-end knows by them which files to read.
+    assert (found[0].followers, found[1].followers) == (("b" * 16,), ())
+
+
+def test_rank_0_knows_the_engines_of_ranks_that_differ_too() -> None:
+    found, _ = compared({0: report(engine="a" * 16), 1: report("node-b", engine="b" * 16, master="off")}, 2)
+    assert found[0].difference is not None
+    assert (found[0].followers, found[1].followers) == (("b" * 16,), ())
+
+
+def test_a_rank_of_another_build_that_leaves_no_engine_is_not_waited_for() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=3600))
+    place, _ = (leave(store, STAGE, rank, report()) for rank in (0, 1))
+    assert store.delete_key(f"{place}/engine/1")
+    found = compare(store, place, 0, 2, report(), print, timeout=60.0)
+    assert (found.agreeing, found.followers) == (2, ())
 
 
 def test_code_that_a_rank_does_not_run_differs_from_nothing() -> None:

@@ -228,8 +228,9 @@ def test_ranks_of_nodes_that_started_on_their_own_belong_to_the_engine_of_rank_0
     scraped: Scraped, tmp_path: Path
 ) -> None:
     leave(tmp_path, record(elsewhere(7), rank=1, world_size=2, engine="f" * 16, leader=ENGINE))
+    leave(tmp_path, record(rank=0, world_size=2, leader=ENGINE, followers=("f" * 16,)))
     scraped.look()
-    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [1]
+    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [2]
 
 
 def test_what_was_told_stays_with_its_time_when_the_folder_is_gone(scraped: Scraped, tmp_path: Path) -> None:
@@ -351,7 +352,7 @@ def test_who_has_the_fixes_shows(
     assert told_wrong == set(wrong.items())
 
 
-def test_records_of_other_engines_are_read_once(
+def test_records_of_other_engines_are_never_opened(
     scraped: Scraped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On shared storage they are those of a whole fleet, and this process serves requests."""
@@ -368,10 +369,9 @@ def test_records_of_other_engines_are_read_once(
         return real(folder, path, name, uid)
 
     monkeypatch.setattr(reading, "_read_record", noted)
-    for expected in (6, 1):
-        read.clear()
-        scraped.look()
-        assert len(read) == expected
+    leave(tmp_path, record(elsewhere(6), engine="e" * 16), record(elsewhere(7), rank=0, engine="d" * 16, leader=ENGINE))
+    scraped.look()
+    assert read == [record(elsewhere(100)).file_name]
     scraped.watcher.serve(SERVED._replace(id="f" * 16))
     scraped.look()
     assert sum(sample.value for sample in scraped.samples("graphfix_fix_state")) == 5
@@ -382,14 +382,14 @@ def test_a_rank_that_is_compared_later_is_told_of_from_then_on(scraped: Scraped,
     leave(tmp_path, follower)
     scraped.look()
     assert scraped.samples("graphfix_fix_state") == []
-    leave(tmp_path, follower._replace(leader=ENGINE))
+    leave(tmp_path, follower._replace(leader=ENGINE), record(rank=0, world_size=2, followers=("f" * 16,)))
     scraped.look()
-    assert len(scraped.samples("graphfix_fix_state")) == 1
+    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [2]
 
 
 def test_ranks_whose_own_front_end_serves_metrics_are_told_of_there_only(scraped: Scraped, tmp_path: Path) -> None:
     """With a load balancer of one's own each data-parallel rank is a server, and all follow one rank 0."""
-    ranks(tmp_path, 1)
+    ranks(tmp_path, 1, followers=("f" * 16,))
     follower = record(elsewhere(7), rank=1, world_size=2, engine="f" * 16, leader=ENGINE)
     leave(tmp_path, follower, record(elsewhere(8), engine="f" * 16, serves_metrics=True))
     scraped.look()

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 EVERY = 5.0
 """Seconds between two readings of the records."""
 
-_REMEMBERED = 100_000
-
 STATE_LABELS = ("fix", "mode", "state", "reason", "vllm", "graphfix")
 EVENT_LABELS = ("fix", "event")
 MISCONFIGURED_LABELS = ("variable", "value")
@@ -249,14 +247,11 @@ class Watcher:
     def __init__(self, base: Path, engine: ServedEngine, exposition: Exposition) -> None:
         self._base = base
         self._exposition = exposition
-        self._foreign: dict[str, int] = {}
-        """Records of other engines, inode by name: on shared storage those of a whole fleet, not to be read again and
-        again."""
         self.engine = engine
 
     def serve(self, engine: ServedEngine) -> None:
         """Another engine than before."""
-        self.engine, self._foreign = engine, {}
+        self.engine = engine
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="graphfix-metrics", daemon=True).start()
@@ -274,14 +269,12 @@ class Watcher:
         self._exposition.tell_engine(self.engine)
         now, here = time.time(), records.identity()
         # Our own user's: what others write is not ours to tell.
-        found = records.read(self._base, own=True, first=self.engine.id, skip=self._foreign.items()).found
+        found = records.read(self._base, own=True, engines={self.engine.id}).found
+        # By name: on shared storage there are those of a whole fleet, and this process serves requests.
+        if followers := {name for each in found for name in each.record.followers}:
+            found += records.read(self._base, own=True, engines=followers - {self.engine.id}).found
         ours = {record.file_name for record in records_of_engine((each.record for each in found), self.engine.id)}
         of_ours = [each for each in found if each.path.name in ours]
-        # One that follows another engine's rank 0 will never be ours; any other may, and an inode may come again.
-        foreign = (each for each in found if each.record.leader is not None and each.path.name not in ours)
-        self._foreign.update((each.path.name, each.inode) for each in foreign)
-        if len(self._foreign) > _REMEMBERED:
-            self._foreign.clear()
         states = [records.liveness_of(each, now, here) for each in of_ours]
         there = [each for each, state in zip(of_ours, states, strict=True) if state is not records.Liveness.DEAD]
         ended = [each.record for each, state in zip(of_ours, states, strict=True) if state is records.Liveness.DEAD]

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -110,6 +110,8 @@ class Agreement(NamedTuple):
     out."""
     unchecked: Mapping[int, str] = {}
     """Ranks that left no report because of an error of their own and go on all the same, each with that error."""
+    followers: tuple[str, ...] = ()
+    """On rank 0: the engines of the other ranks, where nodes that started on their own have other ones."""
 
 
 def leave(store: Any, stage: str, rank: int, report: RankReport) -> str:
@@ -125,6 +127,7 @@ def leave(store: Any, stage: str, rank: int, report: RankReport) -> str:
     place = f"{stage}-{number}"
     # The report first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
     with_one_retry(store.set, f"{place}/word/{rank}", json.dumps(report._asdict()))
+    with_one_retry(store.set, f"{place}/engine/{rank}", report.engine)
     with_one_retry(store.set, f"{place}/{rank}", _digest(report))
     return place
 
@@ -179,7 +182,8 @@ def compare(
     digests = store.multi_get([f"{stage}/{other}" for other in heard])
     if len(set(digests)) == 1 and not missing and not (report.fault or _needs_action(report)):
         first = _read_report(store, f"{stage}/word/0") or report
-        return Agreement(first.token, first.engine, world_size, world_size, None, first.off)
+        followers = _followers(store, stage, heard, report.engine) if rank == 0 else ()
+        return Agreement(first.token, first.engine, world_size, world_size, None, first.off, followers=followers)
     reports = {other: report if other == rank else _read_report(store, f"{stage}/word/{other}") for other in heard}
     spoke = {other: said for other, said in reports.items() if said is not None}
     foreign = [other for other, said in reports.items() if said is None]
@@ -196,7 +200,22 @@ def compare(
         all_off=all(said.off for said in spoke.values()),
         failing=failing,
         unchecked=unchecked,
+        followers=_without(report.engine, (said.engine for said in spoke.values())) if rank == 0 else (),
     )
+
+
+def _followers(store: Any, stage: str, heard: list[int], engine: str) -> tuple[str, ...]:
+    """Return the engines of the ranks *heard* other than *engine*, without the words of a thousand ranks."""
+    keys = [f"{stage}/engine/{other}" for other in heard]
+    # Asked for first: another build of this version leaves none, and to get a key that is not there waits for minutes.
+    if not store.check(keys):
+        return ()
+    engines = [each.decode("ascii", "replace") for each in store.multi_get(keys)]
+    return _without(engine, (each for each in engines if re.fullmatch(_HEX_ID, each)))
+
+
+def _without(engine: str, engines: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(engines) - {engine}))
 
 
 def _needs_action(report: RankReport) -> bool:

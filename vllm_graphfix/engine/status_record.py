@@ -137,6 +137,7 @@ class StatusRecord:
             if agreed
             else None,
             leader=agreed.leader if agreed else None,
+            followers=agreed.followers[: records.MOST_FOLLOWERS] if agreed else (),
             problem=self.problem,
             unchecked=self.unchecked,
             serves_metrics=self.serves_metrics,

@@ -13,6 +13,7 @@ from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
 from vllm_graphfix.records.reading import FILES, Found, Reading, Unreadable, read
 from vllm_graphfix.records.record import (
     LARGEST,
+    MOST_FOLLOWERS,
     AgreementReport,
     Decided,
     FixReport,
@@ -29,6 +30,7 @@ from vllm_graphfix.records.writing import remove, touch, touch_outdated, write
 __all__ = [
     "FILES",
     "LARGEST",
+    "MOST_FOLLOWERS",
     "PRUNED_AFTER",
     "AgreementReport",
     "Decided",

@@ -29,8 +29,6 @@ class Found(NamedTuple):
     heartbeat: float
     """When it was last written or touched, in seconds of the epoch."""
     path: Path
-    inode: int = 0
-    """The inode of the file: another one whenever the record was written anew, the same when it was touched."""
     outdated: bool = False
     """Its process could not renew it since `Record.written`: the heartbeat holds, the content may not."""
 
@@ -62,13 +60,13 @@ class Reading(NamedTuple):
     unreadable: tuple[Unreadable, ...] = ()
 
 
-def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tuple[str, int]] = frozenset()) -> Reading:
+def read(base: Path, *, own: bool = False, engines: Collection[str] | None = None) -> Reading:
     """The records in every `vllm-graphfix-<uid>` below *base* that this user may read, its own ones first.
 
     Never raises.
 
-    With *own*, this user's only: nobody else can have written these. Those of the engine *first* are read before all
-    others, those in *skip*, by name and inode, not at all.
+    With *own*, this user's only: nobody else can have written these. With *engines*, theirs only, by the names of the
+    files: no other file is opened, which on shared storage would be those of a whole fleet.
     """
     found: list[Found] = []
     problems: list[str] = []
@@ -100,7 +98,7 @@ def read(base: Path, *, own: bool = False, first: str = "", skip: Collection[tup
         try:
             uid = int(path.name.rpartition("-")[2])
             check_owner(folder, uid)
-            skipped += _read_folder(folder, path, uid, found, problems, unreadable, first, skip)
+            skipped += _read_folder(folder, path, uid, found, problems, unreadable, engines)
         except OSError as error:
             refused.append(f"{shown_path(path)}: {why(error)}")
         finally:
@@ -116,8 +114,7 @@ def _read_folder(
     found: list[Found],
     problems: list[str],
     unreadable: list[Unreadable],
-    first: str,
-    skip: Collection[tuple[str, int]],
+    engines: Collection[str] | None,
 ) -> int:
     """Reads the records in *folder* into *found*, and returns how many files it had to leave out."""
     wrong: list[tuple[str, str]] = []
@@ -125,9 +122,9 @@ def _read_folder(
         names = [
             entry.name
             for entry in islice(entries, ENTRIES)
-            if not entry.name.startswith(".") and (not skip or (entry.name, entry.inode()) not in skip)
+            if not entry.name.startswith(".") and (engines is None or entry.name.partition("-")[0] in engines)
         ]
-    names.sort(key=lambda name: (not (first and name.startswith(first)), name))
+    names.sort()
     skipped = 0
     for number, name in enumerate(names):
         if len(found) + len(wrong) >= FILES:
@@ -180,4 +177,4 @@ def _read_record(folder: int, path: Path, name: str, uid: int) -> Found:
         raise RecordError(f"it is not JSON ({type(error).__name__})") from error
     if record.file_name != name:
         raise RecordError("its content belongs to another record")
-    return Found(record, about.st_mtime, path / name, about.st_ino, is_outdated(about.st_mode))
+    return Found(record, about.st_mtime, path / name, is_outdated(about.st_mode))

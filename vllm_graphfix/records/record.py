@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -18,6 +19,8 @@ SHORT = 200
 """Characters of a text of a `Wrong`, a `MovedTensor` or an `OverwrittenBlock`, of which a record has five at most."""
 LARGEST = 64 * 1024
 """Bytes of a record. All texts are cut shorter where those of at most `LONGEST_TEXT` characters come to more."""
+MOST_FOLLOWERS = 512
+"""Engines of other nodes in a record: a sixth of `LARGEST`."""
 _LEAST_TEXT = 32
 """Characters down to which texts are cut."""
 
@@ -147,6 +150,9 @@ class Record(NamedTuple):
     in_step_since: float | None = None
     """When its present step began, in seconds of the epoch, if that lasts so long that it may never end: a heartbeat
     is a thread of its own, and goes on."""
+    followers: tuple[str, ...] = ()
+    """On rank 0: the engines of nodes that started on their own and follow it, at most `MOST_FOLLOWERS`. By them its
+    front-end knows the files that it has to read."""
     kept: bool = False
     """A thread of this process touches the record every few seconds. `Reporter` knows, and says so."""
     written: float = 0.0
@@ -178,6 +184,7 @@ class Record(NamedTuple):
             "leader": self.leader,
             "problem": _cut_to_fit(self.problem, longest),
             **({} if self.unchecked is None else {"unchecked": _cut_to_fit(self.unchecked, longest)}),
+            **({"followers": list(self.followers)} if self.followers else {}),
             "serves_metrics": self.serves_metrics,
             "wrong": _numbered(self.wrong, longest),
             **({"moved": _numbered(self.moved, longest)} if self.moved else {}),
@@ -304,10 +311,24 @@ class Record(NamedTuple):
             misconfigured=fields.table("misconfigured", is_brief) if fields.has("misconfigured") else {},
             graphs=fields.truth("graphs") if fields.has("graphs") else None,
             starting=fields.truth("starting") if fields.has("starting") else False,
+            followers=_engines(fields, "followers"),
             in_step_since=fields.number("in_step_since", 1e11) if fields.has("in_step_since") else None,
             kept=fields.truth("kept") if fields.has("kept") else False,
             written=fields.number("written", 1e11),
         )
+
+
+def _engines(fields: JsonObject, key: str) -> tuple[str, ...]:
+    if not fields.has(key):
+        return ()
+    value = fields.get(key)
+    if (
+        not isinstance(value, list)
+        or len(value) > MOST_FOLLOWERS
+        or not all(isinstance(each, str) and re.fullmatch(_ENGINE, each) for each in value)
+    ):
+        fields.refuse(key, f"a list of at most {MOST_FOLLOWERS} engines")
+    return tuple(value)
 
 
 def _written(fix: FixReport, longest: int) -> dict[str, Any]:
