@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from records import ENGINE, elsewhere, leave, of, record
 from vllm_graphfix.engine import metrics
 from vllm_graphfix.engine.metrics import NAMES, Exposition, ServedEngine, Watcher
-from vllm_graphfix.records import AgreementReport, FixReport, own_folder, touch_outdated
+from vllm_graphfix.records import AgreementReport, FixReport, identity, own_folder, touch_outdated
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -169,6 +169,25 @@ def test_a_worker_in_one_step_that_never_knew_its_rank_counts_once(scraped: Scra
     leave(tmp_path, record(role="worker", unchecked="OSError: no store", in_step_since=time.time() - 400))
     scraped.look()
     assert scraped.value("graphfix_steps_stuck") == 1
+
+
+def test_records_that_cannot_be_read_show_also_where_there_is_no_other(scraped: Scraped, tmp_path: Path) -> None:
+    ranks(tmp_path, 3)
+    (damaged,) = own_folder(tmp_path).iterdir()
+    content = damaged.read_text()
+    damaged.write_text(content[:100])
+    damaged.with_name(f"{'f' * 16}-node-b-7.json").write_text("{}")  # another engine's
+    damaged.with_name(f"{ENGINE}-{identity().host}-{2**22 + 1}.json").write_text("{}")  # of a process that is gone
+    scraped.look()
+    assert scraped.value("graphfix_records_unreadable") == 1
+    assert scraped.samples("graphfix_fix_state") == []
+    own_folder(tmp_path).rename(tmp_path / "away")
+    scraped.look()
+    assert scraped.value("graphfix_records_unreadable") == 1  # nobody knows better
+    (tmp_path / "away").rename(own_folder(tmp_path))
+    damaged.write_text(content)
+    scraped.look()
+    assert scraped.value("graphfix_records_unreadable") == 0
 
 
 def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def rollout(to: board.Dashboard) -> None:
         lines(
             "Ranks",
             "All ranks, those that agree on decision and states, those of engines whose records cannot be read, and "
-            "those that hang or cannot write their record: 0 is right of the last four.",
+            "those that hang or cannot write their record: 0 is right of the last five.",
             [
                 (f"sum({graphfix('graphfix_ranks_expected')})", "expected"),
                 (f"sum({graphfix('graphfix_ranks_agreeing')})", "agreeing"),
@@ -246,6 +246,7 @@ def rollout(to: board.Dashboard) -> None:
                 (f"sum({graphfix('graphfix_ranks_silent')})", "silent"),
                 (f"sum({graphfix('graphfix_ranks_outdated')})", "record not written"),
                 (f"sum({graphfix('graphfix_steps_stuck')})", "in one step"),
+                (f"sum({graphfix('graphfix_records_unreadable')})", "record not readable"),
             ],
         )
     )

@@ -40,6 +40,7 @@ NAMES = (
     "graphfix_ranks_unchecked",
     "graphfix_ranks_outdated",
     "graphfix_steps_stuck",
+    "graphfix_records_unreadable",
     "graphfix_canary",
     "graphfix_rollout_percent",
     "graphfix_misconfigured",
@@ -51,6 +52,7 @@ _TROUBLES = {
     "ranks_unchecked": "Ranks that have captured although the check of the ranks failed; their records say why.",
     "ranks_outdated": "Ranks that live and cannot write their record: what has changed there since is not known.",
     "steps_stuck": "Ranks and engine cores that have a heartbeat and have been in one step for over five minutes.",
+    "records_unreadable": "Records of this engine that are there and cannot be read: their processes are not known.",
 }
 """Gauges that are 0 where all is well, each with what it says of itself."""
 
@@ -210,6 +212,14 @@ class Exposition:
             self._expected = self._expected or self._gauge("ranks_expected", "Ranks of this engine.")
             self._expected.set(engine.ranks)
 
+    def tell_unreadable(self, records: int) -> None:
+        """Expose the number of *records* of this engine that cannot be read; there may be no other one."""
+        self._set_trouble("records_unreadable", records)
+
+    def _set_trouble(self, name: str, number: int) -> None:
+        gauge = self._troubles[name] = self._troubles.get(name) or self._gauge(name, _TROUBLES[name])
+        gauge.set(number)
+
     def tell(self, snapshot: Snapshot) -> None:
         self._read_at.set(snapshot.read_at)
         if snapshot.agreeing is not None:
@@ -225,8 +235,7 @@ class Exposition:
             "steps_stuck": snapshot.stuck,
         }
         for name, number in numbers.items():
-            gauge = self._troubles[name] = self._troubles.get(name) or self._gauge(name, _TROUBLES[name])
-            gauge.set(number)
+            self._set_trouble(name, number)
         for labels in self._states - snapshot.states.keys():
             self._state.labels(*labels).set(0)  # in multiprocess mode nothing can be taken away
         for labels, ranks in snapshot.states.items():
@@ -269,10 +278,13 @@ class Watcher:
         self._exposition.tell_engine(self.engine)
         now, here = time.time(), records.identity()
         # Our own user's: what others write is not ours to tell.
-        found = records.read(self._base, own=True, engines={self.engine.id}).found
+        found, _, _, unreadable = records.read(self._base, own=True, engines={self.engine.id})
         # By name: on shared storage there are those of a whole fleet, and this process serves requests.
         if followers := {name for each in found for name in each.record.followers}:
-            found += records.read(self._base, own=True, engines=followers - {self.engine.id}).found
+            of_followers = records.read(self._base, own=True, engines=followers - {self.engine.id})
+            found, unreadable = found + of_followers.found, unreadable + of_followers.unreadable
+        if found or unreadable:  # else the folder may be gone, which is another number
+            self._exposition.tell_unreadable(sum(records.may_run(each, here) for each in unreadable))
         ours = {record.file_name for record in records_of_engine((each.record for each in found), self.engine.id)}
         of_ours = [each for each in found if each.path.name in ours]
         states = [records.liveness_of(each, now, here) for each in of_ours]

@@ -7,7 +7,7 @@ A folder may be hostile, full, gone or hanging. Writing raises `OSError`, readin
 from __future__ import annotations
 
 from vllm_graphfix.records.folder import base_folder, own_folder, shown_path
-from vllm_graphfix.records.liveness import Liveness, all_liveness, liveness_of, visible
+from vllm_graphfix.records.liveness import Liveness, all_liveness, liveness_of, may_run, visible
 from vllm_graphfix.records.process_identity import Identity, exists, identity
 from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
 from vllm_graphfix.records.reading import FILES, Found, Reading, Unreadable, read
@@ -52,6 +52,7 @@ __all__ = [
     "exists",
     "identity",
     "liveness_of",
+    "may_run",
     "own_folder",
     "prune",
     "read",

@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from vllm_graphfix.records.process_identity import Identity, exists, owner_of, seen_by_system
-from vllm_graphfix.records.reading import Found
+from vllm_graphfix.records.reading import Found, Unreadable
 from vllm_graphfix.records.record import Record
 
 SILENT_AFTER = 60.0
@@ -25,6 +25,11 @@ class Liveness(str, Enum):
 def visible(record: Record, here: Identity) -> bool:
     """Whether the process of *record* has to be found by this one if it exists: on this machine, in this container."""
     return "" != record.boot == here.boot and "" != record.pid_namespace == here.pid_namespace
+
+
+def may_run(file: Unreadable, here: Identity) -> bool:
+    """Tell if the process of a *file* that cannot be read may run: whether one of another machine does is not known."""
+    return file.host != here.host or exists(file.pid)
 
 
 def liveness_of(found: Found, now: float, here: Identity, among: Collection[Found] = ()) -> Liveness:

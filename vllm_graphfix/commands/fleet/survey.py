@@ -16,8 +16,8 @@ from vllm_graphfix.records import (
     Unreadable,
     all_liveness,
     base_folder,
-    exists,
     identity,
+    may_run,
     read,
     shown_path,
     visible,
@@ -78,13 +78,8 @@ def look(folder: Path | None = None) -> Fleet:
         for found, state in zip(reading.found, all_liveness(reading.found, now, here), strict=True)
     ]
     unrecorded, notes = without_record(base, here, members, now)
-    engines = _engines(_without_abandoned_engines(members), _unreadable(reading.unreadable, here))
+    engines = _engines(_without_abandoned_engines(members), [one for one in reading.unreadable if may_run(one, here)])
     return Fleet(base, here, engines, unrecorded, notes, reading.problems, reading.skipped)
-
-
-def _unreadable(files: Iterable[Unreadable], here: Identity) -> list[Unreadable]:
-    """Return those of *files* whose process may run: whether one of another machine does is not known."""
-    return [one for one in files if one.host != here.host or exists(one.pid)]
 
 
 def _is_folder(path: Path) -> bool:
