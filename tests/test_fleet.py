@@ -159,6 +159,27 @@ def test_a_rank_that_does_not_come_out_of_a_step_is_exit_1(tmp_path: Path, two: 
     assert [(each["liveness"], each["in_step_since"]) for each in told] == [("alive", None)] * 2 + [("alive", began)]
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("given_up", "said"),
+    [
+        (0, "; graphs no longer replayed: 2."),
+        (1, "; graphs no longer replayed: 1; graphs replayed again, wrong or not, after they had been taken out: 1."),
+        (2, "; graphs replayed again, wrong or not, after they had been taken out: 2."),
+    ],
+)
+def test_a_graph_that_is_replayed_again_is_not_among_those_that_are_not(
+    tmp_path: Path, given_up: int, said: str
+) -> None:
+    shadow = {"checks": 9, "mismatches": 4, "quarantined-graphs": 2, "quarantines-given-up": given_up}
+    leave(tmp_path, record(rank=0, events={"shadow": shadow}))
+    assert (
+        only(tmp_path)
+        .wrong[0]
+        .startswith(f"the shadow check found wrong CUDA graph replays, 4 in 9 checks{said} `vllm-graphfix report`")
+    )
+
+
 HANGS = "What exists and is not heard from hangs, is stopped (SIGSTOP), or cannot write its record"
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import pwd
+import re
 import signal
 import subprocess
 import sys
@@ -232,6 +233,33 @@ def test_engines_that_are_silent_for_other_times_are_one_line(tmp_path: Path) ->
     lines = call("--dir", str(tmp_path), code=1)[0].splitlines()
     assert [line for line in lines if "not heard from" in line] == ["✗ 30 engines: not heard from"]
     assert len(lines) < 12
+
+
+@pytest.mark.usefixtures("alone")
+def test_live_engines_that_are_all_wrong_run_and_some_of_them_are_named(tmp_path: Path) -> None:
+    for each in range(7):
+        wrong: dict[str, Any] = {"engine": f"{each:016x}", "misconfigured": {"VLLM_GRAPHFIX": "observ"}}
+        leave(tmp_path, record(elsewhere(each + 1, f"node-{each}"), 0, **wrong))
+    leave(tmp_path, record(elsewhere(9), 0, engine="f" * 16, problem="why"), age=120.0)
+    lines = call("--dir", str(tmp_path), code=1)[0].splitlines()
+    assert lines[0].startswith("7 engines on 7 hosts: 7 WRONG; 1 not running and WRONG")
+    said = " ".join(lines)
+    assert "✗ 7 engines: misconfigured: VLLM_GRAPHFIX=observ" in said
+    assert "0000000000000000 on node-0, 0000000000000001 on node-1" in said
+    assert "0000000000000004 on node-4 and 2 more" in said
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_stop_is_one_line_of_an_engine_and_of_engines_that_stop_for_the_same(tmp_path: Path) -> None:
+    for each in range(4):
+        for rank in range(8):
+            stopped = record(elsewhere(8 * each + rank + 1), rank, 8, engine=f"{each:016x}", problem="the ranks differ")
+            leave(tmp_path, stopped, age=70.0 + rank + each)
+    lines = call("--dir", str(tmp_path), code=1)[0].splitlines()
+    assert lines[0].startswith("0 engines on 0 hosts: none is running; 4 not running and WRONG")
+    assert "✗ 4 engines: stopped by vllm-graphfix: the ranks differ" in lines
+    (one,) = look(tmp_path).engines[0].wrong
+    assert re.fullmatch(r"stopped by vllm-graphfix 7\d s ago, according to ranks 0-7: the ranks differ", one)
 
 
 @pytest.mark.usefixtures("alone")

@@ -242,13 +242,15 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
     """What somebody has to see to, and what is worth knowing, of one engine."""
     wrong: list[str] = []
     notes: list[str] = []
+    stops: dict[tuple[bool, str], list[Member]] = {}
     for member in engine.members:
         if member.record.problem is not None:
-            what = (
-                f"stopped by vllm-graphfix {ago(member.age)}, according to {engine.name_of(member)}: "
-                f"{member.record.problem}"
-            )
-            (wrong if member.age <= _STOPPED_LATELY else notes).append(what)
+            stops.setdefault((member.age <= _STOPPED_LATELY, member.record.problem), []).append(member)
+    for (lately, problem), members in stops.items():
+        (wrong if lately else notes).append(
+            f"stopped by vllm-graphfix {ago(min(m.age for m in members))}, according to {engine.several(members)}: "
+            f"{problem}"
+        )
     hang = [m for m in engine.members if m.hangs]
     if hang:
         wrong.append(
@@ -331,9 +333,12 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
             "`vllm-graphfix status` says more"
         )
     if (found := engine.counts("shadow")).get("mismatches"):
+        given_up = found.get("quarantines-given-up", 0)
         stopped = (
-            f"; graphs no longer replayed: {found['quarantined-graphs']}" if found.get("quarantined-graphs") else ""
+            f"; graphs no longer replayed: {out}" if (out := found.get("quarantined-graphs", 0) - given_up) else ""
         )
+        if given_up:  # their steps cannot be run without them
+            stopped += f"; graphs replayed again, wrong or not, after they had been taken out: {given_up}"
         wrong.append(
             f"the shadow check found wrong CUDA graph replays, {found['mismatches']} in {found.get('checks', 0)} checks"
             f"{stopped}. `vllm-graphfix report` writes the bug report for vLLM"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _SEVERAL = 3
 """Engines from which on each has a line instead of its details."""
+_NAMED = 5
+"""Engines that are named of those of which the same is wrong."""
 _WRONG = "WRONG"
 _COUNTING = frozenset({State.ACTIVE.value, State.OBSERVING.value})
 _SHORTEST_LOOK, _LONGEST_LOOK = 0.1, 86400.0
@@ -76,13 +78,16 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
     live = [engine for engine in fleet.engines if engine.live]
     hosts = len({host for engine in live for host in engine.values_of("host")})
     kinds = Counter(map(kind, fleet.engines))
+    wrong = sum(kind(engine) == _WRONG for engine in live)
     parts = [
         f"{kinds[each]} {each}" for each in ("fixed", "counting", "stock", "without graphs", "starting") if kinds[each]
     ]
     line = Text(f"{_counted_noun(len(live), 'engine')} on {_counted_noun(hosts, 'host')}: ", style="bold")
-    line.append(", ".join(parts) or "none is running", style="bold")
-    if kinds[_WRONG]:
-        line.append(f"{', ' if parts else '; '}{kinds[_WRONG]} {_WRONG}", style="bold red")
+    line.append(", ".join(parts) if live else "none is running", style="bold")
+    if wrong:
+        line.append(f"{', ' if parts else ''}{wrong} {_WRONG}", style="bold red")
+    if kinds[_WRONG] > wrong:
+        line.append(f"; {kinds[_WRONG] - wrong} not running and {_WRONG}", style="bold red")
     if fleet.skipped:
         line.append(f"; {fleet.skipped} records NOT READ", style="bold red")
     if kinds["ended"]:
@@ -111,7 +116,10 @@ def kind(engine: Engine) -> str:
     return "counting" if State.OBSERVING.value in states else "stock"
 
 
-_SINCE = re.compile(r"(?P<what>not heard from|record not written|in one step) for [^:]*: [^.]*")
+_SINCE = re.compile(
+    r"(?P<state>not heard from|record not written|in one step) for [^:]*: [^.]*"
+    r"|(?P<stop>stopped by vllm-graphfix) [^:]*"
+)
 """How long, and which ranks: other ones in each engine."""
 
 
@@ -122,7 +130,9 @@ def _summary_lines(fleet: Fleet) -> list[RenderableType]:
     said: dict[tuple[str, str], list[tuple[Engine, str]]] = {}
     for engine in fleet.engines:
         for what in engine.wrong:
-            said.setdefault(("✗", _SINCE.sub(r"\g<what>", what)), []).append((engine, what))
+            said.setdefault(("✗", _SINCE.sub(lambda match: match["state"] or match["stop"], what)), []).append(
+                (engine, what)
+            )
     for engine in fleet.engines:
         for what in engine.notes if engine.live else ():
             said.setdefault(("!", what), []).append((engine, what))
@@ -131,6 +141,10 @@ def _summary_lines(fleet: Fleet) -> list[RenderableType]:
         (engine, what), *others = of_each
         text = f"{len(of_each)} engines: {alike}" if others else f"{_engine_label(engine)}: {what}"
         lines.append(Text(f"{mark} {text}", style="red" if mark == "✗" else "yellow"))
+        if others and mark == "✗":
+            named = [f"{each.name} on {', '.join(each.values_of('host')[:2])}" for each, _ in of_each[:_NAMED]]
+            more = f" and {len(of_each) - _NAMED} more" if len(of_each) > _NAMED else ""
+            lines.append(Text(f"  {', '.join(named)}{more}", style="dim"))
     for one in dict.fromkeys(one.reason for one in fleet.unrecorded):
         number = sum(each.reason == one for each in fleet.unrecorded)
         lines.append(
