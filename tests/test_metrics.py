@@ -190,6 +190,13 @@ def test_records_that_cannot_be_read_show_also_where_there_is_no_other(scraped: 
     assert scraped.value("graphfix_records_unreadable") == 0
 
 
+def test_a_rank_that_is_heard_of_is_not_silent_by_a_clock_that_is_behind(scraped: Scraped, tmp_path: Path) -> None:
+    for behind, silent in ((70.0, 1), (69.9, 0)):  # that a date changes is known from the second one on
+        leave(tmp_path, record(rank=0, kept=True), age=behind)
+        scraped.look()
+        assert scraped.value("graphfix_ranks_silent") == silent
+
+
 def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:
     ranks(
         tmp_path,

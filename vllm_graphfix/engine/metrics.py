@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Gauge
 
-    from vllm_graphfix.records import Record
+    from vllm_graphfix.records import HeartbeatWatch, Record
     from vllm_graphfix.settings.decision import Decision
 
 EVERY = 5.0
@@ -256,6 +256,7 @@ class Watcher:
     def __init__(self, base: Path, engine: ServedEngine, exposition: Exposition) -> None:
         self._base = base
         self._exposition = exposition
+        self._heartbeats: HeartbeatWatch | None = None
         self.engine = engine
 
     def serve(self, engine: ServedEngine) -> None:
@@ -283,6 +284,9 @@ class Watcher:
         if followers := {name for each in found for name in each.record.followers}:
             of_followers = records.read(self._base, own=True, engines=followers - {self.engine.id})
             found, unreadable = found + of_followers.found, unreadable + of_followers.unreadable
+        # Not by the dates of files: a file server's clock may be minutes off.
+        self._heartbeats = self._heartbeats or records.HeartbeatWatch()
+        found = tuple(self._heartbeats.by_this_clock(found, now))
         if found or unreadable:  # else the folder may be gone, which is another number
             self._exposition.tell_unreadable(sum(records.may_run(each, here) for each in unreadable))
         ours = {record.file_name for record in records_of_engine((each.record for each in found), self.engine.id)}

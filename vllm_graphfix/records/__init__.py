@@ -6,6 +6,7 @@ A folder may be hostile, full, gone or hanging. Writing raises `OSError`, readin
 
 from __future__ import annotations
 
+from vllm_graphfix.records.clock import CLOCKS_DIFFER, HeartbeatWatch, by_this_clock
 from vllm_graphfix.records.folder import base_folder, own_folder, shown_path
 from vllm_graphfix.records.liveness import Liveness, all_liveness, liveness_of, may_run, visible
 from vllm_graphfix.records.process_identity import Identity, exists, identity
@@ -24,11 +25,13 @@ from vllm_graphfix.records.record import (
     RecordError,
     Wrong,
 )
-from vllm_graphfix.records.reporter import Reporter
+from vllm_graphfix.records.reporter import HEARTBEAT, Reporter
 from vllm_graphfix.records.writing import remove, touch, touch_outdated, write
 
 __all__ = [
+    "CLOCKS_DIFFER",
     "FILES",
+    "HEARTBEAT",
     "LARGEST",
     "MOST_FOLLOWERS",
     "PRUNED_AFTER",
@@ -36,6 +39,7 @@ __all__ = [
     "Decided",
     "FixReport",
     "Found",
+    "HeartbeatWatch",
     "Identity",
     "Liveness",
     "MovedTensor",
@@ -49,6 +53,7 @@ __all__ = [
     "Wrong",
     "all_liveness",
     "base_folder",
+    "by_this_clock",
     "exists",
     "identity",
     "liveness_of",

@@ -32,8 +32,22 @@ def may_run(file: Unreadable, here: Identity) -> bool:
     return file.host != here.host or exists(file.pid)
 
 
+def exists_here(found: Found, here: Identity) -> bool:
+    """Tell if the process of *found* exists on this machine, where this one sees it, whatever its record is dated."""
+    record = found.record
+    if not visible(record, here):
+        return False
+    seen = seen_by_system(record.pid)
+    if seen is not None and (seen.start_ticks != record.start_ticks or seen.state in ("Z", "X", "x")):
+        return False
+    if seen is None and not exists(record.pid):
+        return False
+    # Anyone may write a record that names somebody else's process.
+    return found.owner is None or owner_of(record.pid) in (None, found.owner)
+
+
 def liveness_of(found: Found, now: float, here: Identity, among: Collection[Found] = ()) -> Liveness:
-    """Whether the process of *found* runs, at *now* in seconds of the epoch.
+    """Whether the process of *found* runs, at *now* in seconds of the epoch, by the clock of its heartbeat.
 
     A process that keeps its record has to be heard of, also where it can be seen to exist. One that does not is alive
     as long as it exists. *among* are the records it was found with: elsewhere, a process without a heartbeat of its own
@@ -41,13 +55,7 @@ def liveness_of(found: Found, now: float, here: Identity, among: Collection[Foun
     """
     record = found.record
     if visible(record, here):
-        seen = seen_by_system(record.pid)
-        if seen is not None and (seen.start_ticks != record.start_ticks or seen.state in ("Z", "X", "x")):
-            return Liveness.DEAD
-        if seen is None and not exists(record.pid):
-            return Liveness.DEAD
-        # Anyone may write a record that names somebody else's process.
-        if found.owner is not None and owner_of(record.pid) not in (None, found.owner):
+        if not exists_here(found, here):
             return Liveness.DEAD
         if not record.kept:
             return Liveness.ALIVE
@@ -62,7 +70,8 @@ def liveness_of(found: Found, now: float, here: Identity, among: Collection[Foun
                 and other.path.parent == found.path.parent
             ]
         )
-    return Liveness.ALIVE if now - heartbeat < SILENT_AFTER else Liveness.SILENT
+    # A date that is to come is no sign of life: the clock was set back since, and one that lives is dated anew soon.
+    return Liveness.ALIVE if abs(now - heartbeat) < SILENT_AFTER else Liveness.SILENT
 
 
 def all_liveness(found: Collection[Found], now: float, here: Identity) -> list[Liveness]:

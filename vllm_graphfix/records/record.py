@@ -153,6 +153,8 @@ class Record(NamedTuple):
     followers: tuple[str, ...] = ()
     """On rank 0: the engines of nodes that started on their own and follow it, at most `MOST_FOLLOWERS`. By them its
     front-end knows the files that it has to read."""
+    clock_offset: float | None = None
+    """Seconds that the clock which dates this file is ahead of this process's, where they differ. `Reporter` knows."""
     kept: bool = False
     """A thread of this process touches the record every few seconds. `Reporter` knows, and says so."""
     written: float = 0.0
@@ -193,6 +195,7 @@ class Record(NamedTuple):
             **({} if self.graphs is None else {"graphs": self.graphs}),
             "starting": self.starting,
             **({} if self.in_step_since is None else {"in_step_since": self.in_step_since}),
+            **({} if self.clock_offset is None else {"clock_offset": self.clock_offset}),
             "kept": self.kept,
             "written": self.written,
         }
@@ -313,6 +316,7 @@ class Record(NamedTuple):
             starting=fields.truth("starting") if fields.has("starting") else False,
             followers=_engines(fields, "followers"),
             in_step_since=fields.number("in_step_since", 1e11) if fields.has("in_step_since") else None,
+            clock_offset=fields.number("clock_offset", 1e11, -1e11) if fields.has("clock_offset") else None,
             kept=fields.truth("kept") if fields.has("kept") else False,
             written=fields.number("written", 1e11),
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_graphfix.records.clock import OffsetMeter
 from vllm_graphfix.records.folder import own_folder, shown_path
 from vllm_graphfix.records.pruning import prune
 from vllm_graphfix.records.record import Record
@@ -42,6 +43,7 @@ class Reporter:
         self._pending: dict[str, Record] = {}
         self._on_disk: dict[str, Record] = {}
         """What was written and not found to be gone since."""
+        self._meter = OffsetMeter()
         self._tried: dict[str, Record] = {}
         self._newest: Record | None = None
         self._writer: threading.Thread | None = None
@@ -58,7 +60,7 @@ class Reporter:
         with self._lock:
             if self._ended.is_set():
                 return
-            self._newest = record._replace(kept=self._keeper is not None)
+            self._newest = record._replace(kept=self._keeper is not None, clock_offset=self._meter.offset)
             self._pending[record.file_name] = self._newest
             busy_since = self._busy_since
         if busy_since is not None and time.monotonic() - busy_since > _SLOW:
@@ -159,11 +161,13 @@ class Reporter:
         before = self._on_disk.pop(name, None)
         if before is not None and before._replace(written=record.written) == record:
             with suppress(FileNotFoundError):  # somebody has cleaned up
-                touch(self._base, record)
+                self._meter.note(*touch(self._base, record))  # with the next heartbeat the record says so
                 self._on_disk[name] = before
                 return
         try:
-            write(self._base, record)
+            if self._meter.note(*write(self._base, record)):
+                record = record._replace(clock_offset=self._meter.offset)
+                write(self._base, record)
         except OSError:
             with suppress(OSError):  # on a full disk: this process lives, but must not vouch for what the file says
                 touch_outdated(self._base, record)
@@ -175,7 +179,7 @@ class Reporter:
             self._remove_record(oldest, self._tried.pop(oldest))
         if not self._pruned:
             self._pruned = True
-            prune(self._base)
+            prune(self._base, self._meter.offset or 0.0)
 
     def _remove_record(self, name: str, record: Record) -> None:
         if record.problem is None:

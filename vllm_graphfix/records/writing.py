@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_graphfix.records.folder import opened
 from vllm_graphfix.records.record import LARGEST, Record
 
 
-def write(base: Path, record: Record) -> None:
+def write(base: Path, record: Record) -> Dated:
     """Puts *record* in place of what this process said before: whole or not at all. Raises OSError."""
     data = record.encode()
     with opened(base, "write a status record", make=True) as folder:
@@ -26,10 +28,19 @@ def write(base: Path, record: Record) -> None:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(data)
             os.replace(temporary, record.file_name, src_dir_fd=folder, dst_dir_fd=folder)
+            return _date(folder, record.file_name)
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=folder)
             raise
+
+
+class Dated(NamedTuple):
+    """The date of a file, by the clock that dates files there, and between when it was set, by this machine's."""
+
+    mtime: float
+    before: float
+    after: float
 
 
 _OUTDATED = stat.S_ISVTX
@@ -62,10 +73,17 @@ def touch_outdated(base: Path, record: Record) -> None:
             os.close(descriptor)
 
 
-def touch(base: Path, record: Record) -> None:
+def touch(base: Path, record: Record) -> Dated:
     """Says that *record* still holds. Raises OSError; FileNotFoundError if the record is gone."""
     with opened(base, "touch a status record") as folder:
-        os.utime(record.file_name, dir_fd=folder, follow_symlinks=False)
+        return _date(folder, record.file_name)
+
+
+def _date(folder: int, name: str) -> Dated:
+    before = time.time()
+    os.utime(name, dir_fd=folder, follow_symlinks=False)
+    after = time.time()
+    return Dated(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime, before, after)
 
 
 def remove(base: Path, record: Record) -> None:

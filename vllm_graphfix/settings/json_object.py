@@ -87,10 +87,11 @@ class JsonObject:
             self.refuse(key, "a whole number from 0 on")
         return value
 
-    def number(self, key: str, most: float) -> float:
+    def number(self, key: str, most: float, least: float = 0.0) -> float:
         value = self._value.get(key)
-        if type(value) not in (int, float) or not 0 <= value <= most:  # type: ignore[operator]  # NaN compares as false
-            self.refuse(key, f"a number from 0 to {most:g}")
+        # NaN compares as false.
+        if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+            self.refuse(key, f"a number from {least:g} to {most:g}")
         return float(value)  # type: ignore[arg-type]
 
     def truth(self, key: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_graphfix.fix import State
 from vllm_graphfix.marks import process as marks
-from vllm_graphfix.records import PRUNED_AFTER, FixReport, Found, Liveness, Record, Unreadable, shown_path
+from vllm_graphfix.records import HEARTBEAT, PRUNED_AFTER, FixReport, Found, Liveness, Record, Unreadable, shown_path
 from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.text import ago, lasting, ranks_named
 
@@ -49,10 +49,18 @@ class Member:
     def live(self) -> bool:
         return self.liveness is Liveness.ALIVE
 
+    ahead: float = 0.0
+    """Seconds by which its record is dated after now, by the clock of its folder."""
+
+    @property
+    def misdated(self) -> bool:
+        """Its record is dated so far ahead that it is no sign of life: the clock was set back since."""
+        return self.liveness is Liveness.SILENT and self.ahead > 0.0
+
     @property
     def hangs(self) -> bool:
         """Its process exists and is not heard of."""
-        return self.liveness is Liveness.SILENT and self.visible
+        return self.liveness is Liveness.SILENT and self.visible and not self.misdated
 
     @property
     def unchanged(self) -> float:
@@ -257,10 +265,17 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
             f"not heard from for {min(m.age for m in hang):.0f} s: {engine.several(hang)}. "
             "What exists and is not heard from hangs, is stopped (SIGSTOP), or cannot write its record"
         )
-    if not any(member.live for member in engine.members):
+    runs = any(member.live for member in engine.members)
+    if misdated := [m for m in engine.members if m.misdated]:
+        (wrong if runs else notes).append(
+            f"cannot be told to be alive: {engine.several(misdated)}. Records dated "
+            f"{lasting(max(m.ahead for m in misdated))} ahead of their folder's clock, which was set back, are no sign "
+            f"of life; a process that runs dates its own anew within {HEARTBEAT:.0f} s"
+        )
+    if not runs:
         return wrong, notes
     gone = [m for m in engine.members if m.liveness is Liveness.DEAD and m.record.problem is None]
-    silent = [m for m in engine.members if m.liveness is Liveness.SILENT and not m.hangs]
+    silent = [m for m in engine.members if m.liveness is Liveness.SILENT and not (m.hangs or m.misdated)]
     if gone:
         wrong.append(f"dead: {engine.several(gone)}")
     if silent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,11 @@ from vllm_graphfix.commands.fleet.engine import Engine, Member
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded, without_record
 from vllm_graphfix.records import (
     Identity,
+    Liveness,
     Unreadable,
     all_liveness,
     base_folder,
+    by_this_clock,
     identity,
     may_run,
     read,
@@ -23,6 +25,7 @@ from vllm_graphfix.records import (
     visible,
 )
 from vllm_graphfix.settings.environment import STATUS_DIR
+from vllm_graphfix.text import lasting
 
 IN_ORDER, NOT_IN_ORDER, NOTHING, STARTING = 0, 1, 3, 4
 
@@ -72,14 +75,37 @@ def look(folder: Path | None = None) -> Fleet:
         )
     if not os.access(base, os.R_OK | os.X_OK):
         raise FleetError(f"{shown_path(base)!r} cannot be read by this user")
-    reading, now, here = read(base), time.time(), identity()
+    reading, here = read(base), identity()
+    now = time.time()
+    dated = by_this_clock(reading.found, now, here)
     members = [
-        Member(found, state, max(now - found.heartbeat, 0.0), visible(found.record, here))
-        for found, state in zip(reading.found, all_liveness(reading.found, now, here), strict=True)
+        Member(
+            found,
+            state,
+            max(now - found.heartbeat, 0.0),
+            visible(found.record, here),
+            max(found.heartbeat - now, 0.0),
+        )
+        for found, state in zip(dated, all_liveness(dated, now, here), strict=True)
     ]
     unrecorded, notes = without_record(base, here, members, now)
+    notes += tuple(_about_clocks(members))
     engines = _engines(_without_abandoned_engines(members), [one for one in reading.unreadable if may_run(one, here)])
     return Fleet(base, here, engines, unrecorded, notes, reading.problems, reading.skipped)
+
+
+def _about_clocks(members: Iterable[Member]) -> Iterator[str]:
+    """Yield, for each folder, by how much the clock that dates its records differs from those of their processes."""
+    differ: dict[Path, Member] = {}
+    for member in members:
+        if member.record.clock_offset is not None and member.liveness is not Liveness.DEAD:
+            differ.setdefault(member.found.path.parent, member)
+    for folder, member in sorted(differ.items(), key=lambda item: item[0]):
+        offset = member.record.clock_offset or 0.0
+        yield (
+            f"{shown_path(folder)}: the clock that dates its files is {lasting(abs(offset))} "
+            f"{'ahead of' if offset > 0 else 'behind'} that of {member.record.host}; heartbeats are corrected by that"
+        )
 
 
 def _is_folder(path: Path) -> bool:
