@@ -13,13 +13,15 @@ import re
 import signal
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server import MODEL, NOBODY, RELEASE, Answer, Installed, Server, install, serve, started
+from engine import environment
+from server import MODEL, NOBODY, RELEASE, Answer, Installed, Server, cpu_release, install, serve, started
 from table import affected_by, state_by_default
 from vllm_graphfix import __version__
 from vllm_graphfix.fixes import BY_NAME, FIXES
@@ -306,6 +308,53 @@ def test_a_server_starts_and_serves_and_is_not_in_order_while_its_worker_is_stop
                 os.kill(pid, signal.SIGCONT)
         assert wait_for(server, "in order", 30)
         assert len(server.completions(PROMPT).split()) == 8
+
+
+HANGS = """
+import os, time, wrapt
+
+def wait_less(steps):
+    steps.STUCK_AFTER = 10.0
+
+def hang(runner):
+    stock = runner.GPUModelRunner.execute_model
+    def execute_model(self, *args, **kwargs):
+        while os.path.exists({flag!r}):
+            time.sleep(0.1)
+        return stock(self, *args, **kwargs)
+    runner.GPUModelRunner.execute_model = execute_model
+
+wrapt.register_post_import_hook(wait_less, "vllm_graphfix.engine.steps")
+wrapt.register_post_import_hook(hang, "vllm.v1.worker.gpu_model_runner")
+"""
+"""A sitecustomize: a step does not end as long as there is a file, and ten seconds count as five minutes."""
+
+
+@pytest.mark.slow
+def test_a_server_is_not_in_order_while_a_step_of_its_worker_does_not_end(installed: Installed, tmp_path: Path) -> None:
+    flag, hook = tmp_path / "flag", tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(HANGS.format(flag=str(flag)), encoding="utf-8")
+    path = environment(installed.scratch, installed.plugin, cpu_release())["PYTHONPATH"]
+    env = {"PYTHONPATH": os.pathsep.join([str(hook), path]), "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "600"}
+    with serve(installed, tmp_path, env=env) as server, ThreadPoolExecutor() as pool:
+        assert server.fleet().engine["status"] == "in order"
+        flag.touch()
+        answer = pool.submit(server.completions, PROMPT)
+        try:
+            assert wait_for(server, "not in order", 90)
+            until = time.monotonic() + 30
+            while value(server.metrics(), "graphfix_steps_stuck") != 2:  # its engine core waits for it
+                assert time.monotonic() < until
+                time.sleep(1)
+            found = server.fleet()
+            assert found.code == 1
+            assert {one["liveness"] for one in found.engine["processes"]} == {"alive"}
+            assert re.match(r"in one step for \d+ s: rank 0, engine-core \d+ on \S+\. ", found.engine["wrong"][0])
+        finally:
+            flag.unlink()
+        assert len(answer.result(60).split()) == 8
+        assert wait_for(server, "in order", 30)
 
 
 def wait_for(server: Server, status: str, seconds: float) -> bool:
