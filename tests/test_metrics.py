@@ -254,9 +254,14 @@ def test_ranks_of_nodes_that_started_on_their_own_belong_to_the_engine_of_rank_0
     scraped: Scraped, tmp_path: Path
 ) -> None:
     leave(tmp_path, record(elsewhere(7), rank=1, world_size=2, engine="f" * 16, leader=ENGINE))
-    leave(tmp_path, record(rank=0, world_size=2, leader=ENGINE, followers=("f" * 16,)))
+    first = record(rank=0, world_size=2, leader=ENGINE, followers=("f" * 16,))
+    leave(tmp_path, first)
     scraped.look()
     assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [2]
+    (own_folder(tmp_path) / first.file_name).write_text("{}")
+    scraped.look()
+    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [1]
+    assert scraped.value("graphfix_records_unreadable") == 1
 
 
 def test_what_was_told_stays_with_its_time_when_the_folder_is_gone(scraped: Scraped, tmp_path: Path) -> None:
@@ -418,7 +423,9 @@ def test_ranks_whose_own_front_end_serves_metrics_are_told_of_there_only(scraped
     ranks(tmp_path, 1, followers=("f" * 16,))
     follower = record(elsewhere(7), rank=1, world_size=2, engine="f" * 16, leader=ENGINE)
     leave(tmp_path, follower, record(elsewhere(8), engine="f" * 16, serves_metrics=True))
+    (own_folder(tmp_path) / f"{'f' * 16}-node-b-9.json").write_text("{}")
     scraped.look()
+    assert scraped.value("graphfix_records_unreadable") == 0
     assert sum(sample.value for sample in scraped.samples("graphfix_fix_state")) == 1
 
 

@@ -257,11 +257,13 @@ class Watcher:
         self._base = base
         self._exposition = exposition
         self._heartbeats: HeartbeatWatch | None = None
+        self._followers: frozenset[str] = frozenset()
+        """The engines of nodes that follow this one, also where the record that names them cannot be read any more."""
         self.engine = engine
 
     def serve(self, engine: ServedEngine) -> None:
         """Another engine than before."""
-        self.engine = engine
+        self.engine, self._followers = engine, frozenset()
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="graphfix-metrics", daemon=True).start()
@@ -281,14 +283,17 @@ class Watcher:
         # Our own user's: what others write is not ours to tell.
         found, _, _, unreadable = records.read(self._base, own=True, engines={self.engine.id})
         # By name: on shared storage there are those of a whole fleet, and this process serves requests.
-        if followers := {name for each in found for name in each.record.followers}:
-            of_followers = records.read(self._base, own=True, engines=followers - {self.engine.id})
+        self._followers = self._followers.union(*(each.record.followers for each in found)) - {self.engine.id}
+        if self._followers:
+            of_followers = records.read(self._base, own=True, engines=self._followers)
             found, unreadable = found + of_followers.found, unreadable + of_followers.unreadable
         # Not by the dates of files: a file server's clock may be minutes off.
         self._heartbeats = self._heartbeats or records.HeartbeatWatch()
         found = tuple(self._heartbeats.by_this_clock(found, now))
         if found or unreadable:  # else the folder may be gone, which is another number
-            self._exposition.tell_unreadable(sum(records.may_run(each, here) for each in unreadable))
+            others = {each.record.engine for each in found if each.record.serves_metrics} - {self.engine.id}
+            of_ours_alone = [each for each in unreadable if each.engine not in others and records.may_run(each, here)]
+            self._exposition.tell_unreadable(len(of_ours_alone))
         ours = {record.file_name for record in records_of_engine((each.record for each in found), self.engine.id)}
         of_ours = [each for each in found if each.path.name in ours]
         states = [records.liveness_of(each, now, here) for each in of_ours]
