@@ -405,7 +405,9 @@ def test_fleet_counts_requests_that_a_scheduler_ended_which_is_no_rank(tmp_path:
 def process_with(monkeypatch: pytest.MonkeyPatch, aborts: Aborts | None) -> EngineContext:
     fixes = FixManager((), Policy(Master.ON, {}, None))
     context = EngineContext((), {}, fixes)
-    context.aborts = aborts
+    context.make_components(lambda: None, lambda: None, lambda why: None)
+    context.component("abort").aborts = aborts
+    monkeypatch.setattr(context.component("shadow"), "counts", shadow.counts)
     monkeypatch.setattr(shadow, "SHADOW", Shadow(parse("1/9"), Action.ABORT, lambda why: None))
     return context
 

@@ -483,7 +483,7 @@ def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyP
             return "warm"
 
     member = EngineProcess((), {})
-    member.shadow = FixManager((), Policy(Master.ON, {}))
+    member.component("shadow").manager = FixManager((), Policy(Master.ON, {}))
     worker: Any = SimpleNamespace(Worker=WorkerStandIn)
     member.gate._watch_capture("Worker", "compile_or_warm_up_model", worker)
     assert worker.Worker().compile_or_warm_up_model() == "warm"

@@ -124,7 +124,7 @@ def test_a_rank_and_an_engine_core_of_vllm_are_in_a_step_with_every_detector_off
     from vllm.v1.worker.cpu_worker import CPUWorker
     from vllm.v1.worker.gpu_worker import Worker
     from vllm_graphfix import _this_process
-    clock = _this_process().steps
+    clock = _this_process().component("steps").clock
     def inside(*args, **kwargs):
         print("STEP", clock._began is not None)
     worker_double = SimpleNamespace(model_runner=SimpleNamespace(sample_tokens=inside))

@@ -143,7 +143,7 @@ def _count_replays(graph: Any) -> None:
 def _of_the_plugin() -> dict[str, Any]:
     from vllm_graphfix import _this_process, events
 
-    watch = _this_process().addresses.of_rank
+    watch = _this_process().component("addresses").watch.of_rank
     taken = watch._inventory if watch is not None else None
     moved = sorted(watch._moved.items()) if watch is not None else []
     return {

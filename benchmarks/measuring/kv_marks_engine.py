@@ -312,7 +312,7 @@ def _plant(worker: Any) -> None:
 def _marks() -> Any:
     import vllm_graphfix
 
-    return vllm_graphfix._this_process().marks
+    return vllm_graphfix._this_process().component("kv-marks").marks
 
 
 def _counts(llm: Any) -> dict[str, int]:

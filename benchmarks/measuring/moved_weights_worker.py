@@ -34,7 +34,7 @@ class Updates:
         """Counts, and what has moved, of the watch; None where there is none."""
         from vllm_graphfix import _this_process, events
 
-        watch = _this_process().addresses.of_rank
+        watch = _this_process().component("addresses").watch.of_rank
         names = [f"{name}: {what.outcome}" for name, what in sorted(watch._moved.items())] if watch is not None else []
         return {"events": events().get("addresses", {}), "moved": names}
 

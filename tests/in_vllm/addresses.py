@@ -166,14 +166,15 @@ def worker() -> Iterator[Any]:
 
 
 def of_this_rank() -> RankAddresses:
-    found = _this_process().addresses.of_rank
+    found: RankAddresses | None = _this_process().component("addresses").watch.of_rank
     assert found is not None
     return found
 
 
 def moved() -> dict[str, str]:
     """Without what lies on the host, which is a tensor of graphs only in the double."""
-    return {each.name: each.outcome for each in _this_process().addresses.moved() if not each.name.endswith("_cpu")}
+    found = _this_process().component("addresses").watch.moved()
+    return {each.name: each.outcome for each in found if not each.name.endswith("_cpu")}
 
 
 def counts() -> dict[str, int]:

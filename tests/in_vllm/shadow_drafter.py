@@ -259,5 +259,5 @@ def test_drafters_with_a_history_of_their_own_are_left_alone(attribute: str) -> 
 
 
 def test_the_record_says_what_is_wrapped() -> None:
-    wrapped: Any = vllm_graphfix._this_process().shadow
+    wrapped: Any = vllm_graphfix._this_process().component("shadow").manager
     assert wrapped.states()["shadow-v2-drafter"].state.value == "active"

@@ -565,7 +565,7 @@ def test_the_record_says_what_is_wrapped() -> None:
     assert os.environ["VLLM_GRAPHFIX_SHADOW"] == "1/1"
     import vllm_graphfix
 
-    wrapped: Any = vllm_graphfix._this_process().shadow
+    wrapped: Any = vllm_graphfix._this_process().component("shadow").manager
     states = wrapped.states()
     # Nothing here imports the other runner's graphs; 0.18's drafts are left alone.
     assert {name: state.state.value for name, state in states.items()} in (

@@ -92,7 +92,7 @@ def said(worker: Any) -> dict[str, Any]:
 def _marks() -> Any:
     import vllm_graphfix
 
-    return vllm_graphfix._engine_process().marks
+    return vllm_graphfix._engine_process().component("kv-marks").marks
 
 
 def overwrite_finished(worker: Any, unused: int) -> Any:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.engine.addresses import AddressWatch
+from vllm_graphfix.engine import components
+from vllm_graphfix.engine.components import Component, Services
 from vllm_graphfix.engine.role import Role
-from vllm_graphfix.engine.steps import StepClock
 from vllm_graphfix.fix import Activity, Fix
 from vllm_graphfix.patching.applied_fix import FixState
+from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings.decision import Decision
 
 if TYPE_CHECKING:
-    from vllm_graphfix.engine.abort import Aborts
     from vllm_graphfix.engine.graph_dispatch import Graph
-    from vllm_graphfix.marks.process import Marks
+    from vllm_graphfix.settings.shadow_rate import Abort
 
 
 class EngineContext:
@@ -26,14 +27,8 @@ class EngineContext:
         self.fixes = fixes
         self.environment = environment
         self.manager = manager
-        self.shadow: FixManager | None = None
-        """What the shadow check has put around vLLM's functions; None where nothing was ever to be checked."""
-        self.addresses = AddressWatch()
-        self.steps = StepClock()
-        self.marks: Marks | None = None
-        """None where nothing was ever to be marked."""
-        self.aborts: Aborts | None = None
-        """What has requests ended; None where nothing ever was to."""
+        self.components: tuple[Component, ...] = ()
+        """What watches this process, or acts on it."""
         self.role = Role.FRONT_END
         self.decision: Decision | None = None
         self.inherited = False
@@ -41,81 +36,79 @@ class EngineContext:
         self.model: str | None = None
         """The model of the engine that this process is a part of, or configured last."""
 
+    def make_components(self, publish: Any, keep: Any, end: Any) -> None:
+        """Make the components; the arguments are those of `Services`."""
+        self.components = components.find(Services(publish, keep, end, self._abort_for))
+
+    def component(self, name: str) -> Any:
+        """Return the component of that name, whose kind the caller knows. Raises StopIteration."""
+        return next(each for each in self.components if each.name == name)
+
+    def _abort_for(self, detector: str) -> Abort | None:
+        return next(filter(None, (each.abort_for(detector) for each in self.components)), None)
+
+    def managers(self) -> tuple[FixManager, ...]:
+        """Return what manages wrappers: of the fixes, and of the components."""
+        return (self.manager, *(manager for each in self.components for manager in each.managers()))
+
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
-        """The states of every fix, and of the shadow check, the marks and their action `abort` where they are on."""
+        """Return the states of every fix, and of the components that are on."""
         found = self.manager.states(diagnose=diagnose)
-        if self.marks is not None:
-            found |= self.marks.states()
-        if self.aborts is not None:
-            found |= self.aborts.states()
-        if self.shadow is None:
-            return found
-        from vllm_graphfix.shadow import process
-
-        return found | {process.NAME: process.state(self.shadow.states(diagnose=diagnose))}
-
-    def events(self) -> dict[str, dict[str, int]]:
-        """How often each event of a fix happened in this process; of what watches graphs, too, where it is on."""
-        from vllm_graphfix.shadow import process
-
-        marks = self.marks.counts() if self.marks is not None else {}
-        found = self.manager.counts() | process.counts() | self.addresses.counts() | marks
-        # Requests count where they end: for a detector that perhaps runs in another process.
-        if self.aborts is not None:
-            for name, counts in self.aborts.counts().items():
-                if name in found or name not in self.aborts.ended or any(counts.values()):
-                    found[name] = {**found.get(name, {}), **counts}
+        for each in self.components:
+            found |= each.states(diagnose=diagnose)
         return found
 
+    def events(self) -> dict[str, dict[str, int]]:
+        """Return how often each event of a fix and of a component happened in this process."""
+        found: defaultdict[str, dict[str, int]] = defaultdict(dict, self.manager.counts())
+        for each in self.components:
+            for name, counts in each.counts().items():
+                # Added up: a request counts where it ends, for a detector that perhaps runs in another process.
+                before = found[name]
+                found[name] = before | {event: before.get(event, 0) + count for event, count in counts.items()}
+        return dict(found)
+
+    def findings(self) -> dict[str, Any]:
+        """Return what components have to say in a record, by its fields."""
+        return {field: value for each in self.components for field, value in each.findings().items()}
+
     def look(self) -> None:
-        """Looks, now and then, at what no call that is wrapped tells of."""
-        self.addresses.look()
-        if self.aborts is not None:
-            self.aborts.look()
+        """Look, now and then, for what no wrapped call reports."""
+        for each in self.components:
+            guarded(each.poll)
 
     def serve(self, worker: Any, graphs: bool) -> None:
-        """Begins what watches graphs, if there are *graphs*: *worker* has captured, and now it serves."""
-        if graphs:
-            self.addresses.serve(worker)
-        if self.aborts is not None:
-            self.aborts.serve()
-        if self.marks is not None:
-            self.marks.serve(worker)
-        if self.shadow is not None:
-            from vllm_graphfix.shadow import process
-
-            process.serve(worker)
+        """Begin what watches *worker*, which serves from now on; *graphs*: whether it has captured any."""
+        for each in self.components:
+            guarded(each.on_captured, worker, graphs)
 
     def begin_capture(self) -> None:
         """Notes from now on in which graph a fix fails."""
         from vllm_graphfix.engine.graph_dispatch import graph_being_captured
 
-        for manager in filter(None, (self.manager, self.shadow)):
+        for manager in self.managers():
             manager.begin_capture(graph_being_captured)
 
     def failures_in_capture(self) -> dict[str, dict[Graph | None, str]]:
         """The graphs in which a fix failed since, by the name of the fix.
 
-        What the shadow check has put around a capture changes no graph.
+        What components have put around a capture changes no graph.
         """
-        if self.shadow is not None:
-            for name, graphs in self.shadow.failures_in_capture().items():
-                self.shadow.settle_capture(name, next(iter(graphs.values())), failed=True)
-        return self.manager.failures_in_capture()
+        own, *others = self.managers()
+        for manager in others:
+            for name, graphs in manager.failures_in_capture().items():
+                manager.settle_capture(name, next(iter(graphs.values())), failed=True)
+        return own.failures_in_capture()
 
     def forget_capture(self) -> None:
         """Ends that: what failed has been dealt with, or was in graphs that are not kept."""
-        for manager in filter(None, (self.manager, self.shadow)):
+        for manager in self.managers():
             manager.forget_capture()
 
     def forked(self) -> None:
         """Resets locks, counters and failures, which a forked child has copies of; it is called in that child."""
-        for manager in filter(None, (self.manager, self.shadow)):
+        for manager in self.managers():
             manager.forked()
-        self.addresses.forked()
-        self.steps.forked()
-        if self.marks is not None:
-            self.marks.forked()
-        if self.aborts is not None:
-            self.aborts.forked()
+        for each in self.components:
+            each.after_fork()
         Activity.capturing = None

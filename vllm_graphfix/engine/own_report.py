@@ -26,13 +26,13 @@ def own_report(context: EngineContext) -> RankReport | None:
     """
     from vllm_graphfix.engine.rank_agreement import RankReport, new_token, one_line
 
-    decision, shadow = context.decision, context.shadow
+    decision = context.decision
     if decision is None:
         return None
     states: dict[str, FixState] = {}
     fault = ""
     try:
-        states = context.manager.states() | (shadow.states() if shadow is not None else {})
+        states = {name: state for manager in context.managers() for name, state in manager.states().items()}
     except Exception as error:
         logger.exception("graphfix: could not report the states of the fixes to the other ranks")
         fault = one_line(f"{type(error).__name__}: {error}")
@@ -47,11 +47,7 @@ def own_report(context: EngineContext) -> RankReport | None:
         off=decision.is_off,
         misconfigured=decision.misconfigured,
         modes={name: mode.value for name, mode in decision.modes.items()}
-        | {
-            "shadow": f"{decision.shadow}, {decision.shadow_action.value}",
-            "addresses": decision.addresses.value,
-            "kv-marks": f"{decision.kv_marks}, {decision.kv_marks_action.value}",
-        },
+        | {each.name: setting for each in context.components if (setting := each.compared(decision)) is not None},
         states={name: _state_to_compare(state).value for name, state in states.items()},
         token=_or_else(decision.engine, new_token),
         reasons={

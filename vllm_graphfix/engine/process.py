@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
-from vllm_graphfix.engine.addresses import AddressWatch
 from vllm_graphfix.engine.capture_gate import CaptureGate
 from vllm_graphfix.engine.context import EngineContext
 from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, place, prints_help, served_model
@@ -28,7 +27,6 @@ from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import Decision
-from vllm_graphfix.settings.shadow_rate import OFF, MarksAction, parse
 
 _configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=False)
 """An engine is being configured: of its functions that are wrapped, one may call another."""
@@ -61,7 +59,8 @@ class EngineProcess(EngineContext):
         """The decisions of the engines that this process configured, by `VllmConfig.instance_id`."""
         self.status_record = StatusRecord(self)
         self.gate = CaptureGate(self, self.status_record)
-        self.addresses = AddressWatch(self.status_record.tell)
+        record = self.status_record
+        self.make_components(record.tell, record.keep, record.tell_why_it_ends)
 
     @property
     def started(self) -> bool:
@@ -84,7 +83,6 @@ class EngineProcess(EngineContext):
         when_imported("vllm.plugins", self._watch_plugins)
         when_imported("vllm.engine.arg_utils", self._watch_engines)
         self.gate.watch()
-        self.steps.watch()
         when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
         if self._report is not None and self.role is Role.FRONT_END:
             when_imported("vllm.collect_env", self._watch_report)
@@ -156,46 +154,11 @@ class EngineProcess(EngineContext):
         self._engage(decision)
 
     def _engage(self, decision: Decision) -> None:
-        self.manager.start(_policy_of(decision))
-        guarded(self._engage_aborts, decision)
-        guarded(self._engage_shadow, decision)
+        policy = _policy_of(decision)
+        self.manager.start(policy)
         if self.role is not Role.INSPECTION:
-            guarded(self.addresses.begin, decision.watches)
-            guarded(self._engage_marks, decision)
-
-    def _engage_shadow(self, decision: Decision) -> None:
-        rate = parse(decision.shadow if decision.canary and decision.master is not settings.Master.OFF else OFF)
-        if self.shadow is None and not rate:
-            return
-        from vllm_graphfix.shadow import process
-        from vllm_graphfix.shadow.runners import RUNNERS
-
-        abort = self.aborts.of(process.NAME) if self.aborts is not None else None
-        process.start(rate, decision.shadow_action, self.status_record.tell_why_it_ends, abort)
-        wanted = _policy_of(decision)._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
-        self.shadow = self.shadow or FixManager(RUNNERS, wanted)
-        self.shadow.start(wanted)
-
-    def _engage_marks(self, decision: Decision) -> None:
-        every = parse(decision.marks).every
-        if self.marks is None and every is None:
-            return
-        from vllm_graphfix.marks.process import NAME, Marks
-
-        self.marks = self.marks or Marks(self.status_record.tell)
-        aborts = self.aborts if decision.kv_marks_action is MarksAction.ABORT else None
-        self.marks.begin(every, aborts.of(NAME) if aborts is not None else None)
-
-    def _engage_aborts(self, decision: Decision) -> None:
-        """Makes what has requests ended, from the moment on that the engine's scheduler is made."""
-        if self.aborts is None and not decision.aborts:
-            return
-        from vllm_graphfix.engine.abort import Aborts
-
-        if self.aborts is None:
-            self.aborts = Aborts(self.status_record.keep)
-            self.aborts.watch()
-        self.aborts.begin(decision.engine if decision.aborts else "")
+            for each in self.components:
+                guarded(each.start, decision, policy)
 
     def _watch_engines(self, arg_utils: Any) -> None:
         """Around the function with which an engine begins: each engine of this process gets a decision of its own."""

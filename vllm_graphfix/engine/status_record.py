@@ -100,7 +100,6 @@ class StatusRecord:
 
     def record(self) -> Any:
         from vllm_graphfix import records
-        from vllm_graphfix.shadow import process as shadow
 
         context = self._context
         decision = context.decision
@@ -142,11 +141,8 @@ class StatusRecord:
             unchecked=self.unchecked,
             serves_metrics=self.serves_metrics,
             misconfigured=decision.misconfigured,
-            wrong=shadow.wrong(),
-            moved=context.addresses.moved(),
-            overwritten=context.marks.overwritten() if context.marks is not None else (),
             graphs=self.graphs,
             starting=self.starting,
-            in_step_since=None if self.starting else context.steps.stuck_since(),
             written=time.time(),
+            **({} if self.starting else context.findings()),  # a first step compiles and loads
         )
