@@ -234,6 +234,16 @@ def test_a_failed_check_says_why_in_its_last_line() -> None:
     assert "a value that means nothing (VLLM_GRAPHFIX=observ)" in err
 
 
+@pytest.mark.parametrize("name", ["VLLM_GRAPHFIX_ROLOUT", "VLLM_GRAPHFIX_OFF", "VLLM_GRAPFIX", "VLLM_GRAPHFIX_NEWER"])
+def test_a_check_fails_over_a_name_that_means_nothing(name: str) -> None:
+    root = str(release_root("0.33.0"))
+    out, err = call("status", "--check", "--json", "--vllm", root, env={name: "5"}, code=3)
+    assert json.loads(out)["misconfigured"] == {name: "5"}
+    assert f"a name or value that means nothing ({name}=5)" in err
+    states = {row["would_be"] for row in json.loads(out)["fixes"]}
+    assert ("active" in states) == (name == "VLLM_GRAPHFIX_NEWER")
+
+
 def test_a_folder_with_none_of_the_code_is_no_all_clear(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("")

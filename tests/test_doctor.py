@@ -188,6 +188,17 @@ def test_a_value_that_means_nothing_counts_and_is_not_shown(tmp_path: Path) -> N
     assert "misconfigured                : VLLM_GRAPHFIX (set, not shown)" in pasted(**wrong)
 
 
+def test_a_name_that_means_nothing_counts_and_is_not_shown(tmp_path: Path) -> None:
+    wrong = {"VLLM_GRAPFIX": "hunter 22", "VLLM_GRAPHFIX_TENANT": "hunter-23"}
+    leave(tmp_path / "records", record(misconfigured=wrong), record(rank=0, misconfigured=wrong))
+    found = examined(**wrong)
+    assert {row["would_be"] for row in found["status"]["fixes"]} == {"off"}
+    assert found["status"]["misconfigured"].keys() == {"VLLM_GRAPHFIX_ROLLOUT_OR_OFF", "VLLM_GRAPHFIX_UNKNOWN"}
+    assert "misconfigured: VLLM_GRAPFIX=(set, not shown) means nothing" in str(found["fleet"]["engines"][0]["wrong"])
+    assert "hunter" not in json.dumps(found)
+    assert "TENANT" not in json.dumps(found["status"])
+
+
 def test_every_variable_of_vllm_that_is_looked_at_is_one_of_some_release() -> None:
     known = "".join(
         (release_root(release) / "vllm/envs.py").read_text() for release in ALL_RELEASES[:: len(ALL_RELEASES) - 1]

@@ -42,6 +42,18 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
     "one mistyped the switch": (({}, True), ({"VLLM_GRAPHFIX": "offf"}, True)),
     "one mistyped a fix": (({}, True), ({"VLLM_GRAPHFIX_MAMBA_PADDING": "onn"}, True)),
     "one mistyped what changes nothing": (({}, True), ({"VLLM_GRAPHFIX_SHADOW_ACTION": "repport"}, True)),
+    "all mistyped a name": (
+        ({"VLLM_GRAPHFIX_MAMBA_PADING": "off"}, True),
+        ({"VLLM_GRAPHFIX_MAMBA_PADING": "off"}, True),
+    ),
+    "all mistyped a name, strict": (
+        ({"VLLM_GRAPHFIX": "strict", "VLLM_GRAPHFIX_MAMBA_PADING": "off"}, True),
+        ({"VLLM_GRAPHFIX": "strict", "VLLM_GRAPHFIX_MAMBA_PADING": "off"}, True),
+    ),
+    "all mistyped a name that switches off, strict": (
+        ({"VLLM_GRAPHFIX": "strict", "VLLM_GRAPHFIX_ROLOUT": "5", "FAULT": "give up"}, True),
+        ({"VLLM_GRAPHFIX": "strict", "VLLM_GRAPHFIX_ROLOUT": "5", "FAULT": "give up"}, True),
+    ),
     "torch's store is gone": (({"FAULT": "store"}, True), ({"FAULT": "store"}, True)),
     "torch's store is gone, strict": (
         ({"VLLM_GRAPHFIX": "strict", "FAULT": "store"}, True),
@@ -136,6 +148,8 @@ def said() -> dict[str, list[str]]:
         "all mistyped the percentage, one lacks the plugin",
         "all mistyped the switch, both have given up",
         "one is off, one mistyped it",
+        "all mistyped a name",
+        "all mistyped a name that switches off, strict",
         "differs, without graphs",
         "torch's store is gone",
         "torch's store is gone, off",
@@ -163,6 +177,10 @@ def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
         (
             "one mistyped what changes nothing",
             "misconfigured is 'nothing' on rank 0 ({host}); 'VLLM_GRAPHFIX_SHADOW_ACTION=repport' on rank 1 ({host})",
+        ),
+        (
+            "all mistyped a name, strict",
+            "VLLM_GRAPHFIX_MAMBA_PADING=off is not a variable of vllm-graphfix: correct or unset it",
         ),
         (
             "one cannot tell its states",

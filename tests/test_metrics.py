@@ -347,6 +347,8 @@ FLEETS: list[tuple[dict[str, str], float, float, dict[str, str]]] = [
     ({"VLLM_GRAPHFIX_CAPTURE_STATE": "onn"}, 1, 100, {"VLLM_GRAPHFIX_CAPTURE_STATE": "onn"}),
     ({"VLLM_GRAPHFIX_ROLLOUT": "none"}, 0, 0, {"VLLM_GRAPHFIX_ROLLOUT": "none"}),
     ({"VLLM_GRAPHFIX_ROLLOUT": ""}, 0, 0, {"VLLM_GRAPHFIX_ROLLOUT": ""}),
+    ({"VLLM_GRAPHFIX_ROLOUT": "5"}, 0, 0, {"VLLM_GRAPHFIX_ROLOUT": "5"}),
+    ({"VLLM_GRAPFIX_MAMBA_PADDING": "off"}, 1, 100, {"VLLM_GRAPFIX_MAMBA_PADDING": "off"}),
     ({"VLLM_GRAPHFIX_ROLLOUT": "7.5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "node-a"}, 0, 7.5, {}),
     ({"VLLM_GRAPHFIX_ROLLOUT": "7.5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "node-a", "VLLM_GRAPHFIX": "off"}, 0, 0, {}),
 ]

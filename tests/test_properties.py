@@ -32,7 +32,21 @@ from watched import watched
 NAMES = tuple(fix.name for fix in FIXES)
 KNOWN = settings.names(NAMES)
 MEANINGFUL = ("on", "OFF", "auto", "observe", "strict", " 1 ", "25%", "0.5", "100.01", "٣", "1e1")
-names = st.sampled_from(KNOWN) | st.builds(str.lower, st.sampled_from(KNOWN)) | LONG_TEXT.map(PREFIX.__add__)
+
+
+@st.composite
+def _mistyped(draw: st.DrawFn) -> str:
+    """A name of ours with one or two letters missing, or one too many."""
+    name = draw(st.sampled_from(KNOWN))
+    for _ in range(draw(st.integers(1, 2))):
+        place = draw(st.integers(0, len(name) - 1))
+        name = name[:place] + draw(st.sampled_from(("", "X", name[place] * 2))) + name[place + 1 :]
+    return name
+
+
+names = (
+    st.sampled_from(KNOWN) | st.builds(str.lower, st.sampled_from(KNOWN)) | LONG_TEXT.map(PREFIX.__add__) | _mistyped()
+)
 values = st.sampled_from(MEANINGFUL) | LONG_TEXT
 environments = st.dictionaries(names, values, max_size=30)
 
@@ -105,10 +119,45 @@ def test_a_value_that_means_nothing_never_applies_a_fix(environment: dict[str, s
     assert (PREFIX in made.misconfigured) == master
     assert (settings.ROLLOUT in made.misconfigured) == rollout
     assert not (made.applies and (master or rollout))
+    mistyped_names = [name for name in environment if name not in KNOWN and environment[name].strip()]
+    less = any(settings.asks_for_less(name, environment[name]) for name in environment)
+    assert not (less and made.applies)
+    assert not less or made.is_off
+    assert bool(made.misconfigured.keys() - set(KNOWN)) == bool(mistyped_names or less)
     assert (judged.misconfigured, judged.left_undone or not made.misconfigured) == (made.misconfigured, True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", environment)
-        assert not (vllm_graphfix._requires_a_fix() and (master or rollout))
+        assert not (vllm_graphfix._requires_a_fix() and (master or rollout or less))
+
+
+@given(_mistyped() | LONG_TEXT, st.sampled_from(sorted(MASTERS | {"5", "100", " "})))
+def test_every_mistyped_name_of_the_switch_or_the_percentage_fails_closed(name: str, value: str) -> None:
+    """So far as `register` goes by it, where no module can be imported, too; two words are told apart by hand here."""
+    close = any(_distance(name.upper(), word) <= 2 for word in (PREFIX, settings.ROLLOUT))
+    if name in KNOWN or not close or not value.strip():
+        return
+    made = decide(settings.read({name: value, PREFIX: "strict"}, NAMES), "0.18.1")
+    assert (made.is_off, made.applies, len(made.misconfigured)) == (True, False, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", {name: value, PREFIX: "strict"})
+        assert not vllm_graphfix._requires_a_fix()
+
+
+def _distance(word: str, other: str) -> int:
+    """Levenshtein's, row by row."""
+    row = list(range(len(other) + 1))
+    for number, letter in enumerate(word, 1):
+        before, row = row, [number]
+        for place, each in enumerate(other):
+            row.append(min(before[place + 1] + 1, row[place] + 1, before[place] + (letter != each)))
+    return row[-1]
+
+
+def test_a_decision_has_room_for_everything_that_can_mean_nothing() -> None:
+    environment = dict.fromkeys(KNOWN, "\\" * 50) | {settings.ROLLOUT_KEY: "\N{PILE OF POO}" * 300}
+    environment |= {f"{PREFIX}_{number}{'X' * 100}": "\\" * 50 for number in range(100)}
+    made = decide(settings.read(environment, NAMES), "0.18.1")
+    assert decode(made.encode()) == made
 
 
 VALID: dict[str, Any] = json.loads(

@@ -81,7 +81,7 @@ def test_the_record_in_the_documentation_is_one() -> None:
         record(),
         record(rank=0),
         record(rank=0)._replace(rank=Rank(0, None, 1, 0)),
-        record(misconfigured={"VLLM_GRAPHFIX": "observ", "VLLM_GRAPHFIX_ROLLOUT": ""}),
+        record(misconfigured={"VLLM_GRAPHFIX": "observ", "VLLM_GRAPHFIX_ROLLOUT": "", "VLLM_GRAPFIX": "off"}),
         record(unchecked="whether its ranks agree is not known (RuntimeError: no store)"),
         record(model=None, decision=Decided(False, None, None, "strict", False), fixes={}, events={}),
     ],
@@ -173,6 +173,14 @@ def test_a_record_of_an_earlier_version_says_nothing_of_values_that_mean_nothing
     told = record().as_json()
     del told["misconfigured"]
     assert Record.from_json(told) == record()
+
+
+def test_an_older_reader_is_given_no_name_that_it_would_refuse() -> None:
+    written = record(
+        misconfigured={"VLLM_GRAPHFIX_ROLOUT": "5", "VLLM_GRAPFIX": "off", "vllm_graphfix": "off"}
+    ).as_json()
+    assert written["misconfigured"] == {"VLLM_GRAPHFIX_ROLOUT": "5"}
+    assert written["mistyped"] == {"VLLM_GRAPFIX": "off", "vllm_graphfix": "off"}
 
 
 def test_keys_that_a_later_version_adds_are_left_out() -> None:

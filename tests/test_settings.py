@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_graphfix.fix import Mode
+from vllm_graphfix.fixes import FIXES as ALL_FIXES
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.environment import Master, read
 
@@ -63,7 +64,7 @@ def test_the_master_switch_is_read_likewise(value: str, master: Master) -> None:
 
 MEANINGLESS = [
     ("VLLM_GRAPHFIX_FLASHMLA_PF8", "on", "did you mean VLLM_GRAPHFIX_FLASHMLA_FP8?"),
-    ("VLLM_GRAPHFIXX", "on", "did you mean VLLM_GRAPHFIX?"),
+    ("VLLM_GRAPFIX_FLASHMLA_FP8", "off", "did you mean VLLM_GRAPHFIX_FLASHMLA_FP8?"),
     ("VLLM_GRAPHFIX_" + 30 * "Q", "on", "x-y has the variable VLLM_GRAPHFIX_X_Y."),
     ("vllm_graphfix_capture_state", "on", "did you mean VLLM_GRAPHFIX_CAPTURE_STATE?"),
 ]
@@ -80,7 +81,61 @@ def test_a_name_that_means_nothing_is_told_with_the_nearest_and_changes_nothing(
     assert problem.endswith("It has no effect")
     assert problem.isprintable()
     assert len(problem) < 200
-    assert found._replace(problems=(), explicit=frozenset()) == read({}, FIXES)
+    assert found.misconfigured == {name: value}
+    assert found._replace(problems=(), explicit=frozenset(), misconfigured={}) == read({}, FIXES)
+
+
+LESS = [
+    ("VLLM_GRAPHFIX_ROLOUT", "5"),
+    ("VLLM_GRAPHFIX_ROLOUT", ""),
+    ("vllm_graphfix_rollout", "5"),
+    ("VLLM_GRAPHFIX_ROLLOUT_PERCENTAGE", "5"),
+    ("VLLM_GRAPHFIX_CANARY", "5"),
+    ("VLLM_GRAPHFIX_OFF", "1"),
+    ("VLLM_GRAPHFIX_DISABLED", "1"),
+    ("VLLM_GRAPHFIXX", "on"),
+    ("VLLM_GRAPFIX", "off"),
+    ("VLM_GRAPHFIX_ROLOUT", "5"),
+    ("VLLM_GRAPH_FIX", "off"),
+    ("VLLM-GRAPHFIX", "off"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), LESS)
+@pytest.mark.parametrize("master", ["on", "strict", "observe"])
+def test_a_name_that_may_have_been_meant_to_switch_off_does(name: str, value: str, master: str) -> None:
+    found = read({name: value, "VLLM_GRAPHFIX": master}, FIXES)
+    (problem,) = found.problems
+    assert problem.startswith(name)
+    assert problem.endswith("It may have been meant to switch off: nothing is patched until this is corrected")
+    assert found.master is Master.OFF
+    assert list(found.misconfigured.values()) == [value]
+    (handed_on,) = found.misconfigured
+    assert settings.is_brief(handed_on, value)
+    assert handed_on not in settings.names(FIXES)
+
+
+@pytest.mark.parametrize("name", ["VLLM_GRAPHICS", "VLLM_GRAPH_OFF", "VLLM_PLUGINS", "GRAPHFIX_RELEASES", "PATH", ""])
+def test_a_name_of_somebody_else_is_none_of_ours(name: str) -> None:
+    assert read({name: "off"}, FIXES) == read({}, FIXES)
+
+
+@pytest.mark.parametrize("name", ["VLLM_GRAPFIX", "VLLM_GRAPHFIX_OFF", "VLLM_GRAPHFIX_MAMBA_PADING"])
+def test_a_mistyped_name_that_is_empty_is_as_if_it_were_not_set(name: str) -> None:
+    assert read({name: " "}, FIXES) == read({}, FIXES)
+
+
+def test_the_first_of_many_mistyped_names_are_those_that_switch_off() -> None:
+    environment = {f"VLLM_GRAPHFIX_{number:03}": "1" for number in range(100)} | {"VLLM_GRAPHFIX_ZERO_PERCENT": "1"}
+    found = read(environment, FIXES)
+    assert found.master is Master.OFF
+    assert list(found.misconfigured)[:2] == ["VLLM_GRAPHFIX_ZERO_PERCENT", "VLLM_GRAPHFIX_000"]
+    assert len(found.misconfigured) == 8
+
+
+def test_no_variable_of_the_interface_is_taken_for_a_mistyped_one() -> None:
+    names = settings.names(fix.name for fix in ALL_FIXES)
+    assert [name for name in names if settings.asks_for_less(name, "1")] == []
 
 
 OFF_BY_MISTAKE: dict[str, Any] = {"modes": {"capture-state": Mode.AUTO, "flashmla-fp8": Mode.OFF}}

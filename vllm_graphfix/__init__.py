@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import threading
 from typing import TYPE_CHECKING
 
+from vllm_graphfix._variable_names import PREFIX, ROLLOUT, asks_for_less
 from vllm_graphfix._version import __version__
 
 if TYPE_CHECKING:
@@ -78,14 +80,16 @@ def _report_and_take_back(error: Exception) -> None:
 def _requires_a_fix() -> bool:
     """Whether the environment says strict, or on for a fix.
 
-    It is read without any module of the package, because one of them may be what is broken.
+    It is read without any module that this one has not imported, because one of them may be what is broken.
     """
-    told = {name: value.strip().lower() for name, value in os.environ.items() if name.startswith("VLLM_GRAPHFIX")}
-    master = told.get("VLLM_GRAPHFIX", "")
+    told = {name: value.strip().lower() for name, value in os.environ.items() if name.startswith(PREFIX)}
+    master = told.get(PREFIX, "")
     if master not in ("", "on", "1", "true", "yes", "observe", "strict"):
         return False  # off, or a value that means nothing
-    if told.get("VLLM_GRAPHFIX_ROLLOUT", "100") not in ("100", "100%"):
+    if not re.fullmatch(r"100(?:\.0{1,6})?\s*%?", told.get(ROLLOUT, "100")):
         return False  # an engine may be outside the rollout, and nobody insists there
+    if any(asks_for_less(name, value) for name, value in os.environ.items()):
+        return False  # a mistyped name counts as off
     on = [name for name, value in told.items() if value in ("on", "1", "true", "yes") or value.startswith("on:")]
     return master == "strict" or any(map(_is_a_fix, on))
 
@@ -93,7 +97,7 @@ def _requires_a_fix() -> bool:
 def _is_a_fix(variable: str) -> bool:
     # os.path, because pathlib is one more module that may be broken
     folder = os.path.join(os.path.dirname(__file__), "fixes")  # noqa: PTH118, PTH120
-    name = variable.removeprefix("VLLM_GRAPHFIX_").lower()
+    name = variable.removeprefix(f"{PREFIX}_").lower()
     return not os.path.isdir(folder) or os.path.isfile(  # noqa: PTH112, PTH113
         os.path.join(folder, f"{name}.py")  # noqa: PTH118
     )

@@ -61,7 +61,7 @@ class Status(NamedTuple):
     notes: tuple[str, ...]
     """What the operator should act on, beyond the rows."""
     misconfigured: Mapping[str, str]
-    """Variables whose value means nothing, each with that value."""
+    """Variables whose value means nothing, and names that do, each with that value."""
     elsewhere: bool = False
     """Whether it is a vLLM that was named: the plugin may not be beside it."""
 
@@ -92,7 +92,9 @@ class Status(NamedTuple):
         told = []
         if self.misconfigured:
             values = ", ".join(f"{name}={value}" for name, value in self.misconfigured.items())
-            told.append(f"a value that means nothing ({values})")
+            known = settings.names(row.fix.name for row in self.rows)
+            what = "value" if self.misconfigured.keys() <= set(known) else "name or value"
+            told.append(f"a {what} that means nothing ({values})")
         if self.is_nothing_known:
             told.append("none of the code that the fixes concern is there: is this vLLM, 0.14 or later?")
         if rows:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.fix import Activity, Diagnosis, Mode, Patch, State, Together, Verdict
 from vllm_graphfix.patching import sites
-from vllm_graphfix.settings.environment import PREFIX, Master
+from vllm_graphfix.settings.environment import PREFIX, Master, asks_for_less, names
 
 if TYPE_CHECKING:
     from vllm_graphfix.fix import Patchable
@@ -33,7 +33,7 @@ class Policy(NamedTuple):
     withheld: str | None = None
     """Why nothing is patched although the switch is on."""
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, each with that value."""
+    """Variables whose value means nothing, and names that do, each with that value."""
     trees: Mapping[str, str] = {}
     """Fixes that are on for unrecognised code, each with the `Diagnosis.tree` of that code."""
 
@@ -44,10 +44,22 @@ class Policy(NamedTuple):
         mode = self.modes[name]
         return mode is Mode.ON or (self.master is Master.STRICT and mode is Mode.AUTO)
 
+    @property
+    def mistyped(self) -> tuple[str, ...]:
+        """The names that are no variable, each with its value, where an engine must not start with one of them."""
+        if self.withheld is not None or self.master is not Master.STRICT:
+            return ()
+        known = names(self.modes)
+        return tuple(f"{name}={value}" for name, value in self.misconfigured.items() if name not in known)
+
     def why_off(self, variable: str) -> str:
-        """What *variable* says where it switches something off."""
-        value = self.misconfigured.get(variable)
-        return f"{variable}=off" if value is None else f"{variable}={value} means nothing, which counts as off"
+        """The setting by which *variable* switches something off."""
+        if variable in self.misconfigured:
+            return f"{variable}={self.misconfigured[variable]} means nothing, which counts as off"
+        mistyped = (name for name, value in self.misconfigured.items() if asks_for_less(name, value))
+        if variable == PREFIX and (name := next(mistyped, None)):
+            return f"{name}={self.misconfigured[name]} is not a variable of vllm-graphfix, and counts as {PREFIX}=off"
+        return f"{variable}=off"
 
 
 class AppliedFix:

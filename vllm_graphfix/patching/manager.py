@@ -309,19 +309,21 @@ class FixManager:
     def left_undone(self, *, v2: bool | None, again: bool = False) -> tuple[str, ...]:
         """The fixes that the user insists on, that this process needs and that are not applied.
 
-        Each with state and reason. *v2*: whether the engine is on model runner V2; None if that is not known. *again*:
-        whether it has served, and captures once more; a fix that failed in a step then, and stands where it was put,
-        may do well in this capture, which will tell.
+        Each with state and reason; with `strict`, names that are no variable come first. *v2*: whether the engine is
+        on model runner V2; None if that is not known. *again*: whether it has served, and captures once more; a fix
+        that failed in a step then, and stands where it was put, may do well in this capture, which will tell.
         """
         states = self.states().values()
         self._may_capture = True
-        return tuple(
+        mistyped = (f"{each} is not a variable of vllm-graphfix: correct or unset it" for each in self._wanted.mistyped)
+        undone = (
             f"{state.name} is {state.state.value}: {state.reason}"
             for state in states
             if self._wanted.required(state.name)
             and self._applied[state.name].left_undone(v2=v2)
             and not (again and self._applied[state.name].failed_in_use)
         )
+        return (*mistyped, *undone)
 
     @_exclusive
     def begin_capture(self, graph_being_captured: Callable[[], Hashable]) -> None:

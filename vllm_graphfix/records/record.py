@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, overload
 
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.records.process_identity import reduced
-from vllm_graphfix.settings.environment import Master, is_brief
+from vllm_graphfix.settings.environment import Master, is_brief, was_always_brief
 from vllm_graphfix.settings.json_object import LONGEST_TEXT, JsonError, JsonObject
 from vllm_graphfix.text import printable
 
@@ -141,8 +141,8 @@ class Record(NamedTuple):
     moved: tuple[MovedTensor, ...] = ()
     overwritten: tuple[OverwrittenBlock, ...] = ()
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, each with that value: a field, not a state, which older readers would
-    refuse."""
+    """Variables whose value means nothing, and names that do, each with that value: a field, not a state, which older
+    readers would refuse."""
     graphs: bool | None = None
     """Whether this rank captures CUDA graphs; None as long as that is not known, and in a process that is no rank."""
     starting: bool = False
@@ -165,6 +165,7 @@ class Record(NamedTuple):
 
     def as_json(self, longest: int = LONGEST_TEXT) -> dict[str, Any]:
         """The file's content; no text has more than *longest* characters."""
+        mistyped = {name: each for name, each in self.misconfigured.items() if not was_always_brief(name)}
         return {
             "schema": SCHEMA,
             "graphfix": _cut_to_fit(self.graphfix, longest),
@@ -191,7 +192,8 @@ class Record(NamedTuple):
             "wrong": _numbered(self.wrong, longest),
             **({"moved": _numbered(self.moved, longest)} if self.moved else {}),
             **({"overwritten": _numbered(self.overwritten, longest)} if self.overwritten else {}),
-            "misconfigured": dict(self.misconfigured),
+            "misconfigured": {name: each for name, each in self.misconfigured.items() if was_always_brief(name)},
+            **({"mistyped": mistyped} if mistyped else {}),  # older readers would refuse such names
             **({} if self.graphs is None else {"graphs": self.graphs}),
             "starting": self.starting,
             **({} if self.in_step_since is None else {"in_step_since": self.in_step_since}),
@@ -311,7 +313,12 @@ class Record(NamedTuple):
                 )
                 for each in overwritten
             ),
-            misconfigured=fields.table("misconfigured", is_brief) if fields.has("misconfigured") else {},
+            misconfigured={
+                name: value
+                for field in ("misconfigured", "mistyped")
+                if fields.has(field)
+                for name, value in fields.table(field, is_brief).items()
+            },
             graphs=fields.truth("graphs") if fields.has("graphs") else None,
             starting=fields.truth("starting") if fields.has("starting") else False,
             followers=_engines(fields, "followers"),

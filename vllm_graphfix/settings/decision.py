@@ -21,8 +21,8 @@ BUCKETS = 10_000
 
 _SCHEMA = 1
 _ENGINE = r"[0-9a-f]{16}"
-_LONGEST = 8192
-"""Characters of a decision; ours have some 600, and an environment may hold anything."""
+_LONGEST = 12_288
+"""Characters of a decision; ours have some 600, and 9,100 where every value and eight names mean nothing."""
 _LONGEST_KEY = 200
 """Characters of a key that a decision tells. Linux starts no process with a variable of 128 KiB, which a long key made
 of escapes would be."""
@@ -103,7 +103,7 @@ class Decision(NamedTuple):
     """Of how many requests the finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: shadow_rate.MarksAction = shadow_rate.MarksAction.REPORT
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, each with that value as `environment.brief` writes it."""
+    """Variables whose value means nothing, and names that do, each with that value as `environment.brief` writes it."""
     trees: Mapping[str, str] = {}
     """Fixes that are on for unrecognised code, each with the `Diagnosis.tree` of that code."""
 

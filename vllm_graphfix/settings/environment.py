@@ -1,6 +1,7 @@
 """Environment -> `Settings`, once a process.
 
-A value that means nothing fails closed: it is never read as the default where the default would patch something.
+A value that means nothing fails closed: it is never read as the default where the default would patch something. So
+does a name that means nothing, if it may have been meant to switch off, or to take a part of the fleet.
 """
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
@@ -10,6 +11,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from enum import Enum
 from typing import NamedTuple, TypeVar
 
+from vllm_graphfix import _variable_names
 from vllm_graphfix.fix import Mode, variable
 from vllm_graphfix.settings import shadow_rate
 from vllm_graphfix.settings.shadow_rate import Action, MarksAction
@@ -17,9 +19,11 @@ from vllm_graphfix.text import brief_repr
 
 T = TypeVar("T")
 
-PREFIX = "VLLM_GRAPHFIX"
-ROLLOUT = "VLLM_GRAPHFIX_ROLLOUT"
-ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
+PREFIX = _variable_names.PREFIX
+ROLLOUT = _variable_names.ROLLOUT
+ROLLOUT_KEY = _variable_names.ROLLOUT_KEY
+is_ours = _variable_names.is_ours
+asks_for_less = _variable_names.asks_for_less
 SHADOW = "VLLM_GRAPHFIX_SHADOW"
 SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
 ADDRESSES = "VLLM_GRAPHFIX_ADDRESSES"
@@ -37,6 +41,8 @@ _VLLM_PATIENCE = "VLLM_ENGINE_READY_TIMEOUT_S"
 _NAMED, _LISTED, _LONGEST_NAME = 20, 8, 80
 """Unknown names that are told one by one, and their characters: an environment may hold a hundred thousand, or one of a
 hundred thousand characters."""
+_HANDED_ON, _LONGEST_HANDED_ON = 8, 64
+"""Unknown names that a decision has, and their characters: it has room for few besides every variable's value."""
 _LONGEST_VALUE = 40
 _ON_A_TREE = re.compile(r"on:([0-9a-f]{16})")
 _SAME = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
@@ -86,8 +92,8 @@ class Settings(NamedTuple):
     """Of how many requests the finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: MarksAction = MarksAction.REPORT
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, each with that value as `brief` writes it; `rollout.decide` adds the
-    percentage."""
+    """Variables whose value means nothing, and names that do, each with that value as `brief` writes it;
+    `rollout.decide` adds the percentage."""
 
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
@@ -98,7 +104,7 @@ def names(fixes: Iterable[str]) -> tuple[str, ...]:
 
 def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of *environment* that `read` may go by, or complain of."""
-    return {name: value for name, value in environment.items() if name.upper().startswith("VLLM_")}
+    return {name: value for name, value in environment.items() if name.upper().startswith("VLLM_") or is_ours(name)}
 
 
 def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Container[str] = ()) -> Settings:
@@ -110,6 +116,8 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     problems: list[str] = []
     values = _Values(environment, problems)
     master = values.one_of(PREFIX, {m.value: m for m in Master}, Master.ON, Master.OFF, "Nothing is patched")
+    if values.name_what_is_unknown(names(fixes)):
+        master = Master.OFF
     modes: dict[str, Mode] = {}
     trees: dict[str, str] = {}
     for name in fixes:
@@ -142,17 +150,6 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     timeout = values.parsed(
         AGREEMENT_TIMEOUT, seconds, patience, f"valid: seconds, such as 900. Ranks wait {patience:.0f} s"
     )
-    known = names(fixes)
-    unknown = sorted(key for key in environment if key not in known and key.upper().startswith(PREFIX))
-    problems += [
-        f"{key if key.isprintable() and len(key) <= _LONGEST_NAME else brief_repr(key)} is not a variable of "
-        f"vllm-graphfix{_nearest(key.upper(), known)} It has no effect"
-        for key in unknown[:_NAMED]
-    ]
-    if len(unknown) > _NAMED:
-        problems.append(
-            f"{len(unknown) - _NAMED} more variables that begin with {PREFIX} are unknown and have no effect"
-        )
     explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
     # Set and empty is not unset: a pod label that is gone gives an empty value, and must not put every engine in.
     rollout = environment[ROLLOUT].strip() if ROLLOUT in environment else None
@@ -207,6 +204,34 @@ class _Values:
         except ValueError as error:
             return self._nothing(key, given, f"{error}; {so}", default)
 
+    def name_what_is_unknown(self, known: Iterable[str]) -> bool:
+        """Report the variables that are ours by their prefix and none of those *known*.
+
+        Returns if one of them may have been meant to switch off: nothing is patched then. It is named before others.
+        """
+        known = frozenset(known)
+        unknown: dict[str, bool] = {}
+        for key, value in self._environment.items():
+            if key not in known and is_ours(key) and ((less := asks_for_less(key, value)) or value.strip()):
+                unknown[key] = less
+        ordered = sorted(unknown, key=lambda key: (not unknown[key], key))
+        for key in ordered[:_NAMED]:
+            label = key if key.isprintable() and len(key) <= _LONGEST_NAME else brief_repr(key)
+            so = (
+                "It may have been meant to switch off: nothing is patched until this is corrected"
+                if unknown[key]
+                else "It has no effect"
+            )
+            self._problems.append(f"{label} is not a variable of vllm-graphfix{_nearest(key.upper(), known)} {so}")
+        if len(ordered) > _NAMED:
+            self._problems.append(
+                f"{len(ordered) - _NAMED} more variables that begin with {PREFIX} are unknown and have no effect"
+            )
+        for key in ordered[:_HANDED_ON]:
+            name = re.sub(r"[^A-Za-z0-9_]", "_", key)[:_LONGEST_HANDED_ON]
+            self.misconfigured[f"{name}_" if name in known else name] = brief(self._environment[key])
+        return True in unknown.values()
+
     def _nothing(self, key: str, given: str, what: str, otherwise: T) -> T:
         self.misconfigured[key] = brief(given)
         self._problems.append(f"{key}={brief_repr(given)} {what} until this is corrected")
@@ -243,9 +268,14 @@ def _nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def is_brief(name: object, value: object) -> bool:
-    """Whether *name* and *value* may be a variable of ours and its value as `brief` writes it."""
+    """Return if *name* and *value* may be a variable of ours, or a mistyped one, and its value as `brief` writes it."""
     told = isinstance(value, str) and len(value) <= _LONGEST_VALUE and value.isascii() and value.isprintable()
-    return told and isinstance(name, str) and re.fullmatch(rf"{PREFIX}[A-Z0-9_]{{0,64}}", name) is not None
+    return told and isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_]{1,80}", name) is not None and is_ours(name)
+
+
+def was_always_brief(name: str) -> bool:
+    """Return if readers of before names were `misconfigured` take *name* for a variable's."""
+    return re.fullmatch(rf"{PREFIX}[A-Z0-9_]{{0,64}}", name) is not None
 
 
 def brief(value: str) -> str:

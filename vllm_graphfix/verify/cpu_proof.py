@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.settings.environment import PREFIX
+from vllm_graphfix.settings.environment import PREFIX, is_ours
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.measurement import Measurement, Watch
@@ -203,7 +203,7 @@ def _environment(kind: str, trees: Mapping[str, str]) -> dict[str, str]:
 
     In the patched process unrecognised code is patched where a patch fits: *trees* has its `Diagnosis.tree`, by fix.
     """
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+    kept = {key: value for key, value in os.environ.items() if not is_ours(key)}
     # The plugin is found wherever this very copy lies. The vLLM under test is an argument: a path may hold a colon.
     path = os.pathsep.join([str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     return kept | {

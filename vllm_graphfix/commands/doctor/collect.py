@@ -235,7 +235,7 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
         decision = rollout.decode(environment[settings.DECISION])
         found.append(_variable(settings.DECISION, "made by an engine" if decision else None))
     known = settings.names(fix.name for fix in FIXES)
-    strangers = sum(name.upper().startswith(settings.PREFIX) and name not in known for name in environment)
+    strangers = sum(settings.is_ours(name) and name not in known for name in environment)
     if strangers:
         found.append(_variable(f"{settings.PREFIX}…", f"{strangers} unknown names (not shown)"))
     for each in VARIABLES:
@@ -260,6 +260,14 @@ def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]
     clean = {name: shown[name] for name in environment if name in shown}
     if settings.ROLLOUT_KEY in environment:
         clean[settings.ROLLOUT_KEY] = environment[settings.ROLLOUT_KEY]
+    known = settings.names(fix.name for fix in FIXES)
+    for name, value in environment.items():
+        if name not in known and settings.is_ours(name) and (value.strip() or settings.asks_for_less(name, value)):
+            # Neither is shown, but one that counts as off decides about all fixes.
+            which = (
+                f"{settings.ROLLOUT}_OR_OFF" if settings.asks_for_less(name, value) else f"{settings.PREFIX}_UNKNOWN"
+            )
+            clean[which] = HIDDEN
     if "VLLM_PLUGINS" in environment:
         clean["VLLM_PLUGINS"] = ",".join(_plugin(environment)["VLLM_PLUGINS"])
     source = open_source(vllm)

@@ -89,15 +89,14 @@ _PLACED = (
 """Hosts, as ranks that disagree name each other, also those that have left no record here; in names of records; and as
 errors of a store or a collective name what cannot be reached."""
 _WORDS = r"on(?::[0-9a-f]{16})?|off|auto|observe|strict|report|repair|quarantine|abort|[0-9]+(?:[./][0-9]+)?(?:\ ?%)?"
-_VALUE_ENDS = rf"(?:,\ {settings.PREFIX}|\ means\ nothing|['\"]\ on\ ranks?\ [0-9]|…$)"
-_MISTYPED = re.compile(
-    rf"""\b(?P<name>(?!{settings.STATUS_DIR}=){settings.PREFIX}\w*)=(?:
+_VALUE_ENDS = rf"(?:,\ {settings.PREFIX}|\ means\ nothing|\ is\ not\ a\ variable|['\"]\ on\ ranks?\ [0-9]|…$)"
+_MISTYPED = rf"""\b(?P<name>(?!{settings.STATUS_DIR}=)(?:NAMES))=(?:
       '(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"
       |(?!(?:{_WORDS}){_VALUE_ENDS}).{{0,200}}?(?={_VALUE_ENDS})
-      |(?!(?:{_WORDS})(?![\w/:=+-]))[^\s,;]+)""",
-    re.VERBOSE,
-)
-"""A value of ours that means nothing: wherever it is quoted or said to, and any that is no word of ours."""
+      |(?!(?:{_WORDS})(?![\w/:=+-]))[^\s,;]+)"""
+"""A value of ours that means nothing, of variables by a pattern: wherever it is quoted or said to, and any that is no
+word of ours."""
+_NAMED = re.compile(r"\b\w+(?==)")
 _HOMES = re.compile(r"(?<![\w.])/(?:home|Users|export/home|var/home)/[^/\s'\"`]+")
 
 
@@ -137,7 +136,9 @@ class Mask:
         if len(self._home) > 1:
             text = re.sub(rf"{re.escape(self._home)}(?![\w.-])", "~", text)
         text = _HOMES.sub("~", text)
-        text = _MISTYPED.sub(rf"\g<name>={NOT_SHOWN}", text)
+        odd = {name for name in _NAMED.findall(text) if settings.is_ours(name) and not name.startswith(settings.PREFIX)}
+        ours = "|".join((rf"{settings.PREFIX}\w*", *sorted(odd)))
+        text = re.sub(_MISTYPED.replace("NAMES", ours), rf"\g<name>={NOT_SHOWN}", text, flags=re.VERBOSE)
         for placed in _PLACED:
             text = placed.sub(self._without_host, text)
         for host, name in self._hosts:
@@ -175,4 +176,4 @@ def _without_secret(found: re.Match[str]) -> str:
 
 
 def _is_secret_name(name: str) -> bool:
-    return bool(_SECRET_NAME.search(name)) or name.upper().startswith(settings.PREFIX)
+    return bool(_SECRET_NAME.search(name)) or settings.is_ours(name)

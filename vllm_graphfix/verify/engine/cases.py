@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -111,7 +112,7 @@ class Case:
                 | (_NOTHING_COMPILED if self.graphs.get("mode") == 0 else {})
                 | self.environment
                 # What the user has set would decide about fixes in place of the proof.
-                | dict.fromkeys(settings.names(BY_NAME))
+                | dict.fromkeys((*settings.names(BY_NAME), *filter(settings.is_ours, os.environ)))
                 | dict.fromkeys(map(variable, BY_NAME), "auto")  # also those that are observed by default
                 | {settings.PREFIX: "on" if mode == "patched" else "off"}
                 | {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "V2" else "0"},

@@ -1,0 +1,63 @@
+"""Names of environment variables that are the plugin's, and those that somebody has mistyped.
+
+Imports nothing of the package: `vllm_graphfix.register` goes by it where nothing else can be imported.
+"""
+
+from __future__ import annotations
+
+PREFIX = "VLLM_GRAPHFIX"
+ROLLOUT = "VLLM_GRAPHFIX_ROLLOUT"
+ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
+
+_EDITS = 2
+"""Letters that may be missing, added or replaced in a mistyped word."""
+_OF_A_PERCENTAGE = ("ROLLOUT", "CANARY", "PERCENT")
+_OF_A_SWITCH = ("OFF", "DISABLE")
+
+
+def is_ours(name: str) -> bool:
+    """Return if *name* begins with the prefix of our variables, in any case, or within two letters of it."""
+    return _after_prefix(name.upper()) is not None
+
+
+def asks_for_less(name: str, value: str) -> bool:
+    """Return if *name*, which is no variable of ours, may have been meant to switch off, or to take a part of a fleet.
+
+    It is within two letters of the master switch or of the percentage, or has a word for one of them in it. Empty, a
+    percentage asks for nobody, and everything else is as if it were not set.
+    """
+    word = name.upper()
+    rest = _after_prefix(word)
+    if rest is None or name in (PREFIX, ROLLOUT, ROLLOUT_KEY):
+        return False
+    if _within(rest, "ROLLOUT", _EDITS) or any(part in word for part in _OF_A_PERCENTAGE):
+        return True
+    return bool(value.strip()) and (_within(word, PREFIX, _EDITS) or any(part in word for part in _OF_A_SWITCH))
+
+
+def _after_prefix(word: str) -> str | None:
+    """Return what follows the prefix of *word*, in capitals; None if it has another one."""
+    if word.startswith(PREFIX):
+        return word[len(PREFIX) :].removeprefix("_")
+    # A mistyped prefix ends where a word does: VLLM_GRAPHICS begins like ours, and is somebody else's.
+    end = word.find("_")
+    while 0 <= end <= len(PREFIX) + _EDITS:
+        if _within(word[:end], PREFIX, _EDITS):
+            return word[end + 1 :]
+        end = word.find("_", end + 1)
+    return "" if end < 0 and _within(word, PREFIX, _EDITS) else None
+
+
+def _within(word: str, other: str, edits: int) -> bool:
+    """Return if at most so many *edits* make *other* of *word*: a letter inserted, removed or replaced."""
+    if abs(len(word) - len(other)) > edits:
+        return False
+    same = 0
+    while same < min(len(word), len(other)) and word[same] == other[same]:
+        same += 1
+    word, other = word[same:], other[same:]
+    if not word or not other:
+        return True  # what is left of one of them is no longer than `edits`
+    if edits == 0:
+        return False
+    return any(_within(word[cut:], other[cut_other:], edits - 1) for cut, cut_other in ((1, 1), (1, 0), (0, 1)))
