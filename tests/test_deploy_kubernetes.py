@@ -27,6 +27,7 @@ from deployed import (
     closed,
     custom,
     documents,
+    is_scraped,
 )
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import decision
@@ -167,6 +168,16 @@ class TestWorkload:
         assert label
         assert decision.buckets_of(workload["spec"]["template"]["metadata"]["labels"][label[1]]) > 0
         assert label[1] not in workload["spec"]["selector"]["matchLabels"]
+
+    def test_a_pod_that_has_lost_its_percentage_is_stock_and_scraped(self, path: Path) -> None:
+        """Kubernetes makes an empty value of a label that is gone."""
+        workload, variables = documents(path)[-1], self.environment(path)
+        label = variables[settings.ROLLOUT]["valueFrom"]["fieldRef"]["fieldPath"].split("'")[1]
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert is_scraped({name: value for name, value in labels.items() if name != label})
+        decided = decision.decide(settings.read({settings.PREFIX: "on", settings.ROLLOUT: ""}, BY_NAME), "0.21.0")
+        assert (decided.applies, decided.percentage) == (False, 0.0)
+        assert decided.misconfigured == {settings.ROLLOUT: ""}
 
     def test_the_selector_chooses_the_pods(self, path: Path) -> None:
         workload = documents(path)[-1]["spec"]

@@ -19,7 +19,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from deployed import CONFIGMAP, DEPLOY, POD_MONITOR, PROJECT, TEXT, WHOLE, closed, custom, documents
+from deployed import CONFIGMAP, DEPLOY, PROJECT, TEXT, WHOLE, closed, custom, documents, is_scraped
 from stock import release_root
 from vllm_graphfix.deployment import read_deployment
 from vllm_graphfix.fixes import BY_NAME
@@ -251,11 +251,21 @@ def test_the_percentage_is_one_and_puts_everybody_in_while_the_switch_says_obser
         if "valueFrom" in given:
             label = re.fullmatch(r"metadata\.labels\['(.*)'\]", given["valueFrom"]["fieldRef"]["fieldPath"])
             assert label
-            assert label[1] == documents(POD_MONITOR)[0]["spec"]["selector"]["matchExpressions"][0]["key"]
             percentage = pod.labels[label[1]]
         else:
             percentage = given["value"]
         assert decision.buckets_of(percentage) == decision.buckets_of("100")
+
+
+@EVERY
+def test_a_pod_that_has_lost_its_percentage_is_stock_and_scraped(stack: str) -> None:
+    for pod in engines(stack):
+        given = pod.variables[settings.ROLLOUT]
+        if "valueFrom" not in given:
+            continue  # a value is not lost with a label
+        label = re.fullmatch(r"metadata\.labels\['(.*)'\]", given["valueFrom"]["fieldRef"]["fieldPath"])
+        assert label
+        assert is_scraped({name: value for name, value in pod.labels.items() if name != label[1]})
 
 
 @EVERY
@@ -379,6 +389,7 @@ def test_a_workload_with_the_label_gets_plugin_and_variables_and_keeps_what_it_h
     assert built["ConfigMap", added]["data"] == {Path(script).name: (DEPLOY / "container" / "add.py").read_text()}
     assert (settings.ROLLOUT_KEY in pod.variables) is (which[0] == "Deployment")
     assert decision.buckets_of(pod.labels["vllm-graphfix/rollout"]) == decision.buckets_of("100")
+    assert is_scraped({name: value for name, value in pod.labels.items() if name != "vllm-graphfix/rollout"})
 
 
 def test_a_workload_without_the_label_is_left_alone(built: Built) -> None:

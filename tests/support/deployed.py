@@ -42,6 +42,14 @@ def documents(path: Path) -> list[dict[str, Any]]:
     return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
 
 
+def is_scraped(labels: Mapping[str, str]) -> bool:
+    """Return if the PodMonitor selects a pod with these labels, by `Exists` and by equality, as far as it has them."""
+    selector = documents(POD_MONITOR)[0]["spec"]["selector"]
+    assert all(each["operator"] == "Exists" for each in selector.get("matchExpressions", ()))
+    keys = {each["key"] for each in selector.get("matchExpressions", ())}
+    return keys <= set(labels) and selector.get("matchLabels", {}).items() <= labels.items()
+
+
 def rules() -> list[dict[str, Any]]:
     return [rule for group in documents(RULES)[0]["groups"] for rule in group["rules"]]
 
