@@ -28,6 +28,7 @@ from records import (
     run_python,
 )
 from vllm_graphfix.records import (
+    Record,
     base_folder,
     identity,
     own_folder,
@@ -105,6 +106,39 @@ def test_a_folder_that_somebody_else_may_have_a_hand_in_is_not_read(
     found = read(tmp_path)
     assert found.found == ()
     assert found.problems == (f"{own_folder(tmp_path)}: {why}",)
+
+
+@pytest.mark.parametrize("use", [write, touch], ids=["write", "touch"])
+def test_a_folder_that_an_fs_group_has_opened_is_closed_and_used(
+    tmp_path: Path, use: Callable[[Path, Record], None]
+) -> None:
+    """Kubernetes adds 2770 to all folders of a volume and 660 to all files, whenever it mounts it."""
+    tmp_path.chmod(0o2777)
+    write(tmp_path, record())
+    own, file = own_folder(tmp_path), own_folder(tmp_path) / record().file_name
+    own.chmod(own.stat().st_mode | 0o2770)
+    file.chmod(file.stat().st_mode | 0o660)
+    use(tmp_path, record())
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    assert [one.record for one in read(tmp_path).found] == [record()]
+    assert read(tmp_path).problems == ()
+
+
+def test_a_folder_that_an_fs_group_has_opened_is_closed_and_read(tmp_path: Path) -> None:
+    write(tmp_path, record())
+    own_folder(tmp_path).chmod(0o2770)
+    assert [one.record for one in read(tmp_path).found] == [record()]
+    assert stat.S_IMODE(own_folder(tmp_path).stat().st_mode) == 0o700
+
+
+@needs_root
+def test_a_folder_of_another_user_is_left_as_an_fs_group_has_opened_it(tmp_path: Path) -> None:
+    other = tmp_path / "vllm-graphfix-12345"
+    other.mkdir()
+    os.chown(other, 12345, 12345)
+    other.chmod(0o2770)
+    assert read(tmp_path).problems == (f"{other}: others may write to it (mode 2770): chmod 700",)
+    assert stat.S_IMODE(other.stat().st_mode) == 0o2770
 
 
 def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:

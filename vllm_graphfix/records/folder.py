@@ -20,6 +20,8 @@ ENTRIES = 16 * 4096
 """Names that are looked at in one folder: sixteen times the records that are read."""
 _PATH = 300
 """Characters of a folder's path, in what is said about it."""
+_BY_FS_GROUP = 0o2770
+"""The mode that a folder of mode 700 gets where Kubernetes gives a volume to the `fsGroup` of a pod."""
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -46,12 +48,26 @@ def opened(base: Path, doing: str, *, make: bool = False) -> Iterator[int]:
                 path.mkdir(0o700)
             folder = os.open(path, OPEN_FOLDER)
         try:
+            close_to_group(folder)
             check_owner(folder, os.geteuid())
             yield folder
         finally:
             os.close(folder)
     except OSError as error:
         raise OSError(error.errno, f"cannot {doing} in {shown_path(path)}: {why(error)}") from error
+
+
+def close_to_group(folder: int) -> None:
+    """Make the opened *folder*, if it is this user's, mode 700 again where a pod's `fsGroup` has opened it to a group.
+
+    Kubernetes does so with all that is in a volume, each time that it mounts it: a folder of a mode of its own, inside,
+    would be opened likewise. Nobody in the group gets at a record in it from here on, not even at one that was opened
+    with it. Any other mode is somebody's doing, and is refused. Never raises: `check_owner` says what is still wrong.
+    """
+    with suppress(OSError):
+        found = os.fstat(folder)
+        if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == _BY_FS_GROUP:
+            os.fchmod(folder, 0o700)
 
 
 def check_owner(folder: int, owner: int) -> None:

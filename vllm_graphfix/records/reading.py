@@ -11,7 +11,15 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_graphfix.records.folder import ENTRIES, OPEN_FOLDER, check_owner, own_folder, shown_path, why
+from vllm_graphfix.records.folder import (
+    ENTRIES,
+    OPEN_FOLDER,
+    check_owner,
+    close_to_group,
+    own_folder,
+    shown_path,
+    why,
+)
 from vllm_graphfix.records.record import LARGEST, Record, RecordError
 from vllm_graphfix.records.writing import is_outdated
 from vllm_graphfix.text import printable
@@ -97,6 +105,7 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
             continue
         try:
             uid = int(path.name.rpartition("-")[2])
+            close_to_group(folder)
             check_owner(folder, uid)
             skipped += _read_folder(folder, path, uid, found, problems, unreadable, engines)
         except OSError as error:
