@@ -97,6 +97,10 @@ def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(re
     assert report.holds
     assert (report.vllm, report.device) == (release, "CPU double")
     assert {proof.fix.name for proof in report.proofs if proof.watched} == watched_on(release)
+    counted = [proof.patched for proof in report.proofs if proof.patched and proof.patched.counted]
+    assert counted
+    for each in counted:
+        assert {event: each.events[event] for event in each.counted} == each.counted
     for proof in report.proofs:
         if proof.watched:
             stock, patched = (

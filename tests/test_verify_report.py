@@ -57,6 +57,10 @@ OUTCOMES = [
     (replace(PROVEN, patched=CRASH), "defect still there"),
     (replace(PROVEN, patched=replace(RIGHT, error="ended in the middle")), "defect still there"),
     (replace(PROVEN, patched=replace(RIGHT, graphed=(1.0, 2.0))), "defect still there"),
+    (replace(PROVEN, patched=replace(RIGHT, counted={"a": 2}, events={"a": 2, "b": 7})), "proven"),
+    (replace(PROVEN, patched=replace(RIGHT, counted={"a": 2}, events={"a": 1})), "miscounted"),
+    (replace(PROVEN, patched=replace(RIGHT, counted={"a": 0}, events={"a": 1})), "miscounted"),
+    (replace(PROVEN, patched=replace(RIGHT, counted={"a": 2})), "miscounted"),
     (SKIPPED, "skipped"),
 ]
 
@@ -248,6 +252,18 @@ def test_people_see_why_a_proof_does_not_hold() -> None:
     text = shown(Report("0.19.0", "/somewhere", "CPU double", (failed, lost)))
     assert "! mamba-padding: scenario failed: KeyError: 'x' (in the patched process; log: /tmp/it.log)" in text
     assert "! mamba-padding: conflict in the patched process: was replaced" in text
+
+
+def test_people_and_machines_see_what_was_counted_of_what_had_to_be() -> None:
+    wrong = replace(PROVEN, patched=replace(RIGHT, counted={"a": 2, "b": 0}, events={"a": 1, "b": 0, "c": 5}))
+    report = Report("0.18.1", "a tree", "CPU double", (wrong,))
+    (fix,) = as_json(report)["fixes"]
+    assert fix["counted"] == {"a": {"expected": 2, "counted": 1}, "b": {"expected": 0, "counted": 0}}
+    assert as_json(Report("0.18.1", "a tree", "CPU double", (PROVEN,)))["fixes"][0]["counted"] is None
+    console = Console(file=io.StringIO(), width=200)
+    show(report, console)
+    assert isinstance(console.file, io.StringIO)
+    assert "patched, counted: a 1, 2 expected" in console.file.getvalue()
 
 
 def test_people_see_what_was_not_run_and_why() -> None:

@@ -179,7 +179,12 @@ class _Worker(threading.Thread):
             self.torch = line["torch"]
         elif event == "measured":
             self.measured[name] = Measurement(
-                line["numbers"], tuple(line["eager"]), tuple(line["graphed"]), line["error"]
+                line["numbers"],
+                tuple(line["eager"]),
+                tuple(line["graphed"]),
+                line["error"],
+                counted=line["counted"],
+                events=line["events"],
             )
         elif event == "failed":
             self.failed[name] = f"{line['error']} (in the {self.kind} process; log: {self._log.name})"

@@ -55,3 +55,10 @@ class Measurement:
     another defect's doing. None: any of them, or an error, shows it."""
     counted: Mapping[str, int] = field(default_factory=dict)
     """What the fix has to count meanwhile on an affected release, by event, where the scenario knows."""
+    events: Mapping[str, int] = field(default_factory=dict)
+    """What the fix did count meanwhile, by event; empty where nobody has looked."""
+
+    @property
+    def miscounted(self) -> bool:
+        """The fix has not counted what it had to, so that its events say nothing of how often the defect is met."""
+        return any(self.events.get(event, 0) != number for event, number in self.counted.items())

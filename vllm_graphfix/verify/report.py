@@ -89,6 +89,8 @@ class Proof:
             return "defect not shown on stock"
         if self.patched.error or differing(self.patched.eager, self.patched.graphed):
             return "defect still there"
+        if self.patched.miscounted:
+            return "miscounted"
         if self.poisoned.get("patched"):
             return "poison is still seen"
         if "stock" in self.poisoned and not self.poisoned["stock"] and "stock" not in self.poison_notes:
@@ -239,12 +241,23 @@ def _entry(proof: Proof) -> dict[str, Any]:
         "patched": _numbers(proof.patched.graphed) if proof.patched else None,
         "patched_error": proof.patched.error if proof.patched else None,
         "details": [line for measured in (proof.stock, proof.patched) if measured for line in measured.details],
+        "counted": _counted(proof.patched) or None,
         "shadow": {mode: asdict(watch) for mode, watch in proof.watched.items()} or None,
         "unwatched": proof.unwatched,
         "poison": {mode: list(told) for mode, told in proof.poisoned.items()} or None,
         "poison_notes": dict(proof.poison_notes) or None,
         "state": proof.patched_state[0],
         "state_reason": proof.patched_state[1],
+    }
+
+
+def _counted(patched: Measurement | None) -> dict[str, dict[str, int]]:
+    """What the fix had to count in its scenario, by event, and what it did."""
+    if patched is None or patched.error:
+        return {}
+    return {
+        event: {"expected": number, "counted": patched.events.get(event, 0)}
+        for event, number in patched.counted.items()
     }
 
 
@@ -322,6 +335,9 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
         for measured in (proof.stock, proof.patched):
             for line in measured.details if measured else ():
                 console.print(f"[dim]  {escape(line)}[/]", highlight=False)
+        for event, numbers in _counted(proof.patched).items():
+            told = f"patched, counted: {event} {numbers['counted']}, {numbers['expected']} expected"
+            console.print(f"[dim]  {escape(told)}[/]", highlight=False)
         for mode, watch in proof.watched.items():
             for each in (watch, *watch.further):
                 told = f"{mode}, shadow check{f' ({each.graphs})' if each.graphs else ''}: {each.sentence}"

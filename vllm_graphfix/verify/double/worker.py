@@ -211,7 +211,9 @@ def main(
             scenario = scenario_of(name)
             if name in unrecognised:
                 refuse_misfit(scenario)
+            before = vllm_graphfix.events()[name]
             found = scenario()
+            after = vllm_graphfix.events()[name]
         except Exception as error:
             traceback.print_exc()
             say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
@@ -223,6 +225,8 @@ def main(
                 eager=list(found.eager),
                 graphed=list(found.graphed),
                 error=found.error,
+                counted=dict(found.counted),
+                events={event: count - before.get(event, 0) for event, count in after.items()},
             )
     for name in others:
         try:
