@@ -8,7 +8,7 @@ STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 NEED_A_GPU := adaptive_verification capture_faults elastic_experts engine_cost expert_adapters flash_kernels idle_ranks image_encoder kv_marks moved_weights poison prefill_dispatch_cost shadow_check shadow_faults trained triton_mla_rows vectors
 
-.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages audit manifest generated new-release release mutation bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages pins audit manifest generated new-release release mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 # The tests import vLLM some hundred times: where no bytecode is kept, each time compiles it anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -104,6 +104,12 @@ install-check:  ## sdist and wheel of dist/, each installed with its libraries w
 # Strict: a library that the database does not know, as where it cannot be reached, would else count as one without vulnerabilities.
 audit: $(STAMP)  ## known vulnerabilities of the libraries that an installation brings; asks pypi.org
 	$(BIN)/pip-audit --strict --progress-spinner off .
+
+# Of every Python and platform; wheels and sdists have their hashes. It asks the configured index.
+PIN := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate --custom-compile-command 'make pins'
+pins: $(STAMP)  ## the libraries of the image and the tools that make packages, pinned anew, with hashes
+	$(PIN) --upgrade --output-file deploy/container/requirements.txt pyproject.toml
+	$(PIN) --upgrade --output-file tools/requirements-packages.txt --group packages
 
 # The fragments in changelog.d become a section of the changelog, and are removed.
 release: $(STAMP)  ## the changelog of a release: make release VERSION=0.2.0

@@ -5,19 +5,27 @@ No Docker is needed: the Dockerfile's own commands run in a virtual environment 
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import http.server
+import importlib.metadata
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from stock import release_environment, release_root
 
 CONTAINER = Path(__file__).parent.parent / "deploy" / "container"
 PROJECT = CONTAINER.parent.parent
+REQUIREMENTS = (CONTAINER / "requirements.txt").read_text()
 DOCKERFILE = (CONTAINER / "Dockerfile").read_text()
 
 
@@ -38,11 +46,15 @@ def wheel(folder: Path, name: str, *needs: str) -> Path:
     return path
 
 
-def run_add(python: str, *arguments: str | Path, links: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """add.py in *python*, whose pip finds what is in *links* and nothing else."""
+def run_add(
+    python: str, *arguments: str | Path, links: Path | None = None, index: str | None = None, folder: Path = CONTAINER
+) -> subprocess.CompletedProcess[str]:
+    """add.py of *folder* in *python*, whose pip finds what is in *links*, or at *index*, and nothing else."""
     environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(links), "PIP_CONFIG_FILE": "/dev/null"}
+    if index is not None:
+        environment = {"PIP_INDEX_URL": index, "PIP_CONFIG_FILE": "/dev/null", "NO_PROXY": "127.0.0.1"}
     return subprocess.run(
-        [python, str(CONTAINER / "add.py"), *map(str, arguments)],
+        [python, str(folder / "add.py"), *map(str, arguments)],
         env=environment,
         capture_output=True,
         text=True,
@@ -69,6 +81,82 @@ def test_a_library_that_does_not_fit_is_named_and_nothing_is_added(tmp_path: Pat
     assert done.returncode != 0
     assert "(constraint) typer==" in done.stdout
     assert not (tmp_path / "packages").exists()
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[str]:
+    """The address of an index with `added-thing`, which needs `needed`; their wheels are in ``simple``."""
+    for name, needs in (("added_thing", ["needed"]), ("needed", [])):
+        folder = tmp_path / "simple" / name.replace("_", "-")
+        made = wheel(tmp_path / "made", name, *needs)
+        folder.mkdir(parents=True)
+        shutil.move(made, folder)
+        (folder / "index.html").write_text(f'<a href="{made.name}">{made.name}</a>')
+    handler = functools.partial(QuietHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/simple"
+        server.shutdown()
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def hash_of(name: str, folder: Path) -> str:
+    (made,) = folder.glob(f"simple/*/{name}-1-*.whl")
+    return f"--hash=sha256:{hashlib.sha256(made.read_bytes()).hexdigest()}"
+
+
+def script_with(requirements: str, folder: Path) -> Path:
+    """A folder with add.py and these requirements beside it."""
+    beside = folder / "beside"
+    beside.mkdir()
+    shutil.copy(CONTAINER / "add.py", beside)
+    (beside / "requirements.txt").write_text(requirements)
+    return beside
+
+
+def test_what_comes_from_an_index_has_the_hashes_that_were_named(index: str, tmp_path: Path) -> None:
+    beside = script_with(f"needed==1 ; python_version >= '3' \\\n    {hash_of('needed', tmp_path)}\n", tmp_path)
+    requirement = f"added-thing==1 {hash_of('added_thing', tmp_path)}"
+    done = run_add(sys.executable, "add", tmp_path / "packages", requirement, index=index, folder=beside)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"added_thing.py", "needed.py"} <= {path.name for path in (tmp_path / "packages").iterdir()}
+
+
+WRONG = "--hash=sha256:" + "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("requirement", "library", "why"),
+    [
+        ("added-thing==1", "needed==1 {}", "added-thing==1 has no hash: write 'added-thing==1 --hash=sha256:…'"),
+        ("added-thing==1 --hash=sha256:FILL-IN", "needed==1 {}", "added-thing==1 has no hash"),
+        (f"added-thing==1 {WRONG}", "needed==1 {}", "DO NOT MATCH THE HASHES"),
+        ("added-thing==1 {}", "", "requirements.txt has no hash of needed 1: add it there"),
+        ("added-thing==1 {}", f"needed==1 {WRONG}", "DO NOT MATCH THE HASHES"),
+    ],
+)
+def test_what_comes_from_an_index_without_its_hash_is_not_added(
+    requirement: str, library: str, why: str, index: str, tmp_path: Path
+) -> None:
+    beside = script_with(library.format(hash_of("needed", tmp_path)), tmp_path)
+    wanted = requirement.format(hash_of("added_thing", tmp_path))
+    done = run_add(sys.executable, "add", tmp_path / "packages", wanted, index=index, folder=beside)
+    assert done.returncode == 1
+    assert why in done.stdout + done.stderr
+    assert not list(tmp_path.glob("packages/*.py"))
+
+
+def test_every_library_of_the_plugin_is_pinned_with_hashes() -> None:
+    pins = re.findall(r"^([a-z0-9-]+)==.*((?:\\\n    --hash=sha256:[0-9a-f]{64} ?)+)$", REQUIREMENTS, re.MULTILINE)
+    names = re.findall(r"^([a-z0-9-]+)==", REQUIREMENTS, re.MULTILINE)
+    assert [name for name, _ in pins] == names
+    required = [Requirement(each) for each in importlib.metadata.requires("vllm-graphfix") or ()]
+    assert {each.name for each in required if each.marker is None} <= set(names)
 
 
 def test_a_linked_folder_is_behind_all_that_the_image_has(tmp_path: Path) -> None:
@@ -128,7 +216,8 @@ def python_of_an_image(tmp_path: Path) -> Path:
 def built_in(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     """The RUN of each stage of the Dockerfile, for this tree."""
     (folder / "opt").mkdir()
-    shutil.copy(CONTAINER / "add.py", folder / "opt")
+    for name in ("add.py", "requirements.txt"):
+        shutil.copy(CONTAINER / name, folder / "opt")
     tree = folder / "tree"
     shutil.copytree(PROJECT, tree, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__"))
     command = " && ".join(commands_of_the_dockerfile()).replace("/opt/vllm-graphfix", str(folder / "opt"))

@@ -383,10 +383,13 @@ def test_a_workload_with_the_label_gets_plugin_and_variables_and_keeps_what_it_h
         each["name"] for each in pod.spec["volumes"]
     }
     # What is added is where the engine looks for it, and the script is that of the image.
-    _, script, command, packages, _ = first["command"]
+    _, script, command, packages, requirement = first["command"]
     assert (pod.variables["PYTHONPATH"]["value"], command) == (packages, "add")
     added = next(each["configMap"]["name"] for each in pod.spec["volumes"] if "configMap" in each)
-    assert built["ConfigMap", added]["data"] == {Path(script).name: (DEPLOY / "container" / "add.py").read_text()}
+    assert Path(script).name == "add.py"
+    files = {name: (DEPLOY / "container" / name).read_text() for name in ("add.py", "requirements.txt")}
+    assert built["ConfigMap", added]["data"] == files
+    assert requirement.partition(" --hash=sha256:")[::2] == ("vllm-graphfix==0.1.0", "FILL-IN")
     assert (settings.ROLLOUT_KEY in pod.variables) is (which[0] == "Deployment")
     assert decision.buckets_of(pod.labels["vllm-graphfix/rollout"]) == decision.buckets_of("100")
     assert is_scraped({name: value for name, value in pod.labels.items() if name != "vllm-graphfix/rollout"})
