@@ -8,7 +8,7 @@ STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 NEED_A_GPU := adaptive_verification capture_faults elastic_experts engine_cost expert_adapters flash_kernels idle_ranks image_encoder kv_marks moved_weights poison prefill_dispatch_cost shadow_check shadow_faults trained triton_mla_rows vectors
 
-.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages pins audit manifest generated new-release release mutation bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages reproduce pins audit manifest generated new-release release mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 # The tests import vLLM some hundred times: where no bytecode is kept, each time compiles it anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -66,24 +66,49 @@ fix: $(STAMP)  ## all that concerns one fix: make fix NAME=mamba-padding; fetche
 docs: $(STAMP)  ## the site, in build/site; nothing is fetched
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Packages are made where nothing is but what makes them, pinned with hashes: no tool of the docs or the tests can put a byte into a
+# release. Who names a BIN has these tools there.
+PACKAGER := build/packager
+ifeq ($(origin BIN),command line)
+PACKAGER_BIN := $(BIN)
+else
+PACKAGER_BIN := $(PACKAGER)/bin
+PACKAGER_STAMP := $(PACKAGER)/installed
+BUILD_FLAGS ?= --no-isolation
+endif
+
+$(PACKAGER)/installed: tools/requirements-packages.txt
+	@$(PYTHON) -m venv --clear $(PACKAGER)
+	@$(PACKAGER)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: --requirement $<
+	@touch $@
+
 # The same bytes from the same commit, and from its sdist, wherever and whenever: times, modes and order are set here, and the wheel is
 # built from what the sdist holds. setuptools keeps to SOURCE_DATE_EPOCH in wheels only. Without git the time is that of a file of the sdist.
-packages: $(STAMP)  ## sdist and wheel in dist/
+packages: $(PACKAGER_STAMP)  ## sdist and wheel in dist/
 	@rm -rf dist; mkdir dist
 	@set -eu; umask 022; export LC_ALL=C TZ=UTC; \
 		tree=$$(mktemp -d); trap 'rm -rf "$$tree"' EXIT; \
 		commit=$$(git ls-files --error-unmatch Makefile > /dev/null 2>&1 && git log -1 --format=%ct || true); \
 		export SOURCE_DATE_EPOCH=$${SOURCE_DATE_EPOCH:-$${commit:-$$(date -r pyproject.toml +%s)}}; \
-		$(BIN)/python -m build $(BUILD_FLAGS) --sdist --outdir "$$tree" . > "$$tree/log" 2>&1 || { cat "$$tree/log"; exit 1; }; \
+		$(PACKAGER_BIN)/python -m build $(BUILD_FLAGS) --sdist --outdir "$$tree" . > "$$tree/log" 2>&1 || { cat "$$tree/log"; exit 1; }; \
 		sdist=$$(cd "$$tree"; echo *.tar.gz); name=$${sdist%.tar.gz}; \
 		tar -xzf "$$tree/$$sdist" -C "$$tree"; chmod -R u=rwX,go=rX "$$tree/$$name"; \
 		tar --sort=name --format=ustar --owner=0 --group=0 --numeric-owner --mtime="@$$SOURCE_DATE_EPOCH" \
 			-C "$$tree" -cf "$$tree/tar" "$$name"; gzip -9n < "$$tree/tar" > "dist/$$sdist"; \
-		$(BIN)/python -m build $(BUILD_FLAGS) --wheel --outdir dist "$$tree/$$name" > "$$tree/log" 2>&1 || { cat "$$tree/log"; exit 1; }; \
+		$(PACKAGER_BIN)/python -m build $(BUILD_FLAGS) --wheel --outdir dist "$$tree/$$name" > "$$tree/log" 2>&1 || { cat "$$tree/log"; exit 1; }; \
 		echo "SOURCE_DATE_EPOCH=$$SOURCE_DATE_EPOCH"; sha256sum dist/*
 
+reproduce:  ## dist/ made once more, from a clone elsewhere, with tools installed anew: the same bytes, or an error; asks the configured index
+	@test -d dist || { echo 'There is no dist/: make packages' >&2; exit 2; }
+	@set -eu; copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; \
+		git clone --quiet . "$$copy/tree"; \
+		$(MAKE) --no-print-directory -C "$$copy/tree" packages; \
+		diff --recursive --brief dist "$$copy/tree/dist" || \
+			{ echo 'dist/ is not what this commit makes: was it made of another one, or with changes that are not committed?' >&2; exit 1; }; \
+		echo 'dist/ is what this commit makes, byte for byte.'
+
 # The wheel is installed alone, where nothing else is: it must say its version without vLLM, torch or a library.
-build: packages  ## sdist and wheel in dist/, checked
+build: packages $(STAMP)  ## sdist and wheel in dist/, checked
 	$(BIN)/twine check --strict dist/*
 	@if $(BIN)/python -m zipfile --list dist/*.whl | grep -E '^(tests|tools|docs|benchmarks|deploy|examples)/'; then \
 		echo 'The wheel holds more than the package.' >&2; exit 1; fi

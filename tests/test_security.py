@@ -337,6 +337,49 @@ def test_a_commit_and_its_sdist_give_the_same_bytes_elsewhere_and_later(tmp_path
     assert first == again
 
 
+def test_packages_are_made_by_tools_that_are_pinned_with_hashes_and_by_nothing_else(tmp_path: Path) -> None:
+    """A dry run, in a tree that has not been set up."""
+    for name in ("Makefile", "tools/requirements-packages.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(PROJECT / name, tmp_path / name)
+    done = subprocess.run(
+        [str(shutil.which("make")), "--dry-run", "packages"],
+        check=False,
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    installed = [line for line in done.stdout.splitlines() if "pip install" in line]
+    assert len(installed) == 1
+    assert "--require-hashes --only-binary :all: --requirement tools/requirements-packages.txt" in installed[0]
+    assert re.findall(r"(\S+)/python -m build (\S+)", done.stdout) == [("build/packager/bin", "--no-isolation")] * 2
+    text = (PROJECT / "tools" / "requirements-packages.txt").read_text()
+    pinned = re.findall(r"^([a-z-]+)==.*\\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", text, re.MULTILINE)
+    assert pinned == re.findall(r"^([a-z].*?)(?=[ =]=)", text, re.MULTILINE)
+    assert {"build", "setuptools"} <= set(pinned)
+
+
+def test_packages_that_their_commit_does_not_make_are_found(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(PROJECT, tree, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__"))
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    git = shutil.which("git") or "git"
+    for arguments in (["init", "--quiet"], ["add", "--all"], [*author, "commit", "--quiet", "--message", "a"]):
+        subprocess.run([git, *arguments], cwd=tree, check=True, capture_output=True)
+    packages(tree, 0o022)
+    again = ["make", "reproduce", f"BIN={Path(sys.executable).parent}", "BUILD_FLAGS=--no-isolation"]
+    done = subprocess.run(again, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("dist/ is what this commit makes, byte for byte.\n")
+    with next((tree / "dist").glob("*.whl")).open("ab") as wheel:
+        wheel.write(b"\0")
+    done = subprocess.run(again, cwd=tree, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "dist/ is not what this commit makes" in done.stderr
+
+
 @pytest.mark.slow
 def test_the_oldest_libraries_that_are_allowed_do(tmp_path: Path) -> None:
     """psutil may have to be compiled, which needs a C compiler."""

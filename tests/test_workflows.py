@@ -84,6 +84,23 @@ def test_workflows_run_what_ci_runs() -> None:
     ]
 
 
+def test_what_is_published_is_made_by_pinned_tools_alone_and_once_more_elsewhere() -> None:
+    made = jobs(PROJECT / ".github/workflows/build.yml")
+    uploads = {
+        name: [step["with"]["name"] for step in job["steps"] if "upload-artifact" in step.get("uses", "")]
+        for name, job in made.items()
+    }
+    assert [name for name, names in uploads.items() if "dist" in names] == ["packages"]
+    assert [step["run"] for step in made["packages"]["steps"] if "run" in step] == ["make packages"]
+    assert "env" not in made["packages"], "another index"
+    again = made["reproduce"]
+    assert again["needs"] == "packages"
+    assert again["steps"][-2]["with"] == {"name": "dist", "path": "dist/"}
+    assert again["steps"][-1] == {"run": "make reproduce"}
+    assert jobs(PROJECT / ".github/workflows/publish.yml")["publish"]["needs"] == "tests"
+    assert jobs(PROJECT / ".github/workflows/tests.yml")["build"] == {"uses": "./.github/workflows/build.yml"}
+
+
 def test_all_tests_run_each_week_and_the_summary_names_what_failed(tmp_path: Path) -> None:
     workflow = yaml.safe_load((PROJECT / ".github/workflows/test-all.yml").read_text())
     (when,) = workflow[True]["schedule"]  # YAML takes `on` for a truth value
