@@ -22,6 +22,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeVar
 
+import runtime_modules
 from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
 from vllm_graphfix.commands.explain import by_default, references
@@ -48,7 +49,15 @@ PAGES = (
     PROJECT / "README.md",
     *(
         DOCS / f"{name}.md"
-        for name in ("fixes", "configuration", "am-i-hit", "how-it-works", "long-lived-caches", "verifying")
+        for name in (
+            "fixes",
+            "configuration",
+            "am-i-hit",
+            "how-it-works",
+            "long-lived-caches",
+            "verifying",
+            "what-an-engine-imports",
+        )
     ),
     *FIXES_PAGES.values(),
 )
@@ -152,6 +161,8 @@ def updated(text: str) -> str:
             "variables": variables,
             "watched": watched,
             "runners": runners,
+            "runtime-folders": runtime_modules.summary,
+            "runtime-modules": runtime_modules.table,
         }
         if name in TABLES:
             made[name] = partial(a_row_for_each_fix, *TABLES[name])
