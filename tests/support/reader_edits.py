@@ -86,6 +86,25 @@ def _normalised_on_the_way_into_graphs(tree: ForkTree) -> None:
     )
 
 
+def _graphs_of_its_own(tree: ForkTree) -> None:
+    tree.put(
+        "vllm/v1/worker/own_graphs.py",
+        "import torch\n\n\nclass OwnGraphs:\n    def __init__(self, run, x):\n"
+        "        self.run, self.x, self.graph = run, x, torch.cuda.CUDAGraph()\n"
+        "        with torch.cuda.graph(self.graph):\n            self.y = run(x)\n",
+    )
+
+
+def _kernel_called_by_a_model(tree: ForkTree) -> None:
+    path = f"{_MODELS}/qwen2_5_vl.py"
+    tree.replace(
+        path,
+        "        context_layer = self.attn(\n            query=q,",
+        "        context_layer = kernel(q, k, v) if self.direct else self.attn(\n            query=q,",
+    )
+    tree.put(path, f"from vllm.vllm_flash_attn import flash_attn_varlen_func as kernel\n{tree.text(path)}")
+
+
 EDITS: dict[str, tuple[str, tuple[str, ...], Edit]] = {
     "a backend of one's own in the registry": ("0.21.0", ("triton-mla-padding",), _own_backend_in_the_registry),
     "a builder of one's own for an indexer": ("0.30.0", ("indexer-padding",), _own_builder_of_an_indexer),
@@ -124,6 +143,8 @@ EDITS: dict[str, tuple[str, tuple[str, ...], Edit]] = {
         ("encoder-input-norm",),
         _normalised_on_the_way_into_graphs,
     ),
+    "graphs of its own for an encoder": ("0.18.1", ("encoder-padding", "encoder-adapters"), _graphs_of_its_own),
+    "a kernel that a model calls itself": ("0.33.0", ("encoder-padding",), _kernel_called_by_a_model),
     "blocks that are handed out from the end": (
         "0.21.0",
         ("hidden-states-padding", "flashmla-padding"),

@@ -38,6 +38,8 @@ _FORK = 10
 """A tree of which less than one file in so many is unknown is a fork of a known release. Of a new one a quarter is."""
 _DIGEST = 5
 _LONGEST_NAME = 200
+_OWN_GRAPHS = {"CUDAGraph"}
+"""Of a fork that captures graphs of its own nothing is known."""
 _LARGEST_CODE = 256 * 1024 * 1024
 """Bytes of unknown files; a whole vLLM has 50 MB."""
 
@@ -172,19 +174,22 @@ class Search:
         """The functions, and the other statements of classes and modules, that act on *parts*, which have this *reach*.
 
         Also by the names of *data*, in the folders of these slices, where none of them covers the place, and by those
-        in *distant*. The name by which they do, the place, ``path:line``, and a digest that does not depend on it. Not
-        those of which *parts* are slices, nor methods of a class that is one as a whole, but where *distant* names
-        them.
+        in *distant*; an import that gives one of these another name counts, too. The name by which they do, the place,
+        ``path:line``, and a digest that does not depend on it. Not those of which *parts* are slices, nor methods of a
+        class that is one as a whole, but where *distant* names them.
         """
         places = {each.place for part in parts for each in _functions_of(self._source, part)}
         classes = {f"{part.place}." for part in parts if part.function}
         # `self` or `out` may be anybody's.
         names_of_data = {name for part in data for name in part.names.split() if "_" in name or not name.islower()}
-        folders, everywhere = {_folder(part.path) for part in data}, set(distant.split())
+        folders, everywhere = {_folder(part.path) for part in data}, _OWN_GRAPHS.union(distant.split())
         for path, names in self.names.items():
             wanted = everywhere | (names_of_data if _folder(path) in folders else set())
             if names is None or not (_may_reach(reach, names, self.words(path)) or wanted & self.words(path)):
                 continue
+            for name, line in _renamed_by_imports(self._tree(path)):
+                if name in wanted:
+                    yield name, f"{path}:{line}", b""
             for owner, node, value in self.units(path):
                 own = ".".join(filter(None, (owner, getattr(node, "name", ""))))
                 place = f"{path}::{own}"
@@ -343,6 +348,15 @@ def _words_of(node: ast.AST) -> Iterator[str]:
             word = getattr(each, field, None)
             if isinstance(word, str):
                 yield word
+
+
+def _renamed_by_imports(tree: ast.Module | None) -> Iterator[tuple[str, int]]:
+    """The names that imports bind to other ones, under which functions then use them, and the lines."""
+    for statement in _of_the_module(tree.body) if tree is not None else ():
+        if isinstance(statement, ast.ImportFrom):
+            yield from (
+                (each.name, statement.lineno) for each in statement.names if each.asname not in (None, each.name)
+            )
 
 
 def _folder(path: str) -> str:
