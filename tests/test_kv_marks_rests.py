@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marked_steps import Scheduler, SumsStandIn, decodes, step, watched
+from vllm_graphfix.fix import Code, State
 from vllm_graphfix.marks.ledger import Ledger
 from vllm_graphfix.marks.process import Marks
 from vllm_graphfix.marks.watch import _MOST_WAITING, _REST, FOLLOWING, IDLE_SHARE, MOST_FOLLOWING, KVMarks
@@ -311,5 +312,24 @@ def test_the_state_says_if_nothing_is_marked() -> None:
         "the finished cache blocks of one of 16 requests are marked; action: report; in more than 10,000 steps none "
         "has been marked yet"
     )
+    assert marks.states()["kv-marks"].code is Code.NOTHING_MARKED
     marks._watch._count("marks", 1)
+    assert marks.states()["kv-marks"].code is Code.NONE
     assert reason().endswith("action: report")
+
+
+@pytest.mark.parametrize(
+    ("field", "state", "code"),
+    [
+        ("refused", State.INCOMPATIBLE, Code.ENGINE),
+        ("stopped", State.FAILED, Code.ERROR),
+        ("cannot_abort", State.ACTIVE, Code.CANNOT_ABORT),
+    ],
+)
+def test_each_way_not_to_mark_or_not_to_act_has_a_state_and_a_code(field: str, state: State, code: Code) -> None:
+    marks = Marks(lambda: None)
+    marks.begin(16)
+    marks._watch, _ = watched()
+    setattr(marks._watch, field, "as planned")
+    found = marks.states()["kv-marks"]
+    assert (found.state, found.code) == (state, code)

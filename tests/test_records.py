@@ -82,10 +82,19 @@ def test_the_record_in_the_documentation_is_one() -> None:
         record(rank=0),
         record(rank=0)._replace(rank=Rank(0, None, 1, 0)),
         record(misconfigured={"VLLM_GRAPHFIX": "observ", "VLLM_GRAPHFIX_ROLLOUT": "", "VLLM_GRAPFIX": "off"}),
+        record(fixes={"capture-state": FixReport("auto", "failed", "KeyError: 1", "error")}),
         record(unchecked="whether its ranks agree is not known (RuntimeError: no store)"),
         record(model=None, decision=Decided(False, None, None, "strict", False), fixes={}, events={}),
     ],
-    ids=["front-end", "rank", "rank without a local rank", "misconfigured", "unchecked", "as little as there can be"],
+    ids=[
+        "front-end",
+        "rank",
+        "rank without a local rank",
+        "misconfigured",
+        "code",
+        "unchecked",
+        "as little as there can be",
+    ],
 )
 def test_a_record_is_read_as_it_was_written(one: Record) -> None:
     assert Record.from_json(json.loads(json.dumps(one.as_json()))) == one
@@ -185,6 +194,12 @@ def test_an_older_reader_is_given_no_name_that_it_would_refuse() -> None:
 
 def test_keys_that_a_later_version_adds_are_left_out() -> None:
     assert Record.from_json(record().as_json() | {"colour": "blue"}) == record()
+
+
+def test_a_code_that_a_later_version_adds_is_none() -> None:
+    told = record().as_json()
+    told["fixes"]["capture-state"]["code"] = "solar-flare"
+    assert Record.from_json(told) == record()
 
 
 JSON = st.recursive(

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from vllm_graphfix.fix import Code, Mode, State
+from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
@@ -165,6 +167,53 @@ def test_where_runs_without_a_graph_are_equal_noise_of_no_other_step_hides_a_dif
     assert [of.wrong("a", 0.07, 0.0) for _ in range(3)] == [1, 2, 3]
     assert [of.wrong("b", 1e-6, 0.0) for _ in range(3)] == [4, 5, 6]
     assert [each.noise for each in of.shadow.results.kept] == [0.0] * 6
+
+
+def test_a_graph_of_which_each_step_is_left_out_shows_until_one_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = OfNumbers(monkeypatch)
+    monkeypatch.setattr(process, "SHADOW", of.shadow)
+    runner = FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied to CUDAGraphWrapper.__init__")
+
+    def told() -> tuple[State, Code]:
+        found = process.state({"shadow-v1": runner})
+        return found.state, found.code
+
+    assert of.wrong("a", 0.0, 0.0) == 0
+    for _ in range(4):
+        of.wrong("b", 0.0, 0.3, 0.6, 0.9, 1.2)
+    assert (of.shadow.results.skipped, told()) == (4, (State.ACTIVE, Code.NONE))
+    of.wrong("b", 0.0, 0.3, 0.6, 0.9, 1.2)
+    of.wrong("a", 0.0, 0.0)  # that another one is checked says nothing of it
+    assert told() == (State.ACTIVE, Code.GRAPH_LEFT_OUT)
+    of.wrong("b", 0.0, 0.0)
+    assert told() == (State.ACTIVE, Code.NONE)
+
+
+def test_a_graph_for_whose_steps_memory_is_always_short_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = OfNumbers(monkeypatch)
+    monkeypatch.setattr(of.shadow, "_why_no_room", lambda key: lambda copies: "memory is short" if key == "b" else None)
+    for _ in range(5):
+        assert not of.shadow.leaves_out_a_graph()
+        of.wrong("a", 0.0, 0.0)
+        of.wrong("b", 0.0, 0.0)
+    assert of.shadow.leaves_out_a_graph()
+
+
+@pytest.mark.parametrize(
+    ("field", "state", "code"),
+    [("stopped", State.FAILED, Code.ERROR), ("cannot_abort", State.ACTIVE, Code.CANNOT_ABORT)],
+)
+def test_each_way_not_to_check_or_not_to_act_has_a_state_and_a_code(
+    monkeypatch: pytest.MonkeyPatch, field: str, state: State, code: Code
+) -> None:
+    shadow = Shadow(Rate(every=1), Action.ABORT, process.refuse)
+    setattr(shadow, field, "as planned")
+    monkeypatch.setattr(process, "SHADOW", shadow)
+    found = process.state({"shadow-v1": FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")})
+    assert (found.state, found.code) == (state, code)
+    monkeypatch.setattr(process, "REFUSED", "a KV connector")
+    found = process.state({"shadow-v1": FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")})
+    assert (found.state, found.code) == (State.INCOMPATIBLE, Code.ENGINE)
 
 
 def test_noise_of_a_graph_fades_and_is_no_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

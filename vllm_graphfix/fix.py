@@ -56,6 +56,37 @@ class State(str, Enum):
     """Cannot be told: nothing of the defect was seen, and the code is newer than what is known."""
 
 
+class Code(str, Enum):
+    """The kind of reason for a state: a closed list for metrics, in whose labels free text has no place."""
+
+    NONE = "none"
+    """The state says it all, or an older release wrote the record."""
+    SETTING = "setting"
+    """A variable says so."""
+    MISCONFIGURED = "misconfigured"
+    """A variable has a value that means nothing."""
+    NEW_CODE = "new-code"
+    """This vLLM's code is not recognised."""
+    COMPANION = "companion"
+    """A fix that it needs is not there."""
+    FOREIGN_PATCH = "foreign-patch"
+    """Somebody else's patch is on the same function."""
+    ERROR = "error"
+    """An error of the plugin's own."""
+    IN_CAPTURE = "in-capture"
+    """It failed while graphs were captured; if it is active all the same, these graphs are not used."""
+    ENGINE = "engine"
+    """A detector does not work with this engine, or its action does not."""
+    NOTHING_MARKED = "nothing-marked"
+    """The marks are on, and in more than 10,000 steps no block was marked."""
+    GRAPH_LEFT_OUT = "graph-left-out"
+    """The shadow check is on, and leaves out each step of some graph."""
+    CANNOT_ABORT = "cannot-abort"
+    """A detector is on, and cannot have requests ended, though that is its action."""
+    UNDELIVERED = "undelivered"
+    """Verdicts on requests do not reach the scheduler."""
+
+
 class Diagnosis(NamedTuple):
     """The verdict on one defect, with the evidence."""
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vllm_graphfix.engine import abort_channel
-from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.fix import Code, Mode, State
 from vllm_graphfix.log import logger
 from vllm_graphfix.marks import process as marks
 from vllm_graphfix.patching.applied_fix import FixState
@@ -37,6 +37,7 @@ NAME = "abort"
 """Under which records, `fleet` and metrics tell of it, as of a fix."""
 DETECTORS = (shadow.NAME, marks.NAME)
 """Those by whose verdicts requests end, which are counted as events of theirs."""
+_CODES = {State.INCOMPATIBLE: Code.ENGINE, State.FAILED: Code.UNDELIVERED}
 _KINDS = ("=", "#")
 _LONGEST_WHY = 900
 _LONGEST_NAME = 256
@@ -144,7 +145,7 @@ class Aborts:
         if not self._engine:
             return {}
         state, reason = self._state()
-        return {NAME: FixState(NAME, Mode.AUTO, None, state, reason)}
+        return {NAME: FixState(NAME, Mode.AUTO, None, state, reason, _CODES.get(state, Code.NONE))}
 
     def _state(self) -> tuple[State, str]:
         # The reasons have no numbers and no names: each is a series of its own in the metrics.

@@ -62,9 +62,13 @@ class AddressWatch:
         if action is Addresses.OFF or self._hooked:
             return
         self._hooked = True
-        for module, owner, name in WATCHED:
-            together = (module, owner, name) in _ON_ALL_RANKS
-            when_imported(module, functools.partial(self._hook, owner, name, together))
+        try:
+            for module, owner, name in WATCHED:
+                together = (module, owner, name) in _ON_ALL_RANKS
+                when_imported(module, functools.partial(self._hook, owner, name, together))
+        except Exception:
+            self._failures += 1  # it may be on some of them only
+            raise
 
     def _hook(self, owner: str | None, name: str, together: bool, module: Any) -> None:
         found = getattr(module, owner, None) if owner is not None else module

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.engine import components
 from vllm_graphfix.engine.components import Component, Services
 from vllm_graphfix.engine.role import Role
-from vllm_graphfix.fix import Activity, Fix
+from vllm_graphfix.fix import Activity, Code, Fix, Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.patching.manager import FixManager
@@ -29,6 +29,8 @@ class EngineContext:
         self.manager = manager
         self.components: tuple[Component, ...] = ()
         """What watches this process, or acts on it."""
+        self.not_begun: dict[str, str] = {}
+        """Components that were to begin in this process and could not, each with its error."""
         self.role = Role.FRONT_END
         self.decision: Decision | None = None
         self.inherited = False
@@ -56,6 +58,10 @@ class EngineContext:
         found = self.manager.states(diagnose=diagnose)
         for each in self.components:
             found |= each.states(diagnose=diagnose)
+        # Last: what one says of itself that is not whole means nothing.
+        for name, error in self.not_begun.items():
+            reason = f"it could not begin: {error}"
+            found[name] = FixState(name, Mode.AUTO, None, State.FAILED, reason, Code.ERROR)
         return found
 
     def events(self) -> dict[str, dict[str, int]]:

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm_graphfix.engine.capture_gate import CaptureGate
+from vllm_graphfix.engine.components import Component
 from vllm_graphfix.engine.context import EngineContext
 from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, place, prints_help, served_model
 from vllm_graphfix.engine.status_record import StatusRecord
@@ -158,7 +159,17 @@ class EngineProcess(EngineContext):
         self.manager.start(policy)
         if self.role is not Role.INSPECTION:
             for each in self.components:
-                guarded(each.start, decision, policy)
+                self._start(each, decision, policy)
+
+    def _start(self, component: Component, decision: Decision, policy: Policy) -> None:
+        """Starts it; where that fails its state says so, or nobody would know that it detects nothing."""
+        self.not_begun.pop(component.name, None)
+        try:
+            component.start(decision, policy)
+        except Exception as error:
+            logger.exception("graphfix: %s cannot begin; vLLM itself is not affected", component.name)
+            if component.has_state:
+                self.not_begun[component.name] = f"{type(error).__name__}: {error}"
 
     def _watch_engines(self, arg_utils: Any) -> None:
         """Around the function with which an engine begins: each engine of this process gets a decision of its own."""

@@ -128,7 +128,7 @@ class StatusRecord:
                 inherited=context.inherited,
             ),
             fixes={
-                name: records.FixReport(state.mode.value, state.state.value, state.reason)
+                name: records.FixReport(state.mode.value, state.state.value, state.reason, state.code.value)
                 for name, state in context.states(diagnose=captures).items()
             },
             events=context.events(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.fix import Code, Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
 
 if TYPE_CHECKING:
@@ -51,23 +51,25 @@ class Marks:
     def states(self) -> dict[str, FixState]:
         if self._every is None:
             return {}
-        watch = self._watch
+        watch, code = self._watch, Code.NONE
         if watch is None or not (watch.counts() or watch.refused or watch.stopped):
             state, reason = State.WAITING, "no engine serves in this process yet"
         elif watch.refused is not None:
-            state, reason = State.INCOMPATIBLE, watch.refused
+            state, reason, code = State.INCOMPATIBLE, watch.refused, Code.ENGINE
         elif watch.stopped is not None:
-            state, reason = State.FAILED, f"no block is marked any more: {watch.stopped}"
+            state, reason, code = State.FAILED, f"no block is marked any more: {watch.stopped}", Code.ERROR
         else:
             action = "abort" if self._abort is not None else "report"
             if watch.cannot_abort is not None:
-                action = f"report, since {watch.cannot_abort}"
-            so_far = f"; {NONE_MARKED}" if watch.marks_nothing() else ""
+                action, code = f"report, since {watch.cannot_abort}", Code.CANNOT_ABORT
+            so_far = ""
+            if watch.marks_nothing():
+                so_far, code = f"; {NONE_MARKED}", Code.NOTHING_MARKED
             state, reason = (
                 State.ACTIVE,
                 f"the finished cache blocks of one of {self._every} requests are marked; action: {action}{so_far}",
             )
-        return {NAME: FixState(NAME, Mode.AUTO, None, state, reason)}
+        return {NAME: FixState(NAME, Mode.AUTO, None, state, reason, code)}
 
     def counts(self) -> dict[str, dict[str, int]]:
         """For the events of a record."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graphfix.fix import Activity, Diagnosis, Mode, Patch, State, Together, Verdict
+from vllm_graphfix.fix import Activity, Code, Diagnosis, Mode, Patch, State, Together, Verdict
 from vllm_graphfix.patching import sites
 from vllm_graphfix.settings.environment import PREFIX, Master, asks_for_less, names
 
@@ -23,6 +23,8 @@ class FixState(NamedTuple):
     """None if there was none to be had: the fix is off, or the source could not be read."""
     state: State
     reason: str
+    code: Code = Code.NONE
+    """The kind of *reason*."""
 
 
 class Policy(NamedTuple):
@@ -61,6 +63,10 @@ class Policy(NamedTuple):
             return f"{name}={self.misconfigured[name]} is not a variable of vllm-graphfix, and counts as {PREFIX}=off"
         return f"{variable}=off"
 
+    def code_of(self, variable: str) -> Code:
+        """The kind of reason that `why_off` is."""
+        return Code.MISCONFIGURED if variable in self.misconfigured else Code.SETTING
+
 
 class AppliedFix:
     """One fix in this process."""
@@ -74,16 +80,17 @@ class AppliedFix:
         self.sites: list[sites.Site] = []
         self.state = State.WAITING
         self.reason = "waits for vLLM to import the code that it concerns"
+        self.code = Code.NONE
         self.activity = Activity(fix.events, corrects=not self.observes)
         if wanted.master is Master.OFF:
-            self.set_state(State.OFF, wanted.why_off(PREFIX))
+            self.set_state(State.OFF, wanted.why_off(PREFIX), wanted.code_of(PREFIX))
         elif self.mode is Mode.OFF:
-            self.set_state(State.OFF, wanted.why_off(fix.variable))
+            self.set_state(State.OFF, wanted.why_off(fix.variable), wanted.code_of(fix.variable))
         elif wanted.withheld is not None:
             self.set_state(State.NOT_IN_CANARY, wanted.withheld)
 
-    def set_state(self, state: State, reason: str) -> None:
-        self.state, self.reason = state, reason
+    def set_state(self, state: State, reason: str, code: Code = Code.NONE) -> None:
+        self.state, self.reason, self.code = state, reason, code
 
     @property
     def observes(self) -> bool:
@@ -147,21 +154,22 @@ class AppliedFix:
         elif found.verdict is Verdict.UNRECOGNISED:
             named = f"; {self.fix.variable} names another tree, {self._tree}" if self._tree and found.tree else ""
             state = State.INCOMPATIBLE if found.defect_seen else State.UNKNOWN
-            self.set_state(state, f"{found.reason} ({found.where}){named}")
+            self.set_state(state, f"{found.reason} ({found.where}){named}", Code.NEW_CODE)
         else:
             self.set_state(State.NOT_NEEDED, found.reason)
 
-    def take_back(self, state: State, reason: str) -> None:
+    def take_back(self, state: State, reason: str, code: Code = Code.NONE) -> None:
         """Settles on *state*, or on why that cannot be done."""
         try:
             sites.take_back(self.fix.name, self.sites)
             sites.drop_copies(self._patches or ())
         except Exception as error:
-            state = State.CONFLICT if isinstance(error, sites.ConflictError) else State.FAILED
-            self.set_state(state, f"{reason}; and {error}")
+            foreign = isinstance(error, sites.ConflictError)
+            state, code = (State.CONFLICT, Code.FOREIGN_PATCH) if foreign else (State.FAILED, Code.ERROR)
+            self.set_state(state, f"{reason}; and {error}", code)
             return
         self.sites = []
-        self.set_state(state, reason)
+        self.set_state(state, reason, code)
 
     @property
     def failed_in_use(self) -> bool:

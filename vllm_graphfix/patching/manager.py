@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from vllm_graphfix._version import __version__
-from vllm_graphfix.fix import Activity, State, Verdict
+from vllm_graphfix.fix import Activity, Code, State, Verdict
 from vllm_graphfix.fixes import import_whole
 from vllm_graphfix.log import HeldLog
 from vllm_graphfix.patching import sites
@@ -146,10 +146,11 @@ class FixManager:
             if lost:
                 # Whoever still has what was replaced keeps the layer: an engine that serves must not lose a fix that
                 # works for it.
-                applied.set_state(State.CONFLICT, lost[0])
+                applied.set_state(State.CONFLICT, lost[0], Code.FOREIGN_PATCH)
                 gone.append(applied)
             elif stands and (error := applied.activity.error) is not None:
-                applied.set_state(State.FAILED, f"{error}; since then vLLM's own code runs wherever that happens")
+                what = f"{error}; since then vLLM's own code runs wherever that happens"
+                applied.set_state(State.FAILED, what, Code.ERROR)
                 if not self._may_capture:  # an engine that serves keeps the layers that work for it
                     gone.append(applied)
         for applied in gone:
@@ -162,7 +163,7 @@ class FixManager:
         reason = applied.reason
         if applied.state is State.WAITING and not self._started:
             reason = f"register() has not run in this process (VLLM_PLUGINS?); {reason}"
-        return FixState(applied.fix.name, applied.mode, applied.diagnosis, applied.state, reason)
+        return FixState(applied.fix.name, applied.mode, applied.diagnosis, applied.state, reason, applied.code)
 
     @_exclusive
     def revert(self, name: str) -> None:
@@ -238,7 +239,7 @@ class FixManager:
             applied.set_state(state, f"{done} {', '.join(site.name for site in applied.sites)}{rest}")
             self._log.debug("graphfix: %s: %s, %s", applied.fix.name, state.value, applied.reason)
         except sites.ConflictError as error:
-            applied.take_back(State.CONFLICT, str(error))
+            applied.take_back(State.CONFLICT, str(error), Code.FOREIGN_PATCH)
             self._warn(applied, "is not applied: remove the other patch, or switch this fix off")
         except Exception as error:
             self._fail(applied, error)
@@ -257,9 +258,8 @@ class FixManager:
                     "graphfix: %s without %s (%s): %s", applied.fix.name, together.name, other.reason, together.because
                 )
                 continue
-            applied.take_back(
-                State.INCOMPATIBLE, f"{together.name} is {other.state.value}; without it {together.because}"
-            )
+            why = f"{together.name} is {other.state.value}; without it {together.because}"
+            applied.take_back(State.INCOMPATIBLE, why, Code.COMPANION)
             self._warn(applied, f"is reverted: switch {together.name} on, or this fix off")
 
     def _take_back_dependents(self, lost: AppliedFix) -> None:
@@ -282,7 +282,7 @@ class FixManager:
 
     def _fail(self, applied: AppliedFix, error: Exception) -> None:
         self._log.debug("graphfix: %s failed", applied.fix.name, exc_info=error)
-        applied.take_back(State.FAILED, f"{type(error).__name__}: {error}")
+        applied.take_back(State.FAILED, f"{type(error).__name__}: {error}", Code.ERROR)
         self._warn(applied, "is not applied; vLLM runs its own code there")
 
     # -- gate, log -------------------------------------------------------------------------------------------------
@@ -367,7 +367,8 @@ class FixManager:
             return
         if failed:
             applied.activity.error = what
-        applied.set_state(State.FAILED if failed else State.ACTIVE, f"{applied.reason}; {what}" if not failed else what)
+        state, reason = (State.FAILED, what) if failed else (State.ACTIVE, f"{applied.reason}; {what}")
+        applied.set_state(state, reason, Code.IN_CAPTURE)
 
     def required(self, name: str) -> bool:
         """Whether the user insists on the fix *name*."""

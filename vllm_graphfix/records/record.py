@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
-from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.fix import Code, Mode, State
 from vllm_graphfix.records.process_identity import reduced
 from vllm_graphfix.settings.environment import Master, is_brief, was_always_brief
 from vllm_graphfix.settings.json_object import LONGEST_TEXT, JsonError, JsonObject
@@ -31,6 +31,7 @@ _WORD = r"[!-~]{0,128}"
 _MASTERS = frozenset(master.value for master in Master)
 _MODES = frozenset(mode.value for mode in Mode)
 _STATES = frozenset(state.value for state in State)
+_CODES = frozenset(code.value for code in Code)
 
 
 class RecordError(ValueError):
@@ -62,6 +63,8 @@ class FixReport(NamedTuple):
     mode: str
     state: str
     reason: str
+    code: str = Code.NONE.value
+    """The kind of *reason*, one of `Code`."""
 
 
 class Wrong(NamedTuple):
@@ -273,7 +276,7 @@ class Record(NamedTuple):
                 decision.truth("inherited"),
             ),
             fixes={
-                name: FixReport(fix.one_of("mode", _MODES), _state(fix), fix.text("reason"))
+                name: FixReport(fix.one_of("mode", _MODES), _state(fix), fix.text("reason"), _code(fix))
                 for name, fix in fixes.items()
             },
             events={name: {event: counts.whole(event) for event in counts.names()} for name, counts in events.items()},
@@ -345,12 +348,20 @@ def _engines(fields: JsonObject, key: str) -> tuple[str, ...]:
 def _written(fix: FixReport, longest: int) -> dict[str, Any]:
     """*fix* for the file: older readers refuse a state that they do not know, and skip a field."""
     fields = fix._replace(reason=_cut_to_fit(fix.reason, longest))._asdict()
+    if fix.code == Code.NONE.value:
+        del fields["code"]
     return fields if fix.state != State.UNKNOWN.value else fields | {"state": State.NOT_NEEDED.value, "unknown": True}
 
 
 def _state(fix: JsonObject) -> str:
     unknown = fix.has("unknown") and fix.truth("unknown")
     return State.UNKNOWN.value if unknown else fix.one_of("state", _STATES)
+
+
+def _code(fix: JsonObject) -> str:
+    """The code of *fix*; that of a newer release, which is not known here, is none."""
+    code = fix.text("code") if fix.has("code") else Code.NONE.value
+    return code if code in _CODES else Code.NONE.value
 
 
 def _numbered(each: Sequence[Wrong | MovedTensor | OverwrittenBlock], longest: int) -> dict[str, dict[str, Any]]:

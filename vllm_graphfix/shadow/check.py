@@ -47,6 +47,8 @@ _ROUNDING = 0.05
 layers."""
 _LAST_BITS = 4
 """So many of a row's largest value may be another one behind all layers, where kernels add in any order; one was."""
+_UNSEEN = 5
+"""Steps of a graph that were due, one after the other, and all left out, after which the state says so."""
 _GIVEN_UP = 3
 """Steps of a graph in quarantine, one after the other, that cannot be run without it, after which it is replayed
 again."""
@@ -78,6 +80,11 @@ class Shadow:
         """The stages of a pipeline that keeps a budget."""
         self.lockstep: Lockstep | None = None
         """The other data-parallel ranks with which this one shares experts."""
+
+    def leaves_out_a_graph(self) -> bool:
+        """Whether of some graph one step after another was left out, so that nobody sees whether it is right."""
+        # A copy, by one call in C: the heartbeat asks, and the thread that runs the model adds to it.
+        return any(known.left_out >= _UNSEEN for known in list(self._histories.values()))
 
     def expect_adapters(self, dtype: Any) -> None:
         """Steps of an engine with LoRA, whose numbers are of torch's *dtype*, may round differently from here on.
@@ -239,7 +246,7 @@ class Shadow:
         # Everything that may fail on one rank alone comes before the ranks agree, and nothing is run before that.
         with ranks.limited(ranks.to_begin()):
             checked, failed = tried(lambda: CheckedStep(describe(), self._why_no_room(key)))
-            ready = self._all_ready(failed, begun)
+            ready = self._all_ready(failed, begun, key)
         if not ready or checked is None:  # which it is not: of a rank that has no step none is ready
             return replay()
         with ranks.limited():
@@ -332,7 +339,7 @@ class Shadow:
             return None
         return tuple(agreed)
 
-    def _all_ready(self, failed: Exception | None, begun: float) -> bool:
+    def _all_ready(self, failed: Exception | None, begun: float, key: Hashable) -> bool:
         """Whether no rank has a reason against checking this step, which was *begun* at that time of the clock."""
         unfit = isinstance(failed, UnfitStep)
         agreed = self._agree(None if unfit else failed, unfit)
@@ -344,6 +351,7 @@ class Shadow:
                 logger.info(
                     "graphfix: a step is not checked: %s; of others like it, steps-left-out has the number", failed
                 )
+            self._histories.setdefault(key, GraphHistory()).left_out += 1
             self._skip_step(begun)
             return False
         return True
@@ -387,6 +395,7 @@ class Shadow:
             return
         second, own_noise, worst, noise_before = repeated
         if not own_noise <= _LOUD:  # not `>`: NaN is loud, too
+            known.left_out += 1
             self._skip_noisy_step(checked, replay, own_noise, of_first)
             return
         # Runs that are equal leave nothing to explain a difference with, whatever other steps did.
@@ -440,6 +449,7 @@ class Shadow:
 
     def _count_check(self, known: GraphHistory, noise: float) -> None:
         known.checks += 1
+        known.left_out = 0
         self.results.checks += 1
         known.noise *= _FADING
         self._raise_noise(known, noise)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import State
+from vllm_graphfix.fix import Code, State
 from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 
@@ -103,11 +103,15 @@ def state(of_runners: Mapping[str, FixState]) -> FixState:
     reason = "; ".join(f"{each.name}: {each.state.value}, {each.reason}" for each in told)
     found = best._replace(name=NAME, reason=reason)
     if REFUSED is not None:
-        return found._replace(state=State.INCOMPATIBLE, reason=REFUSED)
+        return found._replace(state=State.INCOMPATIBLE, reason=REFUSED, code=Code.ENGINE)
     if SHADOW is not None and SHADOW.stopped is not None:
-        return found._replace(state=State.FAILED, reason=f"the check has stopped: {SHADOW.stopped}")
+        return found._replace(state=State.FAILED, reason=f"the check has stopped: {SHADOW.stopped}", code=Code.ERROR)
+    if SHADOW is not None and SHADOW.leaves_out_a_graph():
+        reason = f"each step of a graph is left out, so that nobody sees whether it is right; {found.reason}"
+        found = found._replace(reason=reason, code=Code.GRAPH_LEFT_OUT)
     if SHADOW is not None and SHADOW.cannot_abort is not None:
-        return found._replace(reason=f"requests are not ended, since {SHADOW.cannot_abort}; {found.reason}")
+        reason = f"requests are not ended, since {SHADOW.cannot_abort}; {found.reason}"
+        found = found._replace(reason=reason, code=Code.CANNOT_ABORT)
     return found
 
 

@@ -124,6 +124,8 @@ class GraphHistory:
         """Where it goes wrong first."""
         self.sought = 0
         """Checks in which that layer was sought, with copies of all caches."""
+        self.left_out = 0
+        """Steps that were due and left out, since the last check: too noisy, or unfit."""
 
     @property
     def wants_layer(self) -> bool:

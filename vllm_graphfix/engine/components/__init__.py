@@ -38,6 +38,8 @@ class Component:
 
     name: ClassVar[str]
     """Its name in records, `fleet` and metrics."""
+    has_state: ClassVar[bool] = True
+    """It has one in records; an error of another one is a count, or it is never off."""
     starts_first: ClassVar[bool] = False
     """Others ask it for something when they start."""
 

@@ -17,6 +17,7 @@ class AddressComponent(Component):
     """The `AddressWatch` of this process."""
 
     name = NAME
+    has_state = False
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)

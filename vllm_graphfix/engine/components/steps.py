@@ -17,6 +17,7 @@ class StepComponent(Component):
     """The `StepClock` of this process, whatever the settings are."""
 
     name = "steps"
+    has_state = False
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
