@@ -22,6 +22,7 @@ from deployed import (
 )
 from stock import release_root, run_in_release
 from vllm_graphfix.engine import metrics
+from vllm_graphfix.fix import Code
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
@@ -110,8 +111,19 @@ def test_every_state_that_is_asked_for_is_one() -> None:
     assert asked <= {state.value for state in State}
 
 
+def test_every_code_that_is_asked_for_is_one() -> None:
+    asked = {
+        code
+        for query in QUERIES.values()
+        for found in re.findall(r'\bcode[!=~]+"([^"]*)"', query)
+        for code in found.split("|")
+    }
+    assert asked
+    assert asked <= {code.value for code in Code}
+
+
 def test_the_page_of_metrics_tells_of_every_metric_label_and_alert() -> None:
     page = (PROJECT / "docs" / "metrics.md").read_text()
-    labels = {*metrics.STATE_LABELS, *metrics.EVENT_LABELS, *metrics.MISCONFIGURED_LABELS}
-    wanted = {*metrics.NAMES, *labels, *ALERTS}
+    labels = {*metrics.FIX_LABELS, *metrics.EVENT_LABELS, *metrics.BUILD_LABELS, "variable"}
+    wanted = {*metrics.NAMES, *metrics.DEPRECATED, *labels, *ALERTS, *(code.value for code in Code)}
     assert {name for name in wanted if f"`{name}" not in page} == set()

@@ -19,14 +19,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from records import ENGINE, elsewhere, leave, of, record
 from vllm_graphfix.engine import metrics
-from vllm_graphfix.engine.metrics import NAMES, Exposition, ServedEngine, Watcher
+from vllm_graphfix.engine.metrics import DEPRECATED, NAMES, Exposition, ServedEngine, Watcher
+from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.records import AgreementReport, FixReport, identity, own_folder, touch_outdated
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
 SERVED = ServedEngine(
-    ENGINE, canary=True, percentage=25.0, ranks=2, misconfigured={"VLLM_GRAPHFIX_SHADOW_ACTION": "quarantin"}
+    ENGINE,
+    canary=True,
+    percentage=25.0,
+    ranks=2,
+    misconfigured={"VLLM_GRAPHFIX_SHADOW_ACTION": "quarantin"},
+    graphfix="0.2.0",
+    vllm="0.21.0",
 )
 
 
@@ -71,8 +78,17 @@ def counted(count: int) -> dict[str, dict[str, int]]:
 
 def test_every_series_is_there_once_ranks_have_reported(scraped: Scraped, tmp_path: Path) -> None:
     ranks(tmp_path, 3, 4)
+    marks = {"kv-marks": {"marks": 7, "milliseconds": 1500}}
+    leave(tmp_path, record(elsewhere(102), rank=2, world_size=2, fixes={}, events=marks))
     scraped.look()
-    assert all(scraped.samples(name) for name in NAMES)
+    assert [name for name in (*NAMES, *DEPRECATED) if not scraped.samples(name)] == []
+    (build,) = scraped.samples("graphfix_build_info")
+    assert build.labels == {"version": "0.2.0", "vllm": "0.21.0"}
+    (seconds,) = scraped.samples("graphfix_detector_seconds_total")
+    assert (seconds.labels, seconds.value) == ({"fix": "kv-marks"}, 1.5)
+    assert scraped.value("graphfix_rollout_ratio") == 0.25
+    (wrong,) = scraped.samples("graphfix_misconfigured_variable")
+    assert (wrong.labels, wrong.value) == ({"variable": "VLLM_GRAPHFIX_SHADOW_ACTION"}, 1)
     assert scraped.value("graphfix_ranks_expected") == 2
     assert scraped.value("graphfix_ranks_agreeing") == 2
     assert scraped.value("graphfix_canary") == 1
@@ -95,13 +111,82 @@ def test_states_count_ranks(scraped: Scraped, tmp_path: Path) -> None:
     }
 
 
-def test_a_state_that_no_rank_is_in_any_more_is_0(scraped: Scraped, tmp_path: Path) -> None:
+def test_a_state_that_no_rank_is_in_any_more_has_no_series(scraped: Scraped, tmp_path: Path) -> None:
     ranks(tmp_path, 0)
     scraped.look()
     ranks(tmp_path, 0, fixes={"capture-state": FixReport("auto", "conflict", "somebody else's patch")})
     scraped.look()
-    states = {sample.labels["state"]: sample.value for sample in scraped.samples("graphfix_fix_state")}
-    assert states == {"active": 0, "conflict": 1}
+    for name in ("graphfix_fix_ranks", "graphfix_fix_state"):
+        states = {sample.labels["state"]: sample.value for sample in scraped.samples(name)}
+        assert states == {"conflict": 1}
+
+
+def test_a_state_that_no_rank_is_in_any_more_is_0_where_prometheus_client_takes_no_series_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    scraped = Scraped(tmp_path)
+    ranks(tmp_path, 0)
+    scraped.look()
+    ranks(tmp_path, 0, fixes={"capture-state": FixReport("auto", "conflict", "somebody else's patch", "foreign-patch")})
+    scraped.look()
+    states = {
+        (sample.labels["state"], sample.labels["code"]): sample.value
+        for sample in scraped.samples("graphfix_fix_ranks")
+    }
+    assert states == {("active", "none"): 0, ("conflict", "foreign-patch"): 1}
+
+
+def all_needed(reason: str) -> dict[str, FixReport]:
+    """Each of the 29 fixes, needed and applied, and the three detectors with a state."""
+    return {name: FixReport("auto", "active", reason) for name in (*BY_NAME, "shadow", "kv-marks", "abort")}
+
+
+def test_the_number_of_series_does_not_grow_with_reasons_or_ranks(scraped: Scraped, tmp_path: Path) -> None:
+    """29 fixes, all needed, of which no release has as many: at most so many series, whatever goes on."""
+    events = {fix.name: {event.name: 0 for event in fix.events} for fix in FIXES}
+    assert len(FIXES) == 29
+    for reason in ("one", "another, with the number 7"):
+        for one in (record(elsewhere(100 + rank), rank=rank, world_size=16) for rank in range(16)):
+            leave(tmp_path, one._replace(fixes=all_needed(reason), events=events))
+        scraped.look()
+        assert len(scraped.samples("graphfix_fix_ranks")) == 32
+        assert {sample.value for sample in scraped.samples("graphfix_fix_ranks")} == {16}
+        series = {name: len(scraped.samples(name)) for name in NAMES}
+        of_events = series.pop("graphfix_events_total")
+        assert of_events == sum(map(len, events.values()))
+        # The versions, the variable that is wrong here, and 10 numbers of the engine.
+        assert sum(series.values()) == 32 + 1 + 1 + 10
+        assert sum(len(scraped.samples(name)) for name in DEPRECATED) == 32 + 1 + 1
+
+
+def test_a_fix_that_is_not_needed_has_no_series(scraped: Scraped, tmp_path: Path) -> None:
+    fixes = {"capture-state": FixReport("auto", "not-needed", "upstream has it")}
+    ranks(tmp_path, 0, fixes=fixes | {"mamba-padding": FixReport("auto", "failed", "KeyError: 1", "error")})
+    scraped.look()
+    (sample,) = scraped.samples("graphfix_fix_ranks")
+    assert sample.labels == {"fix": "mamba-padding", "mode": "auto", "state": "failed", "code": "error"}
+
+
+def test_a_scheduler_that_hears_no_verdicts_is_told_of_though_it_is_no_rank(scraped: Scraped, tmp_path: Path) -> None:
+    """Its ranks may not know: what they have sent may not have been due yet."""
+    ranks(tmp_path, 0, fixes={"abort": FixReport("auto", "active", "the scheduler hears this rank's verdicts")})
+    for state, code, number in (("active", "none", 0), ("failed", "undelivered", 1)):
+        core = record(elsewhere(200), role="engine-core", fixes={"abort": FixReport("auto", state, "as it is", code)})
+        leave(tmp_path, core)
+        scraped.look()
+        found = {each.labels["state"]: each.value for each in scraped.samples("graphfix_fix_ranks")}
+        assert found == {"active": 1} | ({"failed": number} if number else {})
+
+
+def test_promtool_finds_nothing_against_the_names_and_units(scraped: Scraped, tmp_path: Path, promtool: Path) -> None:
+    ranks(tmp_path, 3, 4, events={"shadow": {"checks": 3, "milliseconds": 20}})
+    leave(tmp_path, record(elsewhere(102), rank=2, world_size=2, fixes={}, events={"kv-marks": {"milliseconds": 7}}))
+    scraped.look()
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=generate_latest(scraped.registry), capture_output=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
 def test_events_of_all_ranks_are_added_up_and_those_of_a_rank_that_has_left_stay(
@@ -377,6 +462,8 @@ def test_who_has_the_fixes_shows(
     scraped.look()
     assert scraped.value("graphfix_canary") == canary
     assert scraped.value("graphfix_rollout_percent") == percentage
+    assert scraped.value("graphfix_rollout_ratio") == percentage / 100
+    assert {each.labels["variable"] for each in scraped.samples("graphfix_misconfigured_variable")} == wrong.keys()
     told_wrong = {
         (each.labels["variable"], each.labels["value"])
         for each in scraped.samples("graphfix_misconfigured")

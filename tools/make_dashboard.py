@@ -29,8 +29,6 @@ CANARY = f"and {ENGINE} (graphfix_canary == 1)"
 REST = f"unless {ENGINE} (graphfix_canary == 1)"
 """Also engines without the plugin."""
 
-NEEDED = 'state!="not-needed"'
-
 DATASOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 CANARY_COLOUR, REST_COLOUR = "orange", "blue"
 
@@ -68,6 +66,14 @@ def share_of_finished(reasons: str) -> str:
     finished = f"rate(vllm:request_success_total{{{HERE}}}[$__rate_interval]) SIDE"
     those = finished.replace(HERE, f'{HERE}, finished_reason=~"{reasons}"')
     return f"sum({those})\n/ sum({finished})"
+
+
+def share_of_failed() -> str:
+    """The share of all requests that was aborted or failed, without those that the action `abort` has ended."""
+    chosen = 'namespace=~"$namespace", fix=~"shadow|kv-marks", event="aborted"'
+    ended = f"sum(rate(graphfix_events_total{{{chosen}}}[$__rate_interval]) and {SERVING} SIDE) or vector(0)"
+    failed, _, finished = share_of_finished("abort|error").partition("\n")
+    return f"clamp_min({failed} - ({ended}), 0)\n{finished}"
 
 
 def an_engine(rate: str) -> str:
@@ -128,10 +134,10 @@ def lines(
 
 
 def engines() -> table.Panel:
-    """Every fix of every engine that is not simply `not-needed`."""
-    expression = graphfix("graphfix_fix_state", NEEDED) + " > 0"
+    """Every fix of every engine; those that are not needed have no series."""
+    expression = graphfix("graphfix_fix_ranks") + " > 0"
     hidden = dict.fromkeys(("Time", "__name__", "cluster", "job", "endpoint", "container", "prometheus"), True)
-    order = ("namespace", "pod", "instance", "fix", "mode", "state", "reason", "vllm", "graphfix", "Value")
+    order = ("namespace", "pod", "instance", "fix", "mode", "state", "code", "Value")
     organise = models.DataTransformerConfig(
         id_val="organize",
         options={
@@ -144,7 +150,8 @@ def engines() -> table.Panel:
         table.Panel()
         .title("Fixes of each engine")
         .description(
-            "What the ranks of each engine do about each fix, and why. Fixes that this vLLM does not need are left out."
+            "What the ranks of each engine do about each fix, and the kind of reason; `vllm-graphfix fleet` has the "
+            "reason. Fixes that this vLLM does not need are left out."
         )
         .datasource(DATASOURCE)
         .span(24)
@@ -183,8 +190,8 @@ def rollout(to: board.Dashboard) -> None:
                 "VLLM_GRAPHFIX_ROLLOUT of the engines: the highest value, while they restart. 0 where they are "
                 "switched off or only observe."
             ),
-            f"max({graphfix('graphfix_rollout_percent')})",
-            "percent",
+            f"max({graphfix('graphfix_rollout_ratio')})",
+            "percentunit",
         )
     )
     to.with_panel(
@@ -194,8 +201,8 @@ def rollout(to: board.Dashboard) -> None:
                 "Share of the engines with the plugin that have the fixes. With few engines, a small percentage "
                 "is met only roughly."
             ),
-            f"100 * {canaries} / {known}",
-            "percent",
+            f"{canaries} / {known}",
+            "percentunit",
         )
     )
     to.with_panel(
@@ -206,7 +213,7 @@ def rollout(to: board.Dashboard) -> None:
             alarm=1,
         )
     )
-    wrong = graphfix("graphfix_misconfigured") + " > 0"
+    wrong = graphfix("graphfix_misconfigured_variable") + " > 0"
     to.with_panel(
         number(
             "Misconfigured engines",
@@ -227,7 +234,7 @@ def rollout(to: board.Dashboard) -> None:
         lines(
             "States of the fixes",
             "Ranks in each state, without not-needed. failed, conflict and incompatible run stock code.",
-            [(f"sum by (fix, state) ({graphfix('graphfix_fix_state', NEEDED)})", "{{fix}} {{state}}")],
+            [(f"sum by (fix, state) ({graphfix('graphfix_fix_ranks')})", "{{fix}} {{state}}")],
             stacked=True,
         )
     )
@@ -257,7 +264,7 @@ def events(to: board.Dashboard) -> None:
     def at_work(rate: str, state: str) -> str:
         return (
             f"sum by (fix, event) ({rate} and on (cluster, namespace, job, instance, fix) "
-            f'(graphfix_fix_state{{state="{state}"}} > 0))'
+            f'(graphfix_fix_ranks{{state="{state}"}} > 0))'
         )
 
     counter = graphfix("graphfix_events_total", 'fix!~"shadow|kv-marks|abort"')
@@ -306,6 +313,7 @@ def shadow(to: board.Dashboard) -> None:
         chosen = f'namespace=~"$namespace", fix="shadow", event="{event}"'
         return f"sum(rate(graphfix_events_total{{{chosen}}}[$__rate_interval]) and {SERVING})"
 
+    seconds = 'graphfix_detector_seconds_total{namespace=~"$namespace", fix="shadow"}'
     to.with_row(board.Row("The shadow check"))
     to.with_panel(
         lines(
@@ -329,7 +337,7 @@ def shadow(to: board.Dashboard) -> None:
         lines(
             "Time spent on checks",
             "Seconds per second over all ranks, replays included.",
-            [(f"{rate('milliseconds')} / 1000", "checks")],
+            [(f"sum(rate({seconds}[$__rate_interval]) and {SERVING})", "checks")],
             "percentunit",
         )
     )
@@ -384,8 +392,11 @@ def comparison(to: board.Dashboard) -> None:
     to.with_panel(
         lines(
             "Requests aborted or failed",
-            "Share of finished requests. Aborted: the client went away.",
-            both(share_of_finished("abort|error")),
+            (
+                "Share of finished requests. Aborted: the client went away. Requests that the action abort has ended "
+                "are not among them."
+            ),
+            both(share_of_failed()),
             "percentunit",
         )
     )

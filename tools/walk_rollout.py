@@ -40,7 +40,7 @@ PERCENTAGE = 5
 SHADOW = "1/2000"
 """A CPU has no graphs, so nothing comes to be checked; that it is switched on is real."""
 SERVE = f"vllm serve /models/{MODEL}"
-QUERY = "sum by (instance, fix, mode, state) (graphfix_fix_state)"
+QUERY = "sum by (instance, fix, mode, state) (graphfix_fix_ranks)"
 METRICS = r"^graphfix_.*(observing|total|ranks)"
 
 

@@ -25,9 +25,11 @@ POD_MONITOR = DEPLOY / "kubernetes" / "pod-monitor.yaml"
 PROMETHEUS_RULE = DEPLOY / "prometheus" / "prometheus-rule.yaml"
 
 GRAPHFIX_LABELS: Mapping[str, Iterable[str]] = {
-    "graphfix_fix_state": metrics.STATE_LABELS,
+    "graphfix_build_info": metrics.BUILD_LABELS,
+    "graphfix_fix_ranks": metrics.FIX_LABELS,
     "graphfix_events_total": metrics.EVENT_LABELS,
-    "graphfix_misconfigured": metrics.MISCONFIGURED_LABELS,
+    "graphfix_detector_seconds_total": ("fix",),
+    "graphfix_misconfigured_variable": ("variable",),
 }
 """Labels of what `metrics.NAMES` names; the others have none."""
 TARGET_LABELS = {"cluster", "namespace", "job", "instance", "pod"}

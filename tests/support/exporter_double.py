@@ -62,7 +62,7 @@ class WatcherDouble:
     """In place of `metrics.Watcher`: made-up snapshots instead of records that were read."""
 
     def __init__(self, role: Role) -> None:
-        self.engine = metrics.ServedEngine(f"{id(role):016x}", role.canary, 25.0, RANKS)
+        self.engine = metrics.ServedEngine(f"{id(role):016x}", role.canary, 25.0, RANKS, {}, "0.1.0", "0.21.0")
         self._role = role
         self.events: dict[tuple[str, ...], int] = (
             {(fix, event): 12 if fix in ONCE else 0 for fix, event in EVENTS} if role.canary else {}
@@ -85,7 +85,13 @@ class WatcherDouble:
             states[fix, mode, state, reason, "0.21.0", "0.1.0"] = RANKS
         if self.checks:
             states["shadow", "auto", "active", "applied", "0.21.0", "0.1.0"] = RANKS
-        return metrics.Snapshot(time.time(), states, {metrics.Process("ranks", 0, 0): self.events | self.checks}, RANKS)
+        fixes: dict[tuple[str, ...], int] = {
+            (fix, mode, state, "none"): ranks
+            for (fix, mode, state, *_), ranks in states.items()
+            if state != "not-needed"
+        }
+        events = {metrics.Process("ranks", 0, 0): self.events | self.checks}
+        return metrics.Snapshot(time.time(), fixes, states, events, RANKS)
 
 
 class EngineDouble:

@@ -11,6 +11,7 @@ records now and then.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 import time
 from collections import Counter as Tally
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
 EVERY = 5.0
 """Seconds between two readings of the records."""
 
-STATE_LABELS = ("fix", "mode", "state", "reason", "vllm", "graphfix")
+FIX_LABELS = ("fix", "mode", "state", "code")
 EVENT_LABELS = ("fix", "event")
+BUILD_LABELS = ("version", "vllm")
+STATE_LABELS = ("fix", "mode", "state", "reason", "vllm", "graphfix")
 MISCONFIGURED_LABELS = ("variable", "value")
 NAMES = (
-    "graphfix_fix_state",
+    "graphfix_build_info",
+    "graphfix_fix_ranks",
     "graphfix_events_total",
+    "graphfix_detector_seconds_total",
     "graphfix_ranks_expected",
     "graphfix_ranks_agreeing",
     "graphfix_ranks_silent",
@@ -42,11 +47,13 @@ NAMES = (
     "graphfix_steps_stuck",
     "graphfix_records_unreadable",
     "graphfix_canary",
-    "graphfix_rollout_percent",
-    "graphfix_misconfigured",
+    "graphfix_rollout_ratio",
+    "graphfix_misconfigured_variable",
     "graphfix_records_read_timestamp_seconds",
 )
-"""Every series that is exposed."""
+"""Every metric that is exposed; `docs/metrics.md` describes them in this order."""
+DEPRECATED = ("graphfix_fix_state", "graphfix_rollout_percent", "graphfix_misconfigured")
+"""Metrics that are exposed beside these until the next release."""
 _TROUBLES = {
     "ranks_silent": "Ranks whose process has not been heard of for a minute: it hangs, or was stopped.",
     "ranks_unchecked": "Ranks that have captured although the check of the ranks failed; their records say why.",
@@ -69,6 +76,9 @@ class ServedEngine(NamedTuple):
     """The number of ranks in its configuration, data parallelism included; None if that changes while it runs."""
     misconfigured: Mapping[str, str] = {}
     """Variables whose value means nothing, each with that value."""
+    graphfix: str = ""
+    vllm: str = ""
+    """Versions: of this plugin, and of vLLM."""
 
 
 class Process(NamedTuple):
@@ -84,6 +94,8 @@ class Snapshot(NamedTuple):
 
     read_at: float
     """Epoch seconds."""
+    fixes: dict[tuple[str, ...], int]
+    """By the values of `FIX_LABELS`: the number of ranks. Fixes that are not needed are left out: they are most."""
     states: dict[tuple[str, ...], int]
     """By the values of `STATE_LABELS`: the number of ranks."""
     events: dict[Process, dict[tuple[str, ...], int]]
@@ -126,21 +138,28 @@ def snapshot_of(
     """What the records of the ranks of one engine say together, if *silent* of the ranks are silent.
 
     Of those that have *ended* only what they have counted; of its *schedulers*, that are no ranks, only how many
-    requests they have ended.
+    requests they have ended, and that they can end none where that is so: a rank may not know.
     """
+    fixes: Tally[tuple[str, ...]] = Tally()
     states: Tally[tuple[str, ...]] = Tally()
     groups: dict[str, int] = {}
     given = list(records)
     for record in given:
         for name, fix in record.fixes.items():
             states[name, fix.mode, fix.state, fix.reason, record.vllm, record.graphfix] += 1
+            if fix.state != "not-needed":
+                fixes[name, fix.mode, fix.state, fix.code] += 1
         if record.agreement is not None:
             groups[record.agreement.group] = record.agreement.agreeing
     events = {Process(each.host, each.pid, each.start_ticks): _counted(each) for each in (*given, *ended)}
-    events |= {Process(each.host, each.pid, each.start_ticks): _aborted(each) for each in schedulers}
+    for each in schedulers:
+        events[Process(each.host, each.pid, each.start_ticks)] = _aborted(each)
+        ends = each.fixes.get("abort")
+        if ends is not None and ends.state in ("failed", "incompatible"):
+            fixes["abort", ends.mode, ends.state, ends.code] += 1
     agreeing = sum(groups.values()) if groups else None
     unchecked = sum(record.unchecked is not None for record in given)
-    return Snapshot(read_at, dict(states), events, agreeing, silent, unchecked)
+    return Snapshot(read_at, dict(fixes), dict(states), events, agreeing, silent, unchecked)
 
 
 def _counted(record: Record) -> dict[tuple[str, ...], int]:
@@ -158,6 +177,26 @@ def _aborted(record: Record) -> dict[tuple[str, ...], int]:
     return {(name, "aborted"): counts["aborted"] for name, counts in record.events.items() if counts.get("aborted")}
 
 
+class _Labelled:
+    """A gauge with labels, of which a series ends when nothing is in it any more."""
+
+    def __init__(self, gauge: Gauge) -> None:
+        self._gauge = gauge
+        self._present: set[tuple[str, ...]] = set()
+        self._can_remove = not {"PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"} & os.environ.keys()
+
+    def set(self, values: Mapping[tuple[str, ...], int]) -> None:
+        """Set each series of *values*; all others end, or are 0 in multiprocess mode, which can take none away."""
+        for labels in self._present - values.keys():
+            if self._can_remove:
+                self._gauge.remove(*labels)
+            else:
+                self._gauge.labels(*labels).set(0)
+        for labels, value in values.items():
+            self._gauge.labels(*labels).set(value)
+        self._present = {*values} if self._can_remove else self._present | values.keys()
+
+
 class Exposition:
     """The series of one process, in *registry*; not to be made twice for the same one."""
 
@@ -169,22 +208,39 @@ class Exposition:
         from prometheus_client import Counter
 
         self._registry = registry
-        self._state = self._gauge("fix_state", "Ranks of this engine in which a fix is in that state.", STATE_LABELS)
+        self._build = self._gauge("build_info", "1, with the versions of the plugin and of vLLM.", BUILD_LABELS)
+        self._ranks = _Labelled(
+            self._gauge("fix_ranks", "Ranks of this engine in which a fix or a detector is in that state.", FIX_LABELS)
+        )
+        self._state = _Labelled(
+            self._gauge(
+                "fix_state", "Deprecated, see graphfix_fix_ranks: ranks in which a fix is in that state.", STATE_LABELS
+            )
+        )
         self._expected: Gauge | None = None
         self._agreeing: Gauge | None = None
         self._troubles: dict[str, Gauge] = {}
         self._canary = self._gauge(
             "canary", "1 if this engine gets the fixes, 0 if not: outside the rollout, switched off, or only observing."
         )
-        self._percent = self._gauge(
-            "rollout_percent",
-            "Percentage of engines that get the fixes, as set for this engine; "
+        self._ratio = self._gauge(
+            "rollout_ratio",
+            "Share of the engines that get the fixes, as set for this engine, from 0 to 1; "
             "0 where its settings give them to nobody.",
         )
-        self._misconfigured = self._gauge(
-            "misconfigured", "1 for each variable of this engine whose value means nothing.", MISCONFIGURED_LABELS
+        self._percent = self._gauge("rollout_percent", "Deprecated, see graphfix_rollout_ratio: the same in percent.")
+        self._variables = _Labelled(
+            self._gauge(
+                "misconfigured_variable", "1 for each variable of this engine whose value means nothing.", ("variable",)
+            )
         )
-        self._wrong: set[tuple[str, str]] = set()
+        self._misconfigured = _Labelled(
+            self._gauge(
+                "misconfigured",
+                "Deprecated, see graphfix_misconfigured_variable: the same, with the value.",
+                MISCONFIGURED_LABELS,
+            )
+        )
         self._read_at = self._gauge("records_read_timestamp_seconds", "When the records of the ranks were last read.")
         self._events = Counter(
             "graphfix_events_total",
@@ -192,8 +248,13 @@ class Exposition:
             EVENT_LABELS,
             registry=registry,
         )
+        self._seconds = Counter(
+            "graphfix_detector_seconds_total",
+            "Time that a detector has taken, over the ranks of this engine.",
+            ("fix",),
+            registry=registry,
+        )
         self._counts = counts
-        self._states: set[tuple[str, ...]] = set()
         self._told: dict[Process, dict[tuple[str, ...], int]] = {}
 
     def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
@@ -203,11 +264,11 @@ class Exposition:
 
     def tell_engine(self, engine: ServedEngine) -> None:
         self._canary.set(engine.canary)
+        self._build.labels(engine.graphfix, engine.vllm).set(1)
+        self._ratio.set(engine.percentage / 100)
         self._percent.set(engine.percentage)
-        wrong = set(engine.misconfigured.items())
-        for variable, value in self._wrong | wrong:  # in multiprocess mode nothing can be taken away
-            self._misconfigured.labels(variable, value).set((variable, value) in wrong)
-        self._wrong |= wrong
+        self._variables.set({(variable,): 1 for variable in engine.misconfigured})
+        self._misconfigured.set(dict.fromkeys(engine.misconfigured.items(), 1))
         if engine.ranks is not None:
             self._expected = self._expected or self._gauge("ranks_expected", "Ranks of this engine.")
             self._expected.set(engine.ranks)
@@ -236,17 +297,16 @@ class Exposition:
         }
         for name, number in numbers.items():
             self._set_trouble(name, number)
-        for labels in self._states - snapshot.states.keys():
-            self._state.labels(*labels).set(0)  # in multiprocess mode nothing can be taken away
-        for labels, ranks in snapshot.states.items():
-            self._state.labels(*labels).set(ranks)
-        self._states |= snapshot.states.keys()
+        self._ranks.set(snapshot.fixes)
+        self._state.set(snapshot.states)
         for process, events in snapshot.events.items() if self._counts else ():
             # By process: of a rank that is gone, or whose record is missing for a moment, what it has counted stays.
             told = self._told.setdefault(process, {})
             for labels, count in events.items():
                 before = told.get(labels, 0)
                 self._events.labels(*labels).inc(max(0, count - before))
+                if labels[1] == "milliseconds":
+                    self._seconds.labels(labels[0]).inc(max(0, count - before) / 1000)
                 told[labels] = max(count, before)
 
 
@@ -325,7 +385,15 @@ def expose(base: Path, decision: Decision, ranks: int | None) -> None:
     Called again, for a later engine of the process, it tells of that one.
     """
     global _watcher  # noqa: PLW0603 # one process serves one engine
-    engine = ServedEngine(decision.engine, decision.applies, decision.percentage, ranks, decision.misconfigured)
+    engine = ServedEngine(
+        decision.engine,
+        decision.applies,
+        decision.percentage,
+        ranks,
+        decision.misconfigured,
+        decision.graphfix,
+        decision.vllm,
+    )
     if _watcher is None:
         from prometheus_client import REGISTRY
 
