@@ -363,3 +363,29 @@ def test_where_nobody_knows_what_failed_in_a_capture_who_insists_stops(mode: str
     else:
         me.gate.after_capture(worker)
         assert "AttributeError: injected" in record.unchecked if mode == "auto" else record.unchecked is None
+
+
+def test_a_node_that_cannot_leave_its_later_report_still_follows_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the followers in rank 0's record its front-end knows which files to read: that rank's states and findings."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    monkeypatch.setattr(rank_agreement, "_SLICE", 0.1)
+    monkeypatch.setattr(rank_agreement, "_LAST_READERS", 0.1)
+    monkeypatch.setattr(capture_gate, "world", lambda: (0, 2))
+    monkeypatch.setattr(capture_gate, "common_store", lambda: store)
+    me, worker = process_double({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "5"}), worker_of(0)
+    states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, State.ACTIVE, "") for fix in FIXES}
+    vars(me.manager)["states"] = lambda **_: states_double
+    record: Any = me.gate._status_record
+    other = me.gate.report()._replace(host="node-b", engine="b" * 16)
+    me.gate.leave("profiling")
+    leave(store, "profiling", 1, other)
+    me.gate.before_capture(worker, "profile_cudagraph_memory")
+    assert (record.agreement.agreeing, record.agreement.followers) == (2, ("b" * 16,))
+    rank_agreement.leave_unchecked(store, "warm-up", 1, "OSError: no store")
+    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    assert "rank 1: OSError: no store" in record.unchecked
+    assert record.agreement.followers == ("b" * 16,)
+    leave(store, "captured", 1, other._replace(engine="c" * 16))
+    me.gate.after_capture(worker)
+    assert record.agreement.followers == ("b" * 16, "c" * 16)

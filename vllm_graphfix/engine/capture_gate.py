@@ -25,6 +25,7 @@ from vllm_graphfix.settings import environment
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.context import EngineContext
+    from vllm_graphfix.engine.rank_agreement import Agreement
     from vllm_graphfix.engine.status_record import StatusRecord
 
 STOPS = "vllm-graphfix stops this engine"
@@ -314,7 +315,7 @@ class CaptureGate:
             stops and stage == _CAPTURE
         ):  # also where comparing fails here: the others will wait for this rank's next report
             self._to_compare_again = store, rank, world_size
-        found = status_record.agreement = rank_agreement.with_one_retry(
+        found = rank_agreement.with_one_retry(
             rank_agreement.compare,
             store,
             place,
@@ -327,6 +328,7 @@ class CaptureGate:
             # without the plugin.
             timeout=decision.agreement_timeout if decision and stops else rank_agreement.TIMEOUT_FOR_A_WARNING,
         )
+        status_record.agreement = _with_earlier_followers(found, status_record.agreement)
         if found.difference is None:
             if found.unchecked:  # as if it had happened here: all ranks go on unchecked, or stop
                 raise RuntimeError("; ".join(f"rank {other}: {why}" for other, why in found.unchecked.items()))
@@ -383,7 +385,7 @@ class CaptureGate:
         if self._to_compare_again is None or report is None or decision is None:
             return self._act_on_failures({world()[0]: report} if report and failed else {}, dispatch)
         store, rank, world_size = self._to_compare_again
-        found = self._status_record.agreement = rank_agreement.compare(
+        found = rank_agreement.compare(
             store,
             rank_agreement.leave(store, _CAPTURED, rank, report),
             rank,
@@ -393,6 +395,7 @@ class CaptureGate:
             silent_host=lambda silent: host_in(store, silent, world_size),
             timeout=decision.agreement_timeout,
         )
+        self._status_record.agreement = _with_earlier_followers(found, self._status_record.agreement)
         self._status_record.unchecked = None  # compared after all
         if any(said.ended for said in found.failing.values()):
             return None  # an error of vLLM's own has ended the capture there, and will end the engine
@@ -432,6 +435,16 @@ class CaptureGate:
         from vllm_graphfix.engine.own_report import own_report
 
         return own_report(self._context)
+
+
+def _with_earlier_followers(found: Agreement, earlier: Agreement | None) -> Agreement:
+    """Return *found* with the followers of an *earlier* comparison of the same engine.
+
+    A rank that could leave no report this time is one of the engine's all the same, and its record must be read.
+    """
+    if earlier is None or earlier.leader != found.leader:
+        return found
+    return found._replace(followers=tuple(sorted({*found.followers, *earlier.followers})))
 
 
 def _uses_graphs(subject: Any) -> bool:
