@@ -343,12 +343,27 @@ def test_wrong_answers_are_reported_with_the_engine_that_gave_them(tmp_path: Pat
     assert code == 0
     for part in (
         "# Answers with CUDA graphs are others than without",
-        "vLLM 0.21.0, torch 2.11.0, GPU [of a test], driver 1, model `the/model`, flags `-tp 2`",
+        "vLLM 0.21.0, torch 2.11.0, GPU [of a test], driver 1, flags `-tp 2`",
+        "a\nmodel whose name is left out here.",
         "- 1 of 2 prompts have wrong answers: 1\n",
         "- prompt 1, from position 7 on: token 5 without graphs, 6 with them, 2 apart",
         "Fixes of vllm-graphfix in this engine: `mamba-padding` active.",
     ):
         assert part in text
+
+
+def test_a_report_for_others_does_not_name_the_model_nor_secrets(tmp_path: Path) -> None:
+    model, served = "/srv/models/llama-of-ours", ("--served-model-name", "prod-eu", "chat-eu", "--tokenizer")
+    flags = (*served, "/srv/models/llama-of-ours/", "--served_model_name=beta-eu", "--api-key", "k3y-of-us", "-tp", "2")
+    error = f"{FAILED.error} of chat-eu in {model}, of beta-eu in llama-of-ours"
+    code, text = reported(replace(FAILED, model=model, flags=flags, error=error), tmp_path)
+    assert code == 0
+    assert (
+        "flags `--served-model-name (hidden) (hidden) --tokenizer (hidden)/ --served_model_name=(hidden) "
+        "--api-key (hidden) -tp 2`"
+    ) in text
+    assert "of (hidden) in (hidden), of (hidden) in (hidden)`" in text
+    assert [name for name in ("llama", "prod", "chat", "beta", "k3y") if name in text] == []
 
 
 def test_an_engine_that_ends_as_graphs_make_it_end_is_reported(tmp_path: Path) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import SCHEMA
+from vllm_graphfix.commands.doctor.redaction import Mask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 _HEAD = """# {title}
 
-vLLM {vllm}, torch {torch}, {device}, driver {driver}, model `{model}`, flags `{flags}`, vllm-graphfix {graphfix}
-(`{switches}`). {text}
+vLLM {vllm}, torch {torch}, {device}, driver {driver}, flags `{flags}`, vllm-graphfix {graphfix} (`{switches}`), a
+model whose name is left out here. {text}
 """
 _POISON = (
     "What must not matter to an answer reaches one",
@@ -35,6 +37,8 @@ _SHOWN = 12
 def of_comparison(file: Path) -> str | None:
     """The report; None if the comparison has found nothing.
 
+    As in a report of records, the model's name and secrets are masked, in flags and errors, too.
+
     Raises CompareError if *file* cannot be read or is not what `compare --json` writes.
     """
     try:
@@ -43,11 +47,27 @@ def of_comparison(file: Path) -> str | None:
             raise CompareError(
                 f"{file} has schema {told['schema']!r}, and not {SCHEMA}: another release has written it"
             )
-        return "\n".join(_parts(told)) or None
+        mask = Mask(os.environ, (), _names_of_model(told["model"], told["flags"]))
+        return "\n".join(map(mask.whole_text, "\n".join(_parts(told)).split("\n"))) or None
     except OSError as error:
         raise CompareError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CompareError(f"{file} is not what `vllm-graphfix compare MODEL --json` prints") from error
+
+
+def _names_of_model(model: str, flags: Iterable[str]) -> Iterator[str]:
+    """Yield *model* as it was named, the last part of that, and the names that *flags* serve it under."""
+    yield model
+    yield model.rstrip("/").rpartition("/")[2]
+    of_names = False
+    for flag in flags:
+        if flag.startswith("-"):
+            name, _, value = flag.partition("=")
+            of_names = name.replace("_", "-") == "--served-model-name"
+            if of_names and value:
+                yield value
+        elif of_names:
+            yield flag
 
 
 def _parts(told: Mapping[str, Any]) -> Iterator[str]:
@@ -112,7 +132,7 @@ def _named(prompts: list[int]) -> str:
 
 def _written(told: Mapping[str, Any], about: tuple[str, str], numbers: Mapping[str, Any], found: Iterator[str]) -> str:
     title, text = about
-    facts = {name: told[name] for name in ("vllm", "torch", "device", "driver", "model", "graphfix", "switches")}
+    facts = {name: told[name] for name in ("vllm", "torch", "device", "driver", "graphfix", "switches")}
     head = _HEAD.format(**facts, title=title, flags=" ".join(told["flags"]) or "none", text=text.format(**numbers))
     states = {fix: state for rank in (told["fixes"] or {}).values() for fix, state in rank.items()}
     fixes = ", ".join(f"`{fix}` {state}" for fix, state in states.items()) or "not known"
