@@ -107,8 +107,8 @@ TOLD_BY_FLEET = {
     "Engines with the fixes": 2,
     "Engines with the plugin": 5,
     "Engines without the plugin": 1,
-    "Rollout, set": 25,
-    "Rollout, reached": 40,
+    "Rollout, set": 0.25,
+    "Rollout, reached": 0.4,
     "Ranks that do not agree": 0,
     "Misconfigured engines": 0,
 }
