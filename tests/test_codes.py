@@ -115,10 +115,8 @@ def test_a_detector_that_cannot_begin_has_failed_and_is_not_silent(
 
     process = EngineProcess(FIXES, dict(SETTINGS))
     monkeypatch.setattr(process.manager, "start", lambda wanted: None)
-    monkeypatch.setattr(process.addresses, "begin", lambda action: None)
-    for each in DETECTORS:
-        name = {"abort": "_engage_aborts", "shadow": "_engage_shadow", "kv-marks": "_engage_marks"}[each]
-        monkeypatch.setattr(process, name, fail if each == detector else lambda decision: None)
+    for each in process.components:
+        monkeypatch.setattr(each, "start", fail if each.name == detector else lambda decision, policy: None)
     process._decide()
     found = process.states(diagnose=False)
     assert {name for name in DETECTORS if name in found} == {detector}

@@ -199,10 +199,9 @@ class Search:
                 # A slice has judged the data where they are; what is distant none has.
                 covering = [part for part in data if part.path == path and part.function in ("", owner, own)]
                 unjudged = wanted.difference(*(part.names.split() for part in covering)) | everywhere
-                name = _acts_by(reach, owner, node)
-                name = name or next((word for word in (owner, *_words_of(node)) if word in unjudged), None)
-                if name is not None:
-                    yield name, f"{path}:{getattr(node, 'lineno', 1)}", value
+                own_words = (word for word in (owner, *_words_of(node)) if word in unjudged)
+                if (by := _acts_by(reach, owner, node) or next(own_words, None)) is not None:
+                    yield by, f"{path}:{getattr(node, 'lineno', 1)}", value
 
     def units(self, path: str) -> Iterator[tuple[str, ast.AST, bytes]]:
         """The functions and other statements of one file: its class, the node, and a digest of both."""
