@@ -284,6 +284,64 @@ def test_one_process_needs_no_socket_and_no_thread_and_is_bounded_too(its: Abort
     assert scheduler.ended == ["b"]
 
 
+@pytest.mark.parametrize("times", [1, 99])
+@pytest.mark.parametrize("failing", ["_evict", "_finished_error", "finish_requests"])
+def test_what_fails_while_requests_end_is_tried_again_and_then_counted(
+    failing: str, times: int, its: Aborts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler: Any = SchedulerStandIn()
+    owner = scheduler if failing == "finish_requests" else abort
+    stock, failures = getattr(owner, failing), iter(range(times))
+
+    def fail(*args: Any) -> Any:
+        if next(failures, None) is not None:
+            raise MemoryError("no memory")
+        return stock(*args)
+
+    monkeypatch.setattr(owner, failing, fail)
+    its._begin(scheduler)
+    its.tell("shadow", ["a"], [3], "wrong")
+    its.tell("shadow", ["b"], [3], "wrong")
+    handed: list[Any] = []
+    monkeypatch.setattr(abort, "_hand_out", lambda outputs, ended: handed.extend(ended))
+    steps(its, scheduler)
+    assert not its._pending
+    assert not its._waiting
+    assert "requests are not ended" in caplog.text
+    if times == 1:
+        assert (scheduler.ended, len(handed)) == (["a", "b"], 2)
+        assert state_of(its)[0] is State.ACTIVE
+    else:
+        assert (scheduler.ended, its.counts()["abort"]["undelivered"]) == ([], 2)
+        assert state_of(its) == (
+            State.FAILED,
+            "verdicts could not be carried out, and their requests go on (event undelivered)",
+        )
+        caplog.clear()
+        steps(its, scheduler)
+        assert caplog.text == ""
+
+
+def test_a_request_whose_end_cannot_be_reported_stops_the_engine_and_does_not_hang(
+    its: Aborts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a release whose outputs have other fields, say: its client would wait for ever."""
+    scheduler: Any = SchedulerStandIn()
+    its._begin(scheduler)
+    tries = []
+
+    def fail(outputs: Any, ended: Any) -> None:
+        if ended:
+            tries.append(ended)
+            raise TypeError("unexpected keyword argument")
+
+    monkeypatch.setattr(abort, "_hand_out", fail)
+    its.tell("shadow", ["a"], [3], "wrong")
+    with pytest.raises(TypeError):
+        steps(its, scheduler)
+    assert (scheduler.ended, len(tries)) == (["a"], 2)
+
+
 def test_one_engine_after_another_has_a_socket_of_its_own(its: Aborts) -> None:
     receivers = []
     for engine in (its._engine, its._engine, os.urandom(8).hex()):

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from vllm_graphfix.engine import abort_channel
@@ -116,6 +116,8 @@ class Aborts:
         """Held to connect and to send, by a step's thread or the heartbeat's, a quarter of a second at most."""
         self._serving_since: float | None = None
         self._why_not: str | None = None
+        self._given_up = False
+        """Whether the scheduler of this process could not carry out a verdict."""
         self._delivered = self._undelivered = 0
         """Verdicts that are where the scheduler sees them, without those of the present connection, and lost ones."""
 
@@ -151,6 +153,8 @@ class Aborts:
         # The reasons have no numbers and no names: each is a series of its own in the metrics.
         if self._refused is not None:
             return State.INCOMPATIBLE, f"requests cannot be ended: {self._refused}"
+        if self._given_up:
+            return State.FAILED, "verdicts could not be carried out, and their requests go on (event undelivered)"
         if self._undelivered or (self._sender is not None and self._sender.overdue):
             why = "verdicts did not reach the scheduler, and their requests go on (event undelivered)"
             return State.FAILED, why if self._undelivered else "the scheduler's process does not read verdicts"
@@ -338,7 +342,7 @@ class Aborts:
 
     def _around_schedule(self, stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if self._pending:  # in nearly every step all that this costs
-            guarded(self._take_out, scheduler)
+            self._insist(self._take_out, scheduler)
         return stock(scheduler, *args, **kwargs)
 
     def _around_update(self, stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -346,10 +350,32 @@ class Aborts:
             return stock(scheduler, *args, **kwargs)
         ended: list[tuple[Any, str]] = []
         # Before the step's tokens are handed out: those of a request that ends are not.
-        guarded(self._end_requests, scheduler, ended)
+        self._insist(self._end_requests, scheduler, ended)
         outputs = stock(scheduler, *args, **kwargs)
-        guarded(_hand_out, outputs, ended)
+        try:
+            _hand_out(outputs, ended)
+        except Exception:
+            logger.exception("graphfix: requests that have ended could not be reported; it is tried once more")
+            # What this raises stops the engine: the clients of these requests would wait for their end for ever.
+            _hand_out(outputs, ended)
         return outputs
+
+    def _insist(self, act: Callable[..., None], *args: Any) -> None:
+        """Carries out by *act* what waits, which is lost if that fails twice: it would fail on, in each step."""
+        for _ in range(2):
+            try:
+                act(*args)
+            except Exception:
+                logger.exception("graphfix: requests are not ended: %s failed", act.__name__)
+            else:
+                return
+        self._given_up = True
+        self._undelivered += len(self._waiting)
+        self._waiting = []
+        while self._pending:
+            self._pending.popleft()
+            self._undelivered += 1
+        guarded(self._on_ended)  # the record says so
 
     def _take_out(self, scheduler: Any) -> None:
         """Takes blocks out of the cache before a request may get them."""
@@ -357,27 +383,31 @@ class Aborts:
             return
         # Not more than there are now: a rank may add as fast as they are taken.
         for _ in range(len(self._pending)):
-            verdict = self._pending.popleft()
+            verdict = self._pending[0]
             _evict(scheduler, _names(scheduler, verdict), verdict.blocks)
             self._waiting.append(verdict)
+            self._pending.popleft()  # last: if this fails, the verdict still waits, and what is done twice does no harm
 
     def _end_requests(self, scheduler: Any, ended: list[tuple[Any, str]]) -> None:
         self._take_out(scheduler)
         if not self._waiting or scheduler is not self._scheduler():
             return
-        waiting, self._waiting = self._waiting, []
         error, before = _finished_error(), len(ended)
-        for verdict in waiting:
+        while self._waiting:
+            verdict = self._waiting[0]
             for name in _names(scheduler, verdict):
                 request = scheduler.requests.get(name)
                 if request is not None and not request.is_finished():
                     # Once more: the step that is under way has given it blocks, whose contents follow from wrong ones.
                     _evict(scheduler, (name,), ())
+                    # Before it ends: of a request that has ended and is not in here, its client never hears.
+                    if all(each is not request for each, _ in ended):
+                        ended.append((request, verdict.why))
                     scheduler.finish_requests(name, error)
-                    ended.append((request, verdict.why))
                     self.ended[verdict.detector] += 1
                     shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
                     logger.error("graphfix: request %s ends with an error: %s", ascii(shown)[1:-1], verdict.why)
+            del self._waiting[0]  # last, as above
         if len(ended) > before:
             self._on_ended()
 
@@ -434,19 +464,22 @@ def _finished_error() -> Any:
     return RequestStatus.FINISHED_ERROR
 
 
-def _hand_out(outputs: Any, ended: Sequence[tuple[Any, str]]) -> None:
-    """Adds the last output of each request in *ended* to the *outputs* of a step, by client."""
+def _hand_out(outputs: Any, ended: list[tuple[Any, str]]) -> None:
+    """Moves the last output of each request in *ended* to the *outputs* of a step, by client."""
     if not ended:
         return
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-    for request, why in ended:
-        last = EngineCoreOutput(
-            request_id=request.request_id,
-            new_token_ids=[],
-            finish_reason=request.get_finished_reason(),
-            stop_reason=why,
-            events=request.take_events(),
-            trace_headers=request.trace_headers,
-        )
-        outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last)
+    while ended:
+        request, why = ended[0]
+        if request.is_finished():  # not where that failed
+            last = EngineCoreOutput(
+                request_id=request.request_id,
+                new_token_ids=[],
+                finish_reason=request.get_finished_reason(),
+                stop_reason=why,
+                events=request.take_events(),
+                trace_headers=request.trace_headers,
+            )
+            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last)
+        del ended[0]
