@@ -71,7 +71,7 @@ def test_records_of_two_engines_in_one_process_are_both_written(tmp_path: Path, 
     reporter.publish(record(engine="2" * 16))
     reporter.flush(10.0)
     assert {one.record.engine for one in read(tmp_path).found} == {"1" * 16, "2" * 16}
-    reporter.close()
+    reporter.close(60.0)
     assert names(tmp_path) == []
 
 
@@ -176,7 +176,7 @@ def test_an_error_in_refresh_is_one_warning(tmp_path: Path, reporter: Reporter, 
 def test_a_clean_end_removes_the_record_and_nothing_comes_after(tmp_path: Path, reporter: Reporter) -> None:
     reporter.keep(lambda: record(rank=0), 0.01)
     assert eventually(lambda: read(tmp_path).found)
-    reporter.close()
+    reporter.close(60.0)
     reporter.publish(record())
     reporter.keep(record)
     assert names(tmp_path) == []
@@ -361,12 +361,12 @@ def test_a_process_whose_folder_hangs_ends_in_a_moment(tmp_path: Path) -> None:
         reporter.publish(record())
         reporter.flush(10.0)
         really_open = os.open
-        os.open = lambda *given, **named: time.sleep(30.0) or really_open(*given, **named)
+        os.open = lambda *given, **named: time.sleep(600.0) or really_open(*given, **named)
         atexit.register(reporter.close)
         """
     started = time.monotonic()
     assert run_python(code, str(tmp_path)) == ""
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 300.0
     assert len(names(tmp_path)) == 1
 
 
@@ -377,12 +377,12 @@ def test_a_process_that_keeps_a_record_ends_at_once_and_cleanly(tmp_path: Path) 
         from records import record
         from vllm_graphfix.records import Reporter, read
         reporter = Reporter(Path(sys.argv[1]), print)
-        atexit.register(reporter.close)
-        reporter.keep(lambda: record(rank=0), 10.0)
+        atexit.register(reporter.close, 60.0)
+        reporter.keep(lambda: record(rank=0), 600.0)
         while not read(Path(sys.argv[1])).found:
             time.sleep(0.01)
         """
     started = time.monotonic()
     assert run_python(code, str(tmp_path)) == ""
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < 300.0  # not with the next heartbeat
     assert names(tmp_path) == []

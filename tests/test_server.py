@@ -265,11 +265,14 @@ def test_each_process_that_imports_what_a_fix_concerns_logs_one_line(plain: Seen
 
 def test_a_killed_engine_core_reads_as_dead(plain: Seen) -> None:
     (core,) = plain.role("engine-core")
-    assert [record["pid"] for record in plain.left] == [core["pid"]]  # the others ended in good order
+    assert core["pid"] in {record["pid"] for record in plain.left}
     assert plain.fleet_after is not None
     engine = plain.fleet_after.engine
     assert (engine["status"], engine["live"]) == ("ended", False)
-    assert [(one["pid"], one["liveness"]) for one in engine["processes"]] == [(core["pid"], "dead")]
+    # The others ended in good order, or, on a slow machine, as in the test of one that is stopped.
+    assert {one["pid"]: one["liveness"] for one in engine["processes"]} == dict.fromkeys(
+        (record["pid"] for record in plain.left), "dead"
+    )
 
 
 @pytest.mark.slow
@@ -416,8 +419,15 @@ def test_fleet_shows_both_api_servers(two_of_each: Seen) -> None:
     assert sum(one["role"] == "api-server" for one in two_of_each.fleet.engine["processes"]) == 2
 
 
-def test_a_server_that_is_stopped_leaves_no_record(two_of_each: Seen) -> None:
-    assert two_of_each.left == []
+def test_a_server_that_is_stopped_leaves_no_record_that_seems_to_live(two_of_each: Seen) -> None:
+    """On a slow machine some stay: vLLM kills what has not ended 5 s after SIGTERM, and an end waits 1 s for a disk.
+
+    `test_reporter.py` has the removal itself, without a limit.
+    """
+    assert two_of_each.fleet_after is not None
+    engines = two_of_each.fleet_after.told["engines"]
+    liveness = {one["pid"]: one["liveness"] for engine in engines for one in engine["processes"]}
+    assert liveness == dict.fromkeys((record["pid"] for record in two_of_each.left), "dead")
 
 
 # -- VLLM_PLUGINS that filters it out ----------------------------------------------------------------------------------
