@@ -183,6 +183,24 @@ def test_a_clean_end_removes_the_record_and_nothing_comes_after(tmp_path: Path, 
     assert eventually(lambda: threads() == [])
 
 
+def test_a_writer_that_an_error_has_ended_is_replaced(
+    tmp_path: Path, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda _: None)
+        patch.setattr(reporter, "_write", fail)
+        reporter.publish(record(problem="first"))
+        writer = reporter._writer
+        assert writer is not None
+        writer.join()
+    reporter.publish(record(problem="second"))
+    reporter.flush(60.0)
+    assert only(tmp_path).record.problem == "second"
+
+
 def test_a_record_with_a_problem_is_written_and_stays(tmp_path: Path, reporter: Reporter) -> None:
     reporter.publish(record())
     reporter.flush(10.0)

@@ -129,7 +129,7 @@ class Reporter:
 
     def _start_writer(self) -> None:
         with self._lock:
-            if self._writer is not None or not (self._pending or (self._ended.is_set() and self._tried)):
+            if _is_at_work(self._writer) or not (self._pending or (self._ended.is_set() and self._tried)):
                 return
             self._writer = threading.Thread(target=self._write, name="graphfix-record", daemon=True)
         try:
@@ -195,3 +195,8 @@ class Reporter:
                 f"the status record of this process cannot be kept: {what}. Serving is not affected, but "
                 f"`vllm-graphfix fleet` and the metrics miss this process. {STATUS_DIR} can name another folder"
             )
+
+
+def _is_at_work(thread: threading.Thread | None) -> bool:
+    """Tell if *thread* runs or is about to: one that an error has ended, for want of memory say, is replaced."""
+    return thread is not None and (thread.ident is None or thread.is_alive())
