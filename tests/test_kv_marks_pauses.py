@@ -268,3 +268,16 @@ def test_a_block_of_the_last_step_is_full_and_is_marked_no_more_once_it_is_given
         assert given_out.isdisjoint(held)
         assert {(block.request, block.place, number) for number, block in held.items()} <= full
     assert marks.stopped is None
+
+
+@pytest.mark.parametrize("failing", ["_count", "_end"])
+def test_what_fails_while_the_marks_stop_does_not_come_out_in_a_step(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory")
+
+    marks = KVMarks()
+    monkeypatch.setattr(marks, failing, fail)
+    marks._guarded(fail)
+    assert marks.stopped == "MemoryError: no memory"

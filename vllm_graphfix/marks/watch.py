@@ -24,6 +24,7 @@ from vllm_graphfix.marks.last_step import LastStep
 from vllm_graphfix.marks.ledger import Block, Ledger
 from vllm_graphfix.marks.sums import MOST, Group, Looked, Sums, UnsafeCacheError, groups
 from vllm_graphfix.marks.turns import Turns
+from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.settings.shadow_rate import Abort
 
 SHARE = 0.001
@@ -559,13 +560,13 @@ class KVMarks:
 
     def _stop(self, error: Exception) -> None:
         self.stopped = f"{type(error).__name__}: {error}"
-        self._count("failures", 1)
+        guarded(self._count, "failures", 1)  # here nothing may fail: this is called in the handlers of hooks
         logger.warning(
             "graphfix: cache blocks are not marked any more on this rank; serving goes on: %s",
             self.stopped,
             exc_info=error,
         )
-        self._end()
+        guarded(self._end)
 
 
 def _is_long(run: int) -> bool:
