@@ -619,3 +619,15 @@ def test_real_ranks_of_two_stages_check_the_same_steps_and_none_waits_for_one_th
     assert stopped["failed"][2:] == ["it failed on another rank of the same group", "ValueError: planted"]
     assert [steps[0] for steps in checked["silent"]] == [100] * 4
     assert all(stopped["silent"][:2])
+
+
+def test_a_plan_that_fails_turns_the_check_off_and_does_not_come_out_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    begun: Any = Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
+    begun._stages = SimpleNamespace(plan_at=0, told=True, end=lambda: None)
+    begun.schedule.due = 1
+    monkeypatch.setattr(ranks, "limited", fail)
+    begun.plan()
+    assert (begun.stopped, begun.schedule.due) == ("RuntimeError: can't start new thread", NEVER)

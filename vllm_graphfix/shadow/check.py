@@ -195,8 +195,14 @@ class Shadow:
     def plan(self) -> None:
         """Agrees which step is due next, at the step for which the stages of a pipeline have agreed to do so.
 
-        All ranks of the group are here at once.
+        All ranks of the group are here at once. Raises nothing: where it fails, by a thread that cannot be started say,
+        the check is off.
         """
+        _, failed = tried(self._plan)
+        if failed is not None:
+            tried(lambda: self.stop(description(failed), failed))
+
+    def _plan(self) -> None:
         others, step = self._stages, self.schedule.step
         if others is None or self.schedule.due >= NEVER or step < others.plan_at:
             return
