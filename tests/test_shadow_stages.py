@@ -33,7 +33,7 @@ from vllm_graphfix.fix import Activity
 from vllm_graphfix.patching.manager import FixManager, Policy
 from vllm_graphfix.settings.environment import Master
 from vllm_graphfix.settings.shadow_rate import NEVER, Action, Rate
-from vllm_graphfix.shadow import drafter_v2, process, ranks, runner_v1, runner_v2, stages
+from vllm_graphfix.shadow import drafter_v2, process, ranks, runner_v1, runner_v2, stages, watchdog
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError
 from vllm_graphfix.shadow.runs import Step
@@ -621,13 +621,21 @@ def test_real_ranks_of_two_stages_check_the_same_steps_and_none_waits_for_one_th
     assert all(stopped["silent"][:2])
 
 
-def test_a_plan_that_fails_turns_the_check_off_and_does_not_come_out_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_plan_or_check_that_fails_turns_the_check_off_and_ends_a_rank_for_which_others_wait(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    begun: Any = Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
-    begun._stages = SimpleNamespace(plan_at=0, told=True, end=lambda: None)
-    begun.schedule.due = 1
+    ends: list[str] = []
+    monkeypatch.setattr(watchdog, "end", ends.append)
     monkeypatch.setattr(ranks, "limited", fail)
-    begun.plan()
-    assert (begun.stopped, begun.schedule.due) == ("RuntimeError: can't start new thread", NEVER)
+    monkeypatch.setattr(ranks, "alone", lambda: alone)
+    for call in (lambda begun: begun.plan(), lambda begun: begun.check("key", fail, lambda: "replayed")):
+        begun: Any = Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
+        begun._stages = SimpleNamespace(plan_at=0, told=True, end=lambda: None)
+        begun.schedule.due = 1
+        assert call(begun) in (None, "replayed")
+        assert (begun.stopped, begun.schedule.due) == ("RuntimeError: can't start new thread", NEVER)
+    assert ends == ([] if alone else ["the check has failed on this rank: RuntimeError: can't start new thread"] * 2)

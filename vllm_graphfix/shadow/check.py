@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import NEVER, Abort, Action, Rate
-from vllm_graphfix.shadow import lockstep, ranks, stages
+from vllm_graphfix.shadow import lockstep, ranks, stages, watchdog
 from vllm_graphfix.shadow.comparison import threshold
 from vllm_graphfix.shadow.concerned import requests_of_rows
 from vllm_graphfix.shadow.failures import FailedElsewhereError, UnfitStep, UnsafeError, description, is_lost, tried
@@ -196,11 +196,21 @@ class Shadow:
         """Agrees which step is due next, at the step for which the stages of a pipeline have agreed to do so.
 
         All ranks of the group are here at once. Raises nothing: where it fails, by a thread that cannot be started say,
-        the check is off.
+        the check is off, and in a group this process ends.
         """
         _, failed = tried(self._plan)
         if failed is not None:
-            tried(lambda: self.stop(description(failed), failed))
+            self._stop_alone(failed)
+
+    def _stop_alone(self, failed: Exception) -> None:
+        """Turns the check off for an error of its own bookkeeping, of which the other ranks of a group cannot know.
+
+        They wait for this rank in an agreement, now or at the next step that is due, for as long as a step may take,
+        which is minutes. So this process ends, and with it the engine in seconds.
+        """
+        tried(lambda: self.stop(description(failed), failed))
+        if not ranks.alone():
+            watchdog.end(f"the check has failed on this rank: {description(failed)}")
 
     def _plan(self) -> None:
         others, step = self._stages, self.schedule.step
@@ -234,17 +244,16 @@ class Shadow:
         here at the same step, and each of them takes part in every agreement, whatever failed in it: one that did not
         would leave the others waiting, until they end.
         """
-        replayed = Replay(replay)
+        replayed: Replay | None = None
         try:
+            replayed = Replay(replay)
             return self._check(key, describe, replayed)
         except Exception as error:
-            if error is replayed.error:  # vLLM's own
+            if replayed is not None and error is replayed.error:  # vLLM's own
                 raise
             failed = error
-        # Of our own bookkeeping. A rank of a group that waits for this one ends, as for any other that fails in the
-        # middle of a check.
-        tried(lambda: self.stop(description(failed), failed))
-        return replayed.output if replayed.done else replay()
+        self._stop_alone(failed)
+        return replayed.output if replayed is not None and replayed.done else replay()
 
     def _check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
