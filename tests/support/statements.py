@@ -102,7 +102,9 @@ def _functions(
     names: Mapping[str, object], module: str, path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], FunctionType]]:
     for name, value in dict(names).items():
-        function = value.fget if isinstance(value, property) else value
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(function, FunctionType):
+            function = inspect.unwrap(function)  # of a context manager
         if isinstance(function, FunctionType) and function.__module__ == module and function.__name__ == name:
             if function.__code__.co_filename.endswith(".py"):  # not what a named tuple makes
                 yield (*path, name), function

@@ -1,0 +1,294 @@
+"""A real engine with two ranks that serves while functions of the plugin fail: what came of each fault, as JSON lines.
+
+    python serving_faults_engine.py MODEL
+
+It prints its places first, then reads faults from its input, one JSON list a line: ``[process, place, error, times]``,
+*process* ``scheduler`` or a rank, *times* 1 or null for always. Real are the engine with its scheduler, its two workers
+in processes of their own (tensor parallel, gloo), and the plugin. A stand-in are graphs, which a CPU has not: those of
+`aborted_engine.py`. In each fault's batch of three, the fifth replay has one wrong row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import multiprocessing
+import pkgutil
+import random
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+
+import aborted_engine
+import marked_engine
+import statements
+
+WRONG, STOCK = "1", "stock"
+"""The rows that are wrong in one replay, as `aborted_engine` has it; the same in an engine that checks nothing."""
+TOKENS, MORE_TOKENS = 8, 16
+"""Of an answer; marks are looked at every few steps."""
+WATCHED = ("shadow", "abort", "kv-marks")
+PARTS = ("shadow", "marks", "records", "engine")
+OF_ENGINE = ("abort", "abort_channel", "addresses", "rank_addresses", "metrics", "status_record", "steps")
+"""The modules of the plugin's `engine` that run while it serves."""
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "OSError": lambda: OSError(5, "Input/output error"),
+    "MemoryError": lambda: MemoryError("no memory"),
+    "RuntimeError": lambda: RuntimeError("a fault"),
+}
+BEAT = 0.05
+"""Seconds between two heartbeats."""
+
+
+class Faults:
+    """The fault of this process, and what was seen of it."""
+
+    seen: set[str] | None = None
+    place: str | None = None
+    error = ""
+    left = 0
+    fired = 0
+    log: ClassVar[list[tuple[int, str]]] = []
+
+
+def before(part: str, module: str, line: int) -> None:
+    """Called before each statement of the plugin; raises the fault of this process at its place."""
+    if Faults.seen is not None:
+        Faults.seen.add(f"{part}/{module}.py:{line}")
+    if Faults.place is not None and Faults.left and Faults.place == f"{part}/{module}.py:{line}":
+        Faults.left -= 1
+        Faults.fired += 1
+        raise ERRORS[Faults.error]()  # noqa: RSE102 - a call
+
+
+class Log(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        Faults.log.append((record.levelno, record.getMessage()))
+
+
+def install() -> None:
+    """Before the engine starts: what is nested in a function is made with the code that it has then."""
+    from vllm_graphfix.records.reporter import Reporter
+
+    patch = pytest.MonkeyPatch()
+    for part in PARTS:
+        package = importlib.import_module(f"vllm_graphfix.{part}")
+        names = OF_ENGINE if part == "engine" else [each.name for each in pkgutil.iter_modules(package.__path__)]
+        modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+        statements.call_before_each_statement(patch, modules, partial(before, part))
+    Reporter.keep.__defaults__ = (BEAT,)
+
+
+# -- in each process ---------------------------------------------------------------------------------------------------
+
+
+def plugin() -> Any:
+    import vllm_graphfix
+
+    return vllm_graphfix._engine_process()
+
+
+def arm(worker: Any, place: str | None = None, error: str = "", times: int | None = None) -> None:
+    """Lets *place* fail from now on, so many *times* or always; without one, writes down what is called."""
+    Faults.place, Faults.error, Faults.left, Faults.fired = place, error, times or sys.maxsize, 0
+    Faults.seen = set() if place is None else None
+
+
+def arm_rank(worker: Any, rank: int, *fault: Any) -> None:
+    if worker.rank == rank:
+        arm(worker, *fault)
+
+
+def disarm(worker: Any = None) -> None:
+    Faults.place = None
+
+
+def beat() -> None:
+    """Begins heartbeats anew where they have ended."""
+    record = plugin().status_record
+    reporter = record._reporter_here()
+    if not (reporter._keeper is not None and reporter._keeper.is_alive()):
+        record._reporter, record._keeps_record = None, False
+        record.keep()
+    record._reporter_here()._warned = False
+
+
+def overwrite(worker: Any) -> None:
+    """One bit of a finished block on rank 0, where one is marked there."""
+    ledger = plugin().marks._watch._ledger
+    if worker.rank == 0 and ledger is not None and any(block.place == 0 for block in ledger.marked.values()):
+        marked_engine.overwrite_finished(worker, 0)
+
+
+def begin_rank(worker: Any, wrong: str) -> None:
+    """As if the engine had just started on this rank, with all that watches it."""
+    from vllm_graphfix.marks import watch
+    from vllm_graphfix.shadow import process as shadow
+
+    process, runner = plugin(), worker.model_runner
+    runner.model = getattr(runner.model, "runnable", runner.model)
+    process.aborts.forked()
+    process.addresses.forked()
+    process.steps.forked()
+    process._engage(process.decision)
+    aborted_engine.GraphStandIn.replays = 0
+    if wrong == STOCK:
+        shadow.SHADOW = None
+    aborted_engine.replay(worker, WRONG if wrong == STOCK else wrong)
+    if wrong != STOCK:
+        process.serve(worker, True)
+        watch._PATIENCE, watch._MOST_WAITING = 0.0, 2
+        serving = process.marks._watch
+        serving._for_marks.share = serving._for_looks.share = 0.5
+    beat()
+    Faults.log.clear()
+
+
+def begin_scheduler(core: Any) -> None:
+    process = plugin()
+    aborts = process.aborts
+    receiver, aborts._receiver = aborts._receiver, None
+    if receiver is not None:
+        receiver.close()
+        receiver._thread.join()
+    aborts._forget()
+    process._engage(process.decision)
+    aborts._begin(core.scheduler)
+    beat()
+    Faults.log.clear()
+
+
+def said(worker: Any = None) -> dict[str, Any]:
+    """What this process says of itself now: states, counts, and what its record and its log say."""
+    record = plugin().status_record
+    reporter, now = record._reporter_here(), record.record()
+    return {
+        "fired": Faults.fired,
+        "states": {name: [each.state, each.reason] for name, each in now.fixes.items() if name in WATCHED},
+        "events": {name: dict(counts) for name, counts in now.events.items() if name in (*WATCHED, "addresses")},
+        "beats": reporter._keeper is not None and reporter._keeper.is_alive(),
+        "log": list(Faults.log),
+    }
+
+
+def traced(worker: Any = None) -> list[str]:
+    found, Faults.seen = Faults.seen or set(), None
+    return sorted(found)
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def main(model: str) -> None:
+    install()
+    from vllm import LLM, SamplingParams
+    from vllm.v1.executor import multiproc_executor
+
+    from vllm_graphfix.engine import metrics
+
+    # Forked, as on a GPU. On a CPU vLLM spawns workers for the sake of OpenMP's threads, of which there are none here.
+    multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
+    logging.getLogger("vllm.graphfix").addHandler(Log())
+    begun = time.monotonic()
+    llm = LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        block_size=16,
+        enable_prefix_caching=True,
+        num_gpu_blocks_override=64,
+        distributed_executor_backend="mp",
+        tensor_parallel_size=2,
+        seed=0,
+    )
+    engine = llm.llm_engine
+    core = engine.engine_core.engine_core
+    chance = random.Random(7)  # noqa: S311 - the same prompts in every run
+    prompts = [chance.choices(range(1, aborted_engine.VOCABULARY), k=length) for length in aborted_engine.LENGTHS]
+
+    def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+        found: list[Any] = core.model_executor.collective_rpc(function, args=args)
+        return found
+
+    def begin(wrong: str) -> None:
+        llm.reset_prefix_cache()
+        begin_scheduler(core)
+        on_ranks(begin_rank, wrong)
+
+    def ask(tokens: int) -> list[list[Any]]:
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+        told = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+        return [[each.outputs[0].finish_reason, list(each.outputs[0].token_ids)] for each in told]
+
+    def serve(found: dict[str, Any]) -> None:
+        """Asks twice: in the first a replay is wrong, before the second a block of the prefix cache is overwritten."""
+        at = time.monotonic()
+        try:
+            found["first"] = ask(TOKENS)
+            on_ranks(overwrite)
+            found["second"] = ask(MORE_TOKENS)
+            for _ in range(2):  # of a rank without work
+                core.execute_dummy_batch()
+            time.sleep(2 * BEAT)
+        except Exception as error:
+            found["failed"] = f"{type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        found["took"] = time.monotonic() - at
+
+    def say(found: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+    metrics.EVERY = BEAT
+    plugin()._expose_metrics()
+    eager = ask(MORE_TOKENS)
+    begin(STOCK)
+    start: dict[str, Any] = {"eager": eager, "stock": ask(TOKENS)}
+    begin(WRONG)
+    arm(None)
+    on_ranks(arm, None)
+    serve(start)
+    start["places"] = {"scheduler": traced(), "0": on_ranks(traced)[0]}
+    start |= {"scheduler": said(), "ranks": on_ranks(said), "start": time.monotonic() - begun}
+    say(start)
+    for line in sys.stdin:
+        process, place, error, times = json.loads(line)
+        begin(WRONG)
+        if process == "scheduler":
+            arm(None, place, error, times)
+        else:
+            on_ranks(arm_rank, int(process), place, error, times)
+        found: dict[str, Any] = {}
+        serve(found)
+        disarm()
+        found["scheduler"] = said()
+        if "failed" in found and process != "scheduler":
+            # As an engine core does, vLLM's executor would end the ranks now: the others wait in a collective.
+            say(found | {"ended": found["failed"]})
+            return
+        try:
+            on_ranks(disarm)
+            found["ranks"] = on_ranks(said)
+            begin("none")
+            found["after"] = ask(TOKENS)
+        except Exception as error:  # no ranks are left
+            say(found | {"ended": f"{type(error).__name__}: {error}"})
+            return
+        say(found)
+
+
+if __name__ == "__main__":
+    import serving_faults_engine  # functions of which a worker in a process of its own knows the module
+
+    serving_faults_engine.main(*sys.argv[1:])
