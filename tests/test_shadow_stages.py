@@ -632,7 +632,11 @@ def test_a_plan_or_check_that_fails_turns_the_check_off_and_ends_a_rank_for_whic
     monkeypatch.setattr(watchdog, "end", ends.append)
     monkeypatch.setattr(ranks, "limited", fail)
     monkeypatch.setattr(ranks, "alone", lambda: alone)
-    for call in (lambda begun: begun.plan(), lambda begun: begun.check("key", fail, lambda: "replayed")):
+    calls: list[Callable[[Any], Any]] = [
+        lambda begun: begun.plan(),
+        lambda begun: begun.check("key", fail, lambda: "replayed"),
+    ]
+    for call in calls:
         begun: Any = Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
         begun._stages = SimpleNamespace(plan_at=0, told=True, end=lambda: None)
         begun.schedule.due = 1
