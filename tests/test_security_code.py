@@ -95,6 +95,10 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "os.fork": "engines, off a process that has imported vLLM",
     },
     "verify/engine/processes.py": {"subprocess": OWN_PYTHON, "os.killpg": "ends what it has started"},
+    "engine/components/__init__.py": {
+        "pkgutil": "lists the modules of its own folder",
+        "import_module": "loads them: one a component",
+    },
     "verify/engine/probes.py": {"import_module": "the module of this package that makes a case's probe"},
     "verify/engine/worker.py": {
         "os.fork": "a process that ends an engine nobody waits for any more",

@@ -121,7 +121,7 @@ def beat() -> None:
 
 def overwrite(worker: Any) -> None:
     """One bit of a finished block on rank 0, where one is marked there."""
-    ledger = plugin().marks._watch._ledger
+    ledger = plugin().component("kv-marks").marks._watch._ledger
     if worker.rank == 0 and ledger is not None and any(block.place == 0 for block in ledger.marked.values()):
         marked_engine.overwrite_finished(worker, 0)
 
@@ -133,9 +133,8 @@ def begin_rank(worker: Any, wrong: str) -> None:
 
     process, runner = plugin(), worker.model_runner
     runner.model = getattr(runner.model, "runnable", runner.model)
-    process.aborts.forked()
-    process.addresses.forked()
-    process.steps.forked()
+    for name in ("abort", "addresses", "steps"):
+        process.component(name).after_fork()
     process._engage(process.decision)
     aborted_engine.GraphStandIn.replays = 0
     if wrong == STOCK:
@@ -144,7 +143,7 @@ def begin_rank(worker: Any, wrong: str) -> None:
     if wrong != STOCK:
         process.serve(worker, True)
         watch._PATIENCE, watch._MOST_WAITING = 0.0, 2
-        serving = process.marks._watch
+        serving = process.component("kv-marks").marks._watch
         serving._for_marks.share = serving._for_looks.share = 0.5
     beat()
     Faults.log.clear()
@@ -152,7 +151,7 @@ def begin_rank(worker: Any, wrong: str) -> None:
 
 def begin_scheduler(core: Any) -> None:
     process = plugin()
-    aborts = process.aborts
+    aborts = process.component("abort").aborts
     receiver, aborts._receiver = aborts._receiver, None
     if receiver is not None:
         receiver.close()

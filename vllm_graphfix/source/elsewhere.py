@@ -54,6 +54,8 @@ _SETATTR = re.compile(rb"setattr\([^,()]*,\s*[\"'](\w+)")
 _WORD = re.compile(rb"\w+")
 _LAYOUT = re.compile(rb"(?m:#.*$)|[\s,()\\]+")
 """What a formatter or a header changes: comments, white space, and how statements are broken into lines."""
+_DESCRIPTION = re.compile(r"Expr\(value=Constant\(value=(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")\)\),?")
+"""A string that stands alone, in canonical text: it describes an attribute."""
 
 
 class Replacement(NamedTuple):
@@ -207,7 +209,7 @@ class Search:
         """The functions and other statements of one file: its class, the node, and a digest of both."""
         tree = self._tree(path)
         for owner, node in _units(tree) if tree is not None else ():
-            text = f"{owner}.{getattr(node, 'name', '')} {canonical(node)}"
+            text = _DESCRIPTION.sub("", f"{owner}.{getattr(node, 'name', '')} {canonical(node)}")
             yield owner, node, hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
 
     @functools.cache  # noqa: B019 - one search at a time is kept
