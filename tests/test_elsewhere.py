@@ -106,6 +106,9 @@ def test_an_all_clear_is_refused_where_another_file_replaces_what_it_rests_on() 
     found = manifest.diagnose(fix, with_file("def f(w):\n    w.WorkspaceManager.lock = lambda self: None\n"))
     assert (found.verdict, found.defect_seen, found.where) == (Verdict.UNRECOGNISED, False, f"{path}:2")
     assert "WorkspaceManager.lock may be replaced by code of no known release" in found.reason
+    unreadable = manifest.diagnose(fix, with_file("lock_workspace(\n"))
+    assert unreadable.verdict is Verdict.UNRECOGNISED
+    assert "by a file that cannot be parsed" in unreadable.reason
 
 
 def appended(code: str) -> Change:

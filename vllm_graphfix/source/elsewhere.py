@@ -189,6 +189,8 @@ class Search:
             wanted = everywhere | (names_of_data if _folder(path) in folders else set())
             if names is None or not (_may_reach(reach, names, self.words(path)) or wanted & self.words(path)):
                 continue
+            if self._tree(path) is None:
+                yield "a file that cannot be parsed", f"{path}:1", b""
             for name, line in _renamed_by_imports(self._tree(path)):
                 if name in wanted:
                     yield name, f"{path}:{line}", b""
