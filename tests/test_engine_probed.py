@@ -10,7 +10,6 @@ import pytest
 from engine_proofs import (
     CASES,
     ILLEGAL_ACCESS,
-    OBSERVATIONS,
     RIGHT,
     RUNS,
     WRONG,
@@ -22,8 +21,13 @@ from engine_proofs import (
     shown,
     with_,
 )
+from trial_rows import observed_of
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.gpu_proof import measure
 from vllm_graphfix.verify.report import Proof
+
+OBSERVATIONS = {name: observed for name in BY_NAME if (observed := observed_of(name)) is not None}
+"""The values of the probes on stock, and with the fix."""
 
 
 @pytest.mark.parametrize("name", OBSERVATIONS)

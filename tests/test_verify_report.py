@@ -21,7 +21,7 @@ WRONG = replace(RIGHT, graphed=(1.0, 2.5, nan))
 CRASH = replace(RIGHT, graphed=(), error="illegal [memory] access")
 PROVEN = Proof(
     fix=BY_NAME["mamba-padding"],
-    diagnosis=Diagnosis(Verdict.AFFECTED, "affected"),
+    diagnosis=Diagnosis(Verdict.AFFECTED, "affected", known=True),
     stock=WRONG,
     patched=RIGHT,
     failure=None,

@@ -114,12 +114,12 @@ def _acted_on_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
     search = _search(source)
     if fix.name not in BY_NAME or not (search.paths and search.is_fork):
         return None
-    own, reach = module_of(fix.name).FIX, load()["reach"].get(fix.name, elsewhere.Reach(*4 * (frozenset(),)))
-    # The patterns have judged what they read: where they recognise the defect, no remedy is taken for granted there.
-    seen = found.verdict is Verdict.AFFECTED
-    judged = {function.where for function in source.consulted.values()} if seen else set()
-    for name, where, value in search.in_reach(reach, _as_known(own, source), own.surroundings, own.distant_code):
-        if value not in elsewhere.known(elsewhere.KNOWN_FUNCTIONS) and where not in judged:
+    own, seen = module_of(fix.name).FIX, found.verdict is Verdict.AFFECTED
+    nothing = elsewhere.Reach(*4 * (frozenset(),))
+    # Where the defect is recognised its surroundings are judged by slices, and only what is distant might mend it.
+    reach, data = (nothing, ()) if seen else (load()["reach"].get(fix.name, nothing), own.surroundings)
+    for name, where, value in search.in_reach(reach, _as_known(own, source), data, own.distant_code):
+        if value not in elsewhere.known(elsewhere.KNOWN_FUNCTIONS):
             reason = f"{found.reason}; but code of no known release may act on it, by {name}"
             return Diagnosis(Verdict.UNRECOGNISED, reason, where, found.shape if seen else "", defect_seen=seen)
     return None

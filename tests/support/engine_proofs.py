@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from trial_rows import observed_of
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Answer
@@ -82,10 +81,6 @@ def observing(
         name,
         **with_(stock=said(RIGHT, "off", observed=seen), patched=said(patched, "active", observed=seen_with_the_fix)),
     )
-
-
-OBSERVATIONS = {name: observed for name in BY_NAME if (observed := observed_of(name)) is not None}
-"""The values of the probes on stock, and with the fix."""
 
 
 def shown(*proofs: Proof) -> str:

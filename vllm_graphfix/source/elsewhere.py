@@ -175,18 +175,20 @@ class Search:
     ) -> Iterator[tuple[str, str, bytes]]:
         """The functions, and the other statements of classes and modules, that act on *parts*, which have this *reach*.
 
-        Also by the names of *data*, in the folders of these slices, where none of them covers the place, and by those
-        in *distant*; an import that gives one of these another name counts, too. The name by which they do, the place,
-        ``path:line``, and a digest that does not depend on it. Not those of which *parts* are slices, nor methods of a
-        class that is one as a whole, but where *distant* names them.
+        Also by the names of *data*, in other files of these slices' folders, and by those in *distant*; an import that
+        gives one of these another name counts, too. The name by which they do, the place, ``path:line``, and a digest
+        that does not depend on it. Not those of which *parts* are slices, nor methods of a class that is one as a
+        whole, but where *distant* names them.
         """
         places = {each.place for part in parts for each in _functions_of(self._source, part)}
         classes = {f"{part.place}." for part in parts if part.function}
         # `self` or `out` may be anybody's.
         names_of_data = {name for part in data for name in part.names.split() if "_" in name or not name.islower()}
-        folders, everywhere = {_folder(part.path) for part in data}, _OWN_GRAPHS.union(distant.split())
+        read = {part.path for part in data}
+        folders, everywhere = set(map(_folder, read)), _OWN_GRAPHS.union(distant.split())
         for path, names in self.names.items():
-            wanted = everywhere | (names_of_data if _folder(path) in folders else set())
+            is_near = _folder(path) in folders and path not in read
+            wanted = everywhere | (names_of_data if is_near else set())
             if names is None or not (_may_reach(reach, names, self.words(path)) or wanted & self.words(path)):
                 continue
             if self._tree(path) is None:
@@ -200,10 +202,7 @@ class Search:
                 is_sliced = place in places or f"{path}::{owner}." in classes
                 if is_sliced and getattr(node, "name", "") not in everywhere:
                     continue
-                # A slice has judged the data where they are; what is distant none has.
-                covering = [part for part in data if part.path == path and part.function in ("", owner, own)]
-                unjudged = wanted.difference(*(part.names.split() for part in covering)) | everywhere
-                own_words = (word for word in (owner, *_words_of(node)) if word in unjudged)
+                own_words = (word for word in (owner, *_words_of(node)) if word in wanted)
                 if (by := _acts_by(reach, owner, node) or next(own_words, None)) is not None:
                     yield by, f"{path}:{getattr(node, 'lineno', 1)}", value
 

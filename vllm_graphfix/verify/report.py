@@ -89,7 +89,8 @@ class Proof:
             return "defect not shown on stock"
         if self.patched.error or differing(self.patched.eager, self.patched.graphed):
             return "defect still there"
-        if self.patched.miscounted:
+        # A scenario knows how often its events occur in the releases' code alone.
+        if self.patched.miscounted and self.diagnosis.known:
             return "miscounted"
         if self.poisoned.get("patched"):
             return "poison is still seen"
