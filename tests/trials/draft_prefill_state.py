@@ -57,7 +57,7 @@ EDITS = (
         "        def create_forward_fn(desc):\n"
         "            attn_metadata, slot_mappings = prepare_inputs_to_capture(self.input_buffers)\n"
         "            return lambda cg_mode: forward_fn(num_reqs, num_tokens, attn_metadata, slot_mappings, cg_mode)\n",
-        Verdict.UNRECOGNISED,  # it also renames the former class
+        Verdict.FIXED,
         also=((EAGLE, r"^class PrefillEagleCudaGraphManager", "class PrefillsOfEagle"),),
     ),
     Edit(

@@ -39,7 +39,7 @@ EDITS = (
             DRAFT_MANAGERS[0],
             r"^class DecodeSpeculatorCudaGraphManager",
             "class SpeculatorCudaGraphManager",
-            Verdict.UNRECOGNISED,  # it also renames the other class
+            Verdict.FIXED,
             also=(
                 (DRAFT_MANAGERS[0], r"^class PrefillSpeculatorCudaGraphManager", "class PrefillsOfSpeculators"),
                 (_SPECULATOR, r"(Prefill|Decode)SpeculatorCudaGraphManager", "SpeculatorCudaGraphManager"),
