@@ -9,7 +9,7 @@ from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Slice, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source.elsewhere import KNOWN_FILES, Search, digest, known
+from vllm_graphfix.source.elsewhere import KNOWN_FILES, Search, code_digest, digest, known
 from vllm_graphfix.source.files import Source, SourceError
 
 OWN = "vllm/workspace.py"
@@ -184,3 +184,11 @@ def test_a_fork_that_changes_something_else_is_right_as_before(fix: str, release
     change = appended("def theme() -> str:\n    return 'dark'\n")
     found = manifest.diagnose(BY_NAME[fix], edited_source(release_root(release), {path: change}))
     assert found.verdict is Verdict.FIXED
+
+
+def test_the_code_of_a_file_is_all_but_its_comments() -> None:
+    code = b"def f(x):\n    if x:\n        return (x + 1) * 2\n"
+    same = (b"# A licence.\n\n" + code, code.replace(b"x:\n", b"x:  # why\n\n"), code + b"\n\n")
+    other = (code.replace(b"(x + 1)", b"x + 1"), code.replace(b"        return", b"    return"))
+    assert {code_digest("a.py", each) for each in same} == {code_digest("a.py", code)}
+    assert code_digest("a.py", code) not in {code_digest("a.py", each) for each in other}

@@ -18,7 +18,7 @@ from fork_trees import (
     renames,
     stock_verdict,
 )
-from reader_edits import EDITS, with_a_licence
+from reader_edits import EDITS, LICENCE, STATEMENT, with_a_line
 from vllm_graphfix.fix import Verdict
 
 SAMPLE = 25
@@ -68,7 +68,14 @@ def test_an_edit_away_from_the_defect_is_no_all_clear_and_is_not_patched(name: s
 def test_a_licence_in_each_file_hides_no_edit() -> None:
     release, (fix,), edit = EDITS["a backend that claims more than it can"]
     tree = ForkTree(release)
-    with_a_licence(tree)
+    with_a_line(tree, LICENCE)
     assert tree.verdict(fix).verdict is stock_verdict(fix, release)
     edit(tree)
     assert tree.verdict(fix).verdict is Verdict.UNRECOGNISED
+
+
+def test_a_fork_of_which_no_file_is_known_is_no_all_clear() -> None:
+    """Nothing tells what was edited in it, as where all of it was formatted anew."""
+    tree = ForkTree("0.30.0")
+    with_a_line(tree, STATEMENT)
+    assert tree.verdict("workspace-growth").verdict is Verdict.UNRECOGNISED

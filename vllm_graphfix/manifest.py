@@ -78,7 +78,6 @@ def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
 def diagnose(fix: Patchable, source: Source) -> Diagnosis:
     """The verdict of *fix* on *source*. Raises `SourceError`, `ManifestError`."""
     try:
-        source.consulted.clear()  # by other fixes: where the files are known, this one consults nothing
         found = _by_files(fix, source) or _by_structure(fix, source)
         if found.verdict in (Verdict.FIXED, Verdict.ABSENT):
             found = _replaced_elsewhere(fix, source, found) or _acted_on_elsewhere(fix, source, found) or found
@@ -98,6 +97,8 @@ def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
     search, known = _search(source), load()["elsewhere"].get(fix.name, {})
     if not search.paths:
         return None
+    if search.is_like_no_release:
+        return Diagnosis(Verdict.UNRECOGNISED, f"{found.reason}; but most files of this vLLM are of no known release")
     own = module_of(fix.name).FIX
     for part, replacement in search.replacements(basis_of_all_clear(own), own.wordings, load()["subclasses"]):
         if replacement.value not in known and part.only_for in (None, found.verdict):
@@ -305,7 +306,6 @@ def _not_proven(
 def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
     """What the patterns of *fix* say, and the fingerprints of the code around them."""
     # All fixes ask one source, one after the other: what an earlier one looked at is no evidence for this one.
-    source.consulted.clear()
     source.replaced.clear()
     source.imported.clear()
     found = fix.diagnose(source)

@@ -157,10 +157,10 @@ EDITS: dict[str, tuple[str, tuple[str, ...], Edit]] = {
 }
 """By what it does: the release, the fixes of which the verdict would be wrong, and the edit."""
 
-LICENCE = "# Copyright of a company\n"
+LICENCE, STATEMENT = "# Copyright of a company\n", "_OWN = True\n"
 
 
-def with_a_licence(tree: ForkTree) -> None:
-    """Put a line of comment into every file of the package, which changes every size and no code."""
+def with_a_line(tree: ForkTree, line: str) -> None:
+    """Put *line* into every file of the package, which changes every size; a comment changes no code."""
     for path in tree.source().sizes:
-        tree.changed[path] = LICENCE + (tree.text(path) or "")
+        tree.changed[path] = (tree.text(path) or "") + line

@@ -29,13 +29,15 @@ KNOWN_FILES = Path(__file__).parents[1] / "known_files.bin"
 """Digests of path and size of each Python file of the known releases, sorted. Who changes a file to do something else
 without changing its size is not looked for."""
 KNOWN_CODE = KNOWN_FILES.with_name("known_code.bin")
-"""The same of path and code, comments and layout left out. Read where most sizes are new: of a licence in each file."""
+"""The same of path and code without comments. Read where many sizes are new: of a licence in each file."""
 KNOWN_FUNCTIONS = KNOWN_FILES.with_name("known_functions.bin")
 """Digests of each function of the known releases, sorted. Nine times as many: read for a fork."""
 _REGISTERED = "vllm/model_executor/models/"
 """A registry names the classes of these files, as text."""
 _FORK = 10
-"""A tree of which less than one file in so many is unknown is a fork of a known release. Of a new one a quarter is."""
+"""A tree of which less than one file in so many is unknown is a fork of a known release."""
+_MOST_NEW = 2 / 3
+"""A tree of which more is unknown is like no release, as a fork formatted anew. Of a new release it is 26 to 52 %."""
 _DIGEST = 5
 _LONGEST_NAME = 200
 _OWN_GRAPHS = {"CUDAGraph"}
@@ -52,8 +54,9 @@ _NAME = re.compile(rb"\n[ \t]*(\w+)[ \t]*=(?!=)")
 _ATTRIBUTE = re.compile(rb"\.(\w+)[ \t]*=(?!=)")
 _SETATTR = re.compile(rb"setattr\([^,()]*,\s*[\"'](\w+)")
 _WORD = re.compile(rb"\w+")
-_LAYOUT = re.compile(rb"(?m:#.*$)|[\s,()\\]+")
-"""What a formatter or a header changes: comments, white space, and how statements are broken into lines."""
+_COMMENT = re.compile(rb"(?m)[ \t]*(?:#[^\n]*)?$")
+"""The end of a line: blanks, and a comment. A header consists of such lines."""
+_BLANK_LINES = re.compile(rb"\n+")
 _DESCRIPTION = re.compile(r"Expr\(value=Constant\(value=(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")\)\),?")
 """A string that stands alone, in canonical text: it describes an attribute."""
 
@@ -97,9 +100,9 @@ def digest(path: str, size: int) -> bytes:
 
 
 def code_digest(path: str, content: bytes) -> bytes:
-    """Digest of one file whatever its layout. It is too coarse to judge by, and says only where nothing was edited."""
-    code = _LAYOUT.sub(b"", content).replace(b"'", b'"')
-    return hashlib.blake2b(path.encode() + b"\n" + code, digest_size=_DIGEST).digest()
+    """Digest of one file of a release without comments and blank lines."""
+    code = _BLANK_LINES.sub(b"\n", b"\n" + _COMMENT.sub(b"", content))
+    return hashlib.blake2b(path.encode() + code, digest_size=_DIGEST).digest()
 
 
 @functools.cache
@@ -127,6 +130,7 @@ class Search:
         if not self.is_fork and paths is None:
             self.paths = tuple(path for path in self.paths if not self._has_known_code(path))
             self.is_fork = self._are_few()
+        self.is_like_no_release = len(self.paths) > _MOST_NEW * len(source.sizes)
         self._trees: dict[str, ast.Module | None] = {}
 
     def _are_few(self) -> bool:
@@ -344,7 +348,7 @@ def _acts_by(reach: Reach, owner: str, node: ast.AST) -> str | None:
 
 
 def _words_of(node: ast.AST) -> Iterator[str]:
-    """The names in *node*, and the strings that may be names."""
+    """Yield the names in *node*, and the strings that may be names."""
     for each in ast.walk(node):
         for field in ("id", "attr", "arg", "name", "value"):
             word = getattr(each, field, None)
@@ -353,7 +357,7 @@ def _words_of(node: ast.AST) -> Iterator[str]:
 
 
 def _renamed_by_imports(tree: ast.Module | None) -> Iterator[tuple[str, int]]:
-    """The names that imports bind to other ones, under which functions then use them, and the lines."""
+    """Yield each name that an import binds to another one, under which functions then use it, and the line."""
     for statement in _of_the_module(tree.body) if tree is not None else ():
         if isinstance(statement, ast.ImportFrom):
             yield from (

@@ -62,8 +62,6 @@ class Source:
         """The folder that holds ``vllm/``; None for a wheel file."""
         self._read = functools.lru_cache(maxsize=None)(read)
         self._tree = functools.lru_cache(maxsize=None)(self._parse)
-        self.consulted: dict[str, Function] = {}
-        """What has been asked for, by ``path::qualname``: the evidence of a diagnosis."""
         self.replaced: list[Function] = []
         """The functions asked for that their module decorates or binds again: it is not known what runs under their
         names."""
@@ -128,7 +126,6 @@ class Source:
         if scope is None:
             return None
         found = Function(path, qualname, scope)
-        self.consulted[f"{path}::{qualname}"] = found
         if replaced or (tree and "." in qualname and any(sets(statement, qualname) for statement in tree.body)):
             self.replaced.append(found)
         return found
