@@ -103,11 +103,11 @@ class Aborts:
         self._scheduler: Any = lambda: None
         """The one that was made last; verdicts are of its engine."""
         self._refused: str | None = None
-        """Why the scheduler of this process ends nobody."""
+        """The reason for which the scheduler of this process ends no request; None where it does."""
         self._unheard: str | None = None
-        """Why no rank in another process is heard here."""
+        """The reason for which verdicts of other processes do not arrive here; None where they do."""
         self._pending: deque[Verdict] = deque()
-        """What the scheduler has not seen. Another thread adds to it; the ends of a deque are safe without a lock."""
+        """Verdicts for the scheduler to take. Another thread appends; both ends of a deque are safe without a lock."""
         self._waiting: list[Verdict] = []
         """What the scheduler has taken out of the cache, and has not ended yet."""
         self.ended = dict.fromkeys(DETECTORS, 0)
@@ -117,7 +117,7 @@ class Aborts:
         self._serving_since: float | None = None
         self._why_not: str | None = None
         self._given_up = False
-        """Whether the scheduler of this process could not carry out a verdict."""
+        """True once the scheduler of this process could not carry out a verdict."""
         self._delivered = self._undelivered = 0
         """Verdicts that are where the scheduler sees them, without those of the present connection, and lost ones."""
 
@@ -197,7 +197,7 @@ class Aborts:
     # -- ranks ---------------------------------------------------------------------------------------------------
 
     def of(self, detector: str) -> DetectorAborts:
-        """What *detector* has requests ended by."""
+        """Return the way by which *detector* ends requests."""
         return DetectorAborts(self, detector)
 
     def why_not(self) -> str | None:

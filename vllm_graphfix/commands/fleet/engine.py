@@ -194,7 +194,7 @@ class Engine:
         return states[bad[0]][0].record.fixes[fix]
 
     def counts(self, fix: str) -> dict[str, int]:
-        """How often each event of *fix* happened, over the ranks; requests were aborted where their scheduler is."""
+        """Add up each event of *fix* over the ranks; aborted requests are counted by the scheduler's process."""
         found: dict[str, int] = {}
         for member in self.tellers:
             for event, count in member.record.events.get(fix, {}).items():
