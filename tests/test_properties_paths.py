@@ -73,11 +73,12 @@ def test_a_tree_is_listed_once_and_its_unknown_files_are_read_once(stock: Files,
     small = judged(made(tmp_path / "small", stock))
     large = made(tmp_path / "large", stock)
     for number in range(1000):
-        (large / "vllm" / f"{number}.py").touch()
+        (large / "vllm" / f"{number}.py").write_text("pass\n")
         (large / f"vllm-{number}.dist-info").mkdir()
     (large / "vllm" / "loop").symlink_to(large, target_is_directory=True)
     seen = judged(large)
-    assert seen.value.code == small.value.code == 0
+    # Of 1,065 files no release has 1,000: what is missing in the others may stand in these.
+    assert (small.value.code, seen.value.code) == (0, 3)
     # 1000 folders, and 1000 files: each file counts twice, in `open` and in its opener.
     assert seen.looks <= small.looks + 3000 + 10
 
