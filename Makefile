@@ -7,7 +7,7 @@ BIN := .venv/bin
 DEMO_STAMP := .venv/installed-for-demo
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
-NEED_A_GPU := adaptive_verification capture_faults elastic_experts engine_cost expert_adapters flash_kernels idle_ranks image_encoder kv_marks moved_weights poison prefill_dispatch_cost shadow_check shadow_faults trained triton_mla_rows vectors
+NEED_A_GPU := capture_faults engine_cost shadow_check shadow_faults trained
 
 .PHONY: help venv releases demo test test-all lint check fix docs build install-check packages reproduce pins audit manifest generated new-release release mutation bench bench-engine clean
 .DELETE_ON_ERROR:

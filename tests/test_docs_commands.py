@@ -34,12 +34,6 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
 
 NOT_RUN = {
-    "python benchmarks/vectors.py --site 0.18.1=FOLDER --only roberta --out FOLDER": "needs a GPU",
-    "python benchmarks/vectors.py --site 0.20.0=FOLDER --only hidden-states --out FOLDER": "needs a GPU",
-    (
-        "python benchmarks/image_encoder.py --site 0.26.0=FOLDER --only padding --runners V1 --gib 2 --out FOLDER"
-    ): "needs a GPU",
-    "python benchmarks/image_encoder.py --site 0.29.0=FOLDER --only input-norm --out FOLDER": "needs a GPU",
     (
         "python benchmarks/trained.py --site 0.31.0=FOLDER --site 0.29.0=FOLDER --out FOLDER --train-seconds 95 "
         "--only llama-docs@0.31.0 --only llama-docs@0.29.0 --only mamba2-docs@0.29.0 --only llama-docs-scored@0.31.0"
@@ -54,7 +48,6 @@ NOT_RUN = {
     ): "needs a GPU, and a wheel of 93 MB",
     "kubectl delete pod POD...": "needs a cluster",
     "VLLM_GRAPHFIX_KV_MARKS=1/16 vllm serve MODEL": "an engine that is marked is in test_kv_marks.py",
-    "PYTHONPATH=FOLDER python benchmarks/triton_mla_rows.py": "needs a GPU",
     "python benchmarks/trained.py --site 0.25.1=FOLDER --smollm2 WHEEL --only chat --only scored --out FOLDER": (
         "needs a GPU, and a wheel of 93 MB"
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,21 +11,15 @@ from typing import Any
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-
 import planted_plugin
 import planted_reader
-import poison as poison_script
 from engine import compare, report, write_llama
-from measuring.engine_cases import Site
-from stock import release_root as stock_release
 from vllm_graphfix.commands.compare import CompareError, run
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import poisoned
 from vllm_graphfix.verify.engine.job import Poisoned, Said, from_json, to_json
 from vllm_graphfix.verify.engine.poison_report import LEFT_BY_THE_ENGINE, PoisonReport, report_of
 from vllm_graphfix.verify.engine.poisoned import Asked, ask_with_poison, gap_between
-from vllm_graphfix.verify.engine.processes import Ended, Engines
 from vllm_graphfix.verify.poison import engine as poison_engine
 from vllm_graphfix.verify.poison.poison import KINDS
 
@@ -218,62 +211,6 @@ def test_a_worker_extension_of_the_users_is_refused(tmp_path: Path) -> None:
     nobody: Any = SimpleNamespace()
     with pytest.raises(CompareError, match="leave out --worker-extension-cls"):
         run.run("m", ("--worker-extension-cls", "a.B"), (), 1, 2, 1.0, nobody, poison=True)
-
-
-@pytest.mark.parametrize("fixes", ["off", "on"])
-def test_the_script_for_a_gpu_asks_with_poison_what_a_case_asks(tmp_path: Path, fixes: str) -> None:
-    job = poison_script.job_of(poison_script.CASES["sparse-mtp"], fixes, tmp_path)
-    assert (job.poison, job.again, job.seconds, job.probes) == (True, 1, None, ())
-    assert job.environment["VLLM_GRAPHFIX"] == fixes
-    assert poison_script.job_of(poison_script.CASES["mamba2-idle"], fixes, tmp_path).probes
-
-
-def test_the_script_fails_where_poison_shows_what_it_should_not_or_misses_what_it_should_show() -> None:
-    def found(*, shows: bool, expected: bool | None, error: str | None = None) -> dict[str, Any]:
-        return {"case": "mamba2", "found": shows, "expected": expected, "error": error, "padded": None}
-
-    verdict = poison_script.verdict
-    right = found(shows=True, expected=True)
-    assert verdict([right, found(shows=False, expected=False), found(shows=True, expected=None)]) == 0
-    assert verdict([right, found(shows=True, expected=False)]) == 1
-    assert verdict([right, found(shows=False, expected=True)]) == 1
-    assert verdict([right, found(shows=False, expected=True, error="was not started: time was up")]) == 0
-    assert verdict([found(shows=False, expected=True, error="no memory")]) == 2
-
-
-@pytest.mark.parametrize(
-    ("release", "case", "fixes", "expected"),
-    [
-        ("0.20.0", "mamba2", "off", True),
-        ("0.20.0", "mamba2", "on", False),
-        ("0.20.0", "llama-v2", "off", False),
-        ("0.25.1", "mamba2", "off", None),
-        ("0.25.1", "mla", "off", None),
-    ],
-)
-def test_the_script_expects_what_the_diagnosis_says(release: str, case: str, fixes: str, expected: bool | None) -> None:
-    site = Site(release, stock_release(release))
-    assert poison_script.expectation(site, case, fixes) is expected
-
-
-def test_the_script_writes_as_engines_end_and_begins_none_when_time_is_up(tmp_path: Path) -> None:
-    bench = poison_script.Bench(tmp_path)
-    site = Site("0.20.0", stock_release("0.20.0"))
-    for fixes in ("off", "on"):
-        bench.add(site, poison_script.CASES["mamba2"], fixes, (site,))
-    (stock, patched) = bench.jobs.values()
-    assert (stock.environment["PYTHONPATH"] or "").startswith(str(site.folder))
-    said = Said(((RIGHT,), (RIGHT,)), {}, {}, None, {"vllm": "0.20.0"}, 1.0, poisoned=(a_pass(written=True), *QUIET))
-    bench.note(Ended(stock, said, None, tmp_path / "log", 9.0))
-    (written,) = json.loads((tmp_path / "result.json").read_text())
-    assert (written["release"], written["case"], written["found"], written["expected"]) == (
-        "0.20.0",
-        "mamba2",
-        True,
-        True,
-    )
-    late = Engines(tmp_path, 1.0, ended=bench.note, limit=-1.0).run([patched], 1)[patched.name]
-    assert late.error == "was not started: time was up"
 
 
 # What follows starts engines.

@@ -54,7 +54,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     ) -> None: ...
 
     # Its Python runs in a step without a full graph alone, once a layer; in a graph there is none of it.
-    # `benchmarks/triton_mla_rows.py` measures the graph, on a GPU.
+    # docs/performance.md has what the graph costs, on a GPU.
     given = (None, None, torch.zeros(REQUESTS, 1, 1), None, None, torch.ones(REQUESTS, dtype=torch.int32), 1)
     fixed = zeros.wrap(_decode_softmax_reducev_fwd, active)
     functions = (_decode_softmax_reducev_fwd, fixed, *[_decode_softmax_reducev_fwd] * 2)

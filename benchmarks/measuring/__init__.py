@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import gc
-import json
 import os
 import platform
 import resource
@@ -14,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -63,34 +62,6 @@ def run(arguments: Sequence[str], env: Mapping[str, str]) -> Run:
         done.check_returncode()
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Run(seconds, cpu, done.stdout)
-
-
-def engine_answer(
-    script: str, job: Mapping[str, Any], log: Path, environment: Mapping[str, str], *, cwd: Path, timeout: float
-) -> dict[str, Any]:
-    """What *script* prints last of a *job* for its --engine, in a process of its own, or the `error`.
-
-    *log* gets what it writes to stderr; its folder is that of --out.
-    """
-    with log.open("w") as written:
-        try:
-            done = subprocess.run(
-                [sys.executable, script, "--out", str(log.parent), "--engine", json.dumps(job)],
-                env=environment,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=written,
-                timeout=timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"not at its end after {timeout:.0f} s, see {log.name}"}
-    lines = done.stdout.decode().splitlines()
-    if done.returncode or not lines:
-        return {"error": f"exit code {done.returncode}, see {log.name}"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
 
 
 def elsewhere() -> Callable[[], object]:

@@ -9,5 +9,5 @@ TRIAL = Trial(
         "shadow-v2", "vllm_graphfix.verify.double.scenarios.adaptive_schedule:watched", ("FlashAttentionMetadata",)
     ),
     engine="none",
-    shows_in="the CPU double, and engines of `benchmarks/adaptive_verification.py`: tokens",
+    shows_in="the CPU double, and engines of `benchmarks/adaptive_verification.py` at 9d2cfc5: tokens",
 )

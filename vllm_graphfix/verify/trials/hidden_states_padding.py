@@ -131,6 +131,6 @@ def _config(layer: Any) -> Any:
 TRIAL = Trial(
     unwatched="the check looks at graphs of the target, and a drafter writes this in no graph at all",
     engine="none",
-    shows_in="the CPU double, and engines of `benchmarks/vectors.py`: the hidden state in the last slot of the cache's "
-    "last block",
+    shows_in="the CPU double, and engines of `benchmarks/vectors.py` at 9d2cfc5: the hidden state in the last slot "
+    "of the cache's last block",
 )

@@ -147,6 +147,6 @@ def _model(name: str) -> Any:
 TRIAL = Trial(
     unwatched="pooling models have piecewise graphs alone, and the check looks at full ones",
     engine="none",
-    shows_in="the CPU double, and engines of `benchmarks/vectors.py`: the embedding's lookup of a padded row's "
-    "position, which ends the engine",
+    shows_in="the CPU double, and engines of `benchmarks/vectors.py` at 9d2cfc5: the embedding's lookup of a padded "
+    "row's position, which ends the engine",
 )
