@@ -22,9 +22,6 @@ abort       every fix off, every replay checked, and requests are ended whose ro
             reason, what of their blocks the prefix cache still has, and whether requests after them are served. Among
             them are some of one token, which no graph of decodes has. With the fixes on nobody may be ended
 
-experts     on two GPUs, with data-parallel ranks that share experts, each with requests and pauses of its own, as
-            `ranks`; as many checks, of the same steps, are expected on both
-
 and models of 24 layers:
 
 throughput  the fixes on; nothing checked, 1/100 and 0.1% in turns in one engine: seconds to decode a batch, --rounds
@@ -49,16 +46,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from measuring import engine_cases, tiny_newest, tiny_qwen2_vl
+from measuring import engine_cases, tiny_qwen2_vl
 from measuring.engine_process import DiedError, EngineProcess, Order
-from measuring.shadow_cases import (
-    EXPERTS,
-    LORA_ANY_ORDER,
-    LORA_COUNTED,
-    OF_NO_VERIFY,
-    ONLY_WHERE_NAMED,
-    full_graph_cases,
-)
+from measuring.shadow_cases import OF_NO_VERIFY, full_graph_cases
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME, FIXES
@@ -76,9 +66,7 @@ TIMEOUT = 400.0
 """Seconds for one engine of a tiny model, and for the start of a large one."""
 LOAD = Path(__file__).parent / "measuring" / "shadow_load.py"
 ABORT = LOAD.with_name("shadow_abort.py")
-LOAD_OF_EXPERTS = LOAD.with_name("shadow_experts.py")
-PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "abort", "ranks", "experts", "throughput")
-_OF_ANY_ORDER = (*adapters.MODULES, "down_proj")
+PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "abort", "ranks", "throughput")
 OFF: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "off"), PREFIX: "on"}
 ON: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "auto"), PREFIX: "on"}
 RATES = ("off", "1/100", "0.1%")
@@ -104,9 +92,7 @@ def main() -> int:
         "--out", type=Path, required=True, metavar="FOLDER", help="for result.json and the engines' logs"
     )
     cases = full_graph_cases()
-    parser.add_argument(
-        "--only", action="append", choices=sorted(case.name for case in (*cases, *ONLY_WHERE_NAMED, *EXPERTS))
-    )
+    parser.add_argument("--only", action="append", choices=sorted(case.name for case in cases))
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--checks", type=int, default=10_000, metavar="N", help="without a false alarm (10000)")
     parser.add_argument(
@@ -117,8 +103,7 @@ def main() -> int:
     options = parser.parse_args()
     options.out = options.out.resolve()  # engines start in other folders
     options.out.mkdir(parents=True, exist_ok=True)
-    named = (*cases, *ONLY_WHERE_NAMED)
-    wanted = [case for case in named if case.name in options.only] if options.only else cases
+    wanted = [case for case in cases if case.name in options.only] if options.only else cases
     measured = Measured(options, wanted)
     parts = options.part or PARTS
     measured.tokens([part for part in PARTS if part in parts])
@@ -127,13 +112,10 @@ def main() -> int:
             measured.load(part)
     if "abort" in parts:
         measured.abort()
-    if {"ranks", "experts"} & {*parts}:
+    if "ranks" in parts:
         if not metadata.entry_points(group="vllm.general_plugins", name="graphfix"):
             parser.error("install the plugin: a worker that is spawned finds it by its entry point alone")
-        if "ranks" in parts:
-            measured.ranks()
-        if "experts" in parts:
-            measured.experts()
+        measured.ranks()
     if "throughput" in parts:
         measured.throughput()
     if not measured.ran:
@@ -163,15 +145,10 @@ class Measured:
             },
         }
         self.ran = False
-        for name in {name for case in (*cases, *EXPERTS) for name in case.models} - {tiny_qwen2_vl.NAME}:
-            (tiny_newest if name in tiny_newest.MODELS else models).write(name, self._models)
+        for name in {name for case in cases for name in case.models} - {tiny_qwen2_vl.NAME}:
+            models.write(name, self._models)
         tiny_qwen2_vl.write(self._models)
         self._adapters = [str(models.write(name, self._models)) for name in adapters.NAMES]
-        config, described = models.MODELS["llama"]
-        self._in_any_order = [
-            str(adapters.save(name, described(config), self._models / f"{name}-any-order", _OF_ANY_ORDER))
-            for name in adapters.NAMES
-        ]
 
     @property
     def _models(self) -> Path:
@@ -244,11 +221,9 @@ class Measured:
         each = -(-self._options.checks // len(self._cases)) if part == "silent" else 1 << 40
 
         def one(case: Case) -> None:
-            unfixed = {variable("active-lora-count"): "off"} if case in LORA_COUNTED else {}
-            found = self._loaded(case, part, ON | unfixed | {SHADOW: rate}, each)
+            found = self._loaded(case, part, ON | {SHADOW: rate}, each)
             self.ran |= "error" not in found
-            what = "load" if part == "silent" else part
-            self._write(case.name, f"{what}, wrong on stock" if case in LORA_COUNTED else what, found)
+            self._write(case.name, "load" if part == "silent" else part, found)
 
         with ThreadPoolExecutor(self._options.parallel) as pool:
             list(pool.map(one, self._cases))
@@ -277,8 +252,7 @@ class Measured:
         try:
             engine.ready(TIMEOUT)
             asked = {"checks": checks, "seconds": self._options.seconds, "seed": 7}
-            loaded = self._in_any_order if case in LORA_ANY_ORDER else self._adapters
-            asked["adapters"] = loaded if "enable_lora" in case.arguments else ()
+            asked["adapters"] = self._adapters if "enable_lora" in case.arguments else ()
             found: dict[str, Any] = engine.ask(asked, self._options.seconds + TIMEOUT)
         except DiedError as error:
             return {"error": str(error)}
@@ -386,58 +360,6 @@ class Measured:
 
         with ThreadPoolExecutor(self._options.parallel) as pool:
             list(pool.map(lambda which: one(*which), wanted))
-
-    # -- data-parallel ranks that share experts --------------------------------------------------------------------
-
-    def experts(self) -> None:
-        wanted = [
-            (case, what, environment)
-            for case in EXPERTS
-            if not self._options.only or case.name in self._options.only
-            for what, environment in (
-                ("the fixes on", ON | {SHADOW: "1/1"}),
-                ("the fixes on, a budget", ON | {SHADOW: "1%"}),
-                ("every fix off", OFF | {SHADOW: "1/1"}),
-                ("every fix off, quarantine", OFF | {SHADOW: "1/1", SHADOW_ACTION: "quarantine"}),
-            )
-            if what.startswith("the fixes on") or "flash" in case.name
-        ]
-
-        def one(case: Case, what: str, environment: dict[str, str | None]) -> None:
-            found = self._loaded_experts(case, f"{case.name}-{what.replace(' ', '-')}", environment)
-            self.ran |= "error" not in found
-            self._write(case.name, what, found)
-
-        with ThreadPoolExecutor(self._options.parallel) as pool:
-            list(pool.map(lambda which: one(*which), wanted))
-
-    def _loaded_experts(self, case: Case, log: str, environment: dict[str, str | None]) -> dict[str, Any]:
-        job = case.jobs(self._models)[1]
-        own = {"disable_log_stats": True, "data_parallel_size": 2, "enable_expert_parallel": True}
-        environment = job.environment | environment | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # the workers are sent a function
-        engine = EngineProcess(
-            Order(
-                arguments=job.arguments | {"max_num_batched_tokens": 256, "enable_chunked_prefill": True} | own,
-                plugin=True,
-                runner=case.runner,
-                largest_batch=0,
-                where_known=job.where_known,
-            ),
-            _environment(environment),
-            self._options.out / f"{log}.log",
-            LOAD_OF_EXPERTS,
-        )
-        try:
-            engine.ready(TIMEOUT)
-            asked = {"seconds": self._options.seconds, "seed": 7}
-            found: dict[str, Any] = engine.ask(asked, self._options.seconds + TIMEOUT)
-        except DiedError as error:
-            return {"error": str(error)}
-        finally:
-            engine.end()
-        steps = [rank.get("last steps checked") for rank in found["ranks"]]
-        return found | {"the same steps checked": all(each == steps[0] for each in steps)}
 
     # -- engines of larger models ---------------------------------------------------------------------------------
 
