@@ -1,46 +1,39 @@
-"""adaptive-schedule."""
+"""adaptive-schedule, around a function that does nothing: vLLM's own prepares a step with kernels."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from measuring.calls import PADDED_REQUESTS, Calls, call, compared
+from measuring.calls import PADDED_REQUESTS, Batch, Row, arguments, compare
+from vllm_graphfix.fixes.adaptive_schedule import FIX
 
 RELEASE = "0.33.0"
 _LONGEST = 8
 
 
-def measure(rounds: int) -> list[tuple[object, ...]]:
-    """Around a function that does nothing: vLLM's own prepares a step with kernels."""
+def measure(rounds: int) -> list[Row]:
     import numpy as np
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
-    from vllm_graphfix.fix import Activity
-    from vllm_graphfix.fixes.adaptive_schedule import FIX
+    scheduled = np.ones(PADDED_REQUESTS, dtype=np.int32)
 
-    def graph(longest: int | None) -> Any:
-        return BatchExecutionDescriptor(
-            CUDAGraphMode.FULL, PADDED_REQUESTS * _LONGEST, PADDED_REQUESTS, max_query_len=longest
-        )
+    def step(captured: int | None, longest: int | None) -> Batch:
+        rows = PADDED_REQUESTS * _LONGEST, PADDED_REQUESTS
+        graph = BatchExecutionDescriptor(CUDAGraphMode.FULL, *rows, max_query_len=captured)
+        batch = SimpleNamespace(longest=longest, num_scheduled_tokens=scheduled)
+        return arguments(None, None, batch, graph, 0)
 
-    def prepares_nothing(self: Any, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, loras: Any) -> Any:
-        batch_req_state.max_query_len = batch_req_state.said  # anew in each step
+    def prepare_nothing(self: Any, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, loras: Any) -> Any:
+        batch_req_state.max_query_len = batch_req_state.longest  # anew in each step: the fix writes to it
         return batch_req_state
 
+    batches = {
+        "adaptive-schedule, without adaptive verification": step(None, None),
+        "adaptive-schedule, some request has all its drafts": step(_LONGEST, _LONGEST),
+        "adaptive-schedule, no request has": step(_LONGEST, _LONGEST - 1),
+        "adaptive-schedule, no request has any": step(_LONGEST, None),
+    }
     (patch,) = FIX.patches("longest-of-the-step")
-    fixed = patch.wrap(prepares_nothing, Activity(FIX.events))
-    observed = patch.wrap(prepares_nothing, Activity(FIX.events, corrects=False))
-    functions = (prepares_nothing, fixed, prepares_nothing, observed)
-    scheduled, found = np.ones(PADDED_REQUESTS, dtype=np.int32), []
-    for label, longest, said in (
-        ("without adaptive verification", None, None),
-        ("some request has all its drafts", _LONGEST, _LONGEST),
-        ("no request has", _LONGEST, _LONGEST - 1),
-        ("no request has any", _LONGEST, None),
-    ):
-        batch = SimpleNamespace(said=said, num_scheduled_tokens=scheduled)
-        calls = Calls(*(call(function, None, None, batch, graph(longest), 0) for function in functions))
-        found.append(compared(f"adaptive-schedule, {label}", "alone", calls, rounds, target=True))
-    return found
+    return compare(FIX, patch, prepare_nothing, batches, rounds)

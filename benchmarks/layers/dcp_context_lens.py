@@ -5,16 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from measuring.calls import PADDED_REQUESTS, REQUESTS, Calls, call, compared
+from measuring.calls import PADDED_REQUESTS, REQUESTS, Row, arguments, compare
+from vllm_graphfix.fixes.dcp_context_lens import FIX
 
 RELEASE = "0.19.1"
 
 
-def measure(rounds: int) -> list[tuple[object, ...]]:
+def measure(rounds: int) -> list[Row]:
     import torch
-
-    from vllm_graphfix.fix import Activity
-    from vllm_graphfix.fixes.dcp_context_lens import FIX
 
     def builder(ranks: int) -> Any:
         return SimpleNamespace(
@@ -27,16 +25,13 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     metadata = SimpleNamespace(num_actual_tokens=REQUESTS, dcp_context_kv_lens=None)
     lengths = torch.full((REQUESTS,), 100, dtype=torch.int32)
 
-    def makes_lengths(self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any = False) -> Any:
+    def make_lengths(self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any = False) -> Any:
         metadata.dcp_context_kv_lens = lengths
         return metadata
 
+    batches = {
+        "dcp-context-lens, two ranks share the context": arguments(builder(2), 0, None),
+        "dcp-context-lens, no rank shares it": arguments(builder(1), 0, None),
+    }
     (patch,) = FIX.patches("new-lengths")
-    fixed = patch.wrap(makes_lengths, Activity(FIX.events))
-    observed = patch.wrap(makes_lengths, Activity(FIX.events, corrects=False))
-    functions = (makes_lengths, fixed, makes_lengths, observed)
-    found = []
-    for label, own in (("two ranks share the context", builder(2)), ("no rank shares it", builder(1))):
-        calls = Calls(*(call(function, own, 0, None) for function in functions))
-        found.append(compared(f"dcp-context-lens, {label}", "alone", calls, rounds, target=True))
-    return found
+    return compare(FIX, patch, make_lengths, batches, rounds)

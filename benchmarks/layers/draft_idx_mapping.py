@@ -5,16 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from measuring.calls import PADDED_REQUESTS, REQUESTS, Calls, call, compared
+from measuring.calls import PADDED_REQUESTS, REQUESTS, Row, arguments, compare
+from vllm_graphfix.fixes.draft_idx_mapping import _SPARE, FIX
 
 RELEASE = "0.23.0"
 
 
-def measure(rounds: int) -> list[tuple[object, ...]]:
+def measure(rounds: int) -> list[Row]:
     import torch
-
-    from vllm_graphfix.fix import Activity
-    from vllm_graphfix.fixes.draft_idx_mapping import _SPARE, FIX
 
     sizes = (1, 2, 4, *range(8, PADDED_REQUESTS + 1, 16), PADDED_REQUESTS)
     speculator = SimpleNamespace(
@@ -24,14 +22,11 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     )
     setattr(speculator, _SPARE, PADDED_REQUESTS)
 
-    def copies_nothing(self: Any, num_reqs: Any, *_: Any) -> None: ...
+    def copy_nothing(self: Any, num_reqs: Any, *_: Any) -> None: ...
 
+    batches = {
+        "draft-idx-mapping, padding": arguments(speculator, REQUESTS - 1, None, None, None),
+        "draft-idx-mapping, no padding": arguments(speculator, PADDED_REQUESTS, None, None, None),
+    }
     (patch,) = (patch for patch in FIX.patches("all-but-dflash") if patch.observes)
-    fixed = patch.wrap(copies_nothing, Activity(FIX.events))
-    observed = patch.wrap(copies_nothing, Activity(FIX.events, corrects=False))
-    functions = (copies_nothing, fixed, copies_nothing, observed)
-    found = []
-    for label, requests in (("padding", REQUESTS - 1), ("no padding", PADDED_REQUESTS)):
-        calls = Calls(*(call(function, speculator, requests, None, None, None) for function in functions))
-        found.append(compared(f"draft-idx-mapping, {label}", "alone", calls, rounds, target=True))
-    return found
+    return compare(FIX, patch, copy_nothing, batches, rounds)

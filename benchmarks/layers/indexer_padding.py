@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from measuring.calls import PADDED_REQUESTS, REQUESTS, Calls, call, compared
+from measuring.calls import PADDED_REQUESTS, REQUESTS, Batch, Row, arguments, compare
+from vllm_graphfix.fixes.indexer_padding import FIX
 
 RELEASE = "0.27.1"
 
 
-def measure(rounds: int) -> list[tuple[object, ...]]:
+def measure(rounds: int) -> list[Row]:
     import torch
     from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
 
-    from vllm_graphfix.fix import Activity
-    from vllm_graphfix.fixes.indexer_padding import FIX
     from vllm_graphfix.verify.double.scenarios.indexer_padding import builder
 
     own = builder(1, requests=PADDED_REQUESTS, tokens=2 * PADDED_REQUESTS)
     lengths = own.decode_seq_lens_buffer[: 2 * PADDED_REQUESTS].view(PADDED_REQUESTS, 2)
 
-    def does_nothing(
+    def return_lengths(
         self: Any,
         seq_lens: Any,
         block_table: Any,
@@ -35,9 +34,9 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     ) -> Any:
         return (lengths,)
 
-    def arguments(requests: int, tokens: int) -> dict[str, Any]:
+    def batch(requests: int, tokens: int) -> Batch:
         scheduled = (torch.arange(PADDED_REQUESTS) < requests).int() * tokens
-        return {
+        keywords = {
             "seq_lens": scheduled * 50,
             "block_table": torch.zeros(PADDED_REQUESTS, 3, dtype=torch.int32),
             "decode_lens": scheduled,
@@ -49,22 +48,13 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
             "next_n": 2,
             "max_decode_len": tokens,
         }
+        return arguments(own, **keywords)
 
     batches = {
-        "indexer-padding, a draft's decodes": arguments(REQUESTS, 1),
-        "indexer-padding, no padding": arguments(PADDED_REQUESTS, 2),
-        "indexer-padding, padding": arguments(REQUESTS, 2),
+        "indexer-padding, a draft's decodes": batch(REQUESTS, 1),
+        "indexer-padding, no padding": batch(PADDED_REQUESTS, 2),
+        "indexer-padding, padding": batch(REQUESTS, 2),
     }
     (patch,) = FIX.patches("view-of-a-row")
-    found = []
-    for around, stock in (
-        ("alone", does_nothing),
-        ("real", DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors),
-    ):
-        fixed = patch.wrap(stock, Activity(FIX.events))
-        observed = patch.wrap(stock, Activity(FIX.events, corrects=False))
-        functions = (stock, fixed, stock, observed)
-        for label, given in batches.items():
-            calls = Calls(*(call(function, own, **given) for function in functions))
-            found.append(compared(label, around, calls, rounds, target=True))
-    return found
+    stocks = {"alone": return_lengths, "real": DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors}
+    return compare(FIX, patch, stocks, batches, rounds)

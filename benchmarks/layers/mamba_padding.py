@@ -5,22 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from measuring.calls import PADDED_REQUESTS, REQUESTS, Calls, call, compared
+from measuring.calls import PADDED_REQUESTS, REQUESTS, Calls, Row, arguments, decodes, measured, wrapped
+from vllm_graphfix.fixes.mamba_padding import FIX
 
 RELEASE = "0.21.0"
 
 
-def measure(rounds: int) -> list[tuple[object, ...]]:
+def measure(rounds: int) -> list[Row]:
     import torch
     from vllm.config import CUDAGraphMode
-    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
     from vllm.v1.attention.backends.mamba_attn import BaseMambaAttentionMetadataBuilder
     from vllm.v1.kv_cache_interface import MambaSpec
     from vllm.v1.worker.utils import AttentionGroup
-
-    from vllm_graphfix.fix import Activity
-    from vllm_graphfix.fixes.mamba_padding import FIX
 
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=4096, get_mamba_chunk_size=lambda: 256),
@@ -39,23 +36,11 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     builder = group.get_metadata_builder()
 
     def batch(requests: int, *, stale_row: bool) -> Any:
-        starts = torch.arange(PADDED_REQUESTS + 1, dtype=torch.int32).clamp(max=requests)
         is_prefilling = torch.zeros(PADDED_REQUESTS, dtype=torch.bool)
         is_prefilling[-1] = stale_row
-        return CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=(torch.arange(PADDED_REQUESTS) < requests).int() * 100,
-            num_reqs=PADDED_REQUESTS,
-            num_actual_tokens=requests,
-            max_query_len=1,
-            max_seq_len=100,
-            block_table_tensor=torch.zeros(PADDED_REQUESTS, 1, dtype=torch.int32),
-            slot_mapping=torch.zeros(PADDED_REQUESTS, dtype=torch.int64),
-            is_prefilling=is_prefilling,
-        )
+        return decodes(requests, num_actual_tokens=requests, is_prefilling=is_prefilling)
 
-    def does_nothing(self: Any, common_attn_metadata: Any, *, num_accepted_tokens: Any = None) -> None: ...
+    def do_nothing(self: Any, common_attn_metadata: Any, *, num_accepted_tokens: Any = None) -> None: ...
 
     stale = "mamba-padding, padding that reads as prefilling"
     right = batch(REQUESTS, stale_row=False)
@@ -67,10 +52,9 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     }
     (patch,) = FIX.patches("prefilling-over-padding")
     real = BaseMambaAttentionMetadataBuilder._compute_common_metadata
-    found = []
-    for around, stock in (("alone", does_nothing), ("real", real)):
-        fixed = patch.wrap(stock, Activity(FIX.events))
-        observed = patch.wrap(stock, Activity(FIX.events, corrects=False))
+    rows = []
+    for around, stock in (("alone", do_nothing), ("real", real)):
+        fixed, observed = wrapped(FIX, patch, stock)
         for label, metadata in batches.items():
             if around == "real" and metadata.is_prefilling.any() and label != stale:
                 continue  # what a prefill adds needs pinned memory, and would hide the fix
@@ -78,10 +62,10 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
             # Observed it is a prefill, and around vLLM's own function not measured for the same reason.
             seen = right if label == stale and around == "real" else metadata
             calls = Calls(
-                call(stock, builder, right if label == stale else metadata),
-                call(fixed, builder, metadata),
-                call(stock, builder, seen),
-                call(observed, builder, seen),
+                arguments(builder, right if label == stale else metadata)(stock),
+                arguments(builder, metadata)(fixed),
+                arguments(builder, seen)(stock),
+                arguments(builder, seen)(observed),
             )
-            found.append(compared(label, around, calls, rounds, target=True))
-    return found
+            rows.append(measured(label, around, calls, rounds))
+    return rows

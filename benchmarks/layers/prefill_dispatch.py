@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from measuring.calls import PADDED_REQUESTS, Calls, call, compared
+from measuring.calls import PADDED_REQUESTS, Calls, Row, arguments, measured, wrapped
+from vllm_graphfix import manifest
+from vllm_graphfix.fixes.prefill_dispatch import FIX
+from vllm_graphfix.source.files import open_source
 
 RELEASE = "0.33.0"
 FEW, MOST = 8, 1024
-"""Other batches than `PADDED_REQUESTS`; vLLM's own limit on a large card is the latter."""
+"""Sizes of batches besides `PADDED_REQUESTS`; the larger is vLLM's own limit on a large card."""
 
 
-def measure(rounds: int) -> list[tuple[object, ...]]:
+def measure(rounds: int) -> list[Row]:
     import numpy as np
     import torch
     from vllm.config import CUDAGraphMode
@@ -19,10 +22,6 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_graphfix import manifest
-    from vllm_graphfix.fix import Activity
-    from vllm_graphfix.fixes.prefill_dispatch import FIX
-    from vllm_graphfix.source.files import open_source
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
     scenario.CAPTURED = scenario.MAX_TOKENS = MOST
@@ -52,7 +51,7 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
             "num_encoder_reqs": 0,
         }
 
-    def does_nothing(self: Any, **keywords: Any) -> None: ...
+    def do_nothing(self: Any, **keywords: Any) -> None: ...
 
     hybrid = (attention, attention, attention, recurrent)
     steps = {
@@ -64,17 +63,13 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         "a prefill of their shape": step(hybrid, computed=0),
     }
     (patch,) = FIX.patches(manifest.diagnose(FIX, open_source()).shape)
-    found = []
-    real = GPUModelRunner._determine_batch_execution_and_padding
-    for around, stock in (("alone", does_nothing), ("real", real)):
-        fixed = patch.wrap(stock, Activity(FIX.events))
-        observed = patch.wrap(stock, Activity(FIX.events, corrects=False))
-        for label, (runner, given) in steps.items():
-            # Stock takes another way where it takes a prefill for a decode: the right one is the stricter measure.
+    rows = []
+    for around, stock in (("alone", do_nothing), ("real", GPUModelRunner._determine_batch_execution_and_padding)):
+        fixed, observed = wrapped(FIX, patch, stock)
+        for label, (runner, keywords) in steps.items():
+            # Stock goes another way where it takes a prefill for a decode: the right one is the stricter measure.
             right = {"force_uniform_decode": False} if label.startswith("a prefill") else {}
-            calls = Calls(
-                call(stock, runner, **given, **right),
-                *(call(function, runner, **given) for function in (fixed, stock, observed)),
-            )
-            found.append(compared(f"prefill-dispatch, V1, {label}", around, calls, rounds, target=True))
-    return found
+            batch = arguments(runner, **keywords)
+            calls = Calls(arguments(runner, **keywords, **right)(stock), *map(batch, (fixed, stock, observed)))
+            rows.append(measured(f"prefill-dispatch, V1, {label}", around, calls, rounds))
+    return rows

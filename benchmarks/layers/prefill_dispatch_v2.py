@@ -1,26 +1,25 @@
-"""prefill-dispatch, model runner V2."""
+"""prefill-dispatch, model runner V2: both functions of a step, around ones that do nothing, since vLLM's need a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from measuring.calls import PADDED_REQUESTS, REQUESTS, Calls, Function, compared
+from measuring.calls import PADDED_REQUESTS, REQUESTS, Calls, Function, Row, measured
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Activity
+from vllm_graphfix.fixes.prefill_dispatch import FIX
+from vllm_graphfix.source.files import open_source
 
 RELEASE = "0.27.1"
 
 
-def measure(rounds: int) -> list[tuple[object, ...]]:
-    """Both layers of a step, around functions that do nothing: vLLM's own need a GPU."""
+def measure(rounds: int) -> list[Row]:
     import torch
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
-    from vllm_graphfix import manifest
-    from vllm_graphfix.fix import Activity
-    from vllm_graphfix.fixes.prefill_dispatch import FIX
-    from vllm_graphfix.source.files import open_source
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
     scenario.CAPTURED = scenario.MAX_TOKENS = PADDED_REQUESTS
@@ -41,9 +40,9 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         scheduled = dict.fromkeys(names[:requests], 1)
         return made.runner, scenario._scheduler_output(scheduled, [], {})
 
-    def updates_nothing(self: Any, scheduler_output: Any) -> None: ...
+    def update_nothing(self: Any, scheduler_output: Any) -> None: ...
 
-    def dispatches_nothing(*arguments: Any, **keywords: Any) -> None: ...
+    def dispatch_nothing(*arguments: Any, **keywords: Any) -> None: ...
 
     def both(update: Function, choose: Function, runner: Any, scheduled: Any) -> Callable[[], object]:
         manager, tokens = runner.cudagraph_manager, scheduled.total_num_scheduled_tokens
@@ -59,15 +58,15 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
         "decodes, and the slot of one that ended in its prefill": step(REQUESTS, prefilling=PADDED_REQUESTS - 1),
         "a prefill of their shape": step(PADDED_REQUESTS, prefilling=0),
     }
-    stock = (updates_nothing, dispatches_nothing)
+    stock = (update_nothing, dispatch_nothing)
     patches = FIX.patches(manifest.diagnose(FIX, open_source()).shape)[-2:]
     fixed, observed = (
         tuple(patch.wrap(each, activity) for patch, each in zip(patches, stock, strict=True))
         for activity in (Activity(FIX.events), Activity(FIX.events, corrects=False))
     )
-    found = []
+    rows = []
     for label, (runner, scheduled) in steps.items():
         ways = (stock, fixed, stock, observed)
         calls = Calls(*(both(update, choose, runner, scheduled) for update, choose in ways))
-        found.append(compared(f"prefill-dispatch, V2, {label}", "alone", calls, rounds, target=True))
-    return found
+        rows.append(measured(f"prefill-dispatch, V2, {label}", "alone", calls, rounds))
+    return rows

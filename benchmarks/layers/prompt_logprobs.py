@@ -5,17 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from measuring.calls import PADDED_REQUESTS, REQUESTS, Calls, call, compared
+from measuring.calls import PADDED_REQUESTS, REQUESTS, Calls, Row, arguments, measured, wrapped
+from vllm_graphfix.fixes.prompt_logprobs import FIX
 
 RELEASE = "0.21.0"
 
 
-def measure(rounds: int) -> list[tuple[object, ...]]:
+def measure(rounds: int) -> list[Row]:
     import torch
     from vllm.v1.worker.gpu_model_runner import ExecuteModelState
-
-    from vllm_graphfix.fix import Activity
-    from vllm_graphfix.fixes.prompt_logprobs import FIX
 
     state = ExecuteModelState(
         scheduler_output=SimpleNamespace(num_scheduled_tokens={str(request): 1 for request in range(REQUESTS)}),
@@ -31,22 +29,21 @@ def measure(rounds: int) -> list[tuple[object, ...]]:
             compilation_config=SimpleNamespace(max_cudagraph_capture_size=PADDED_REQUESTS),
         )
 
-    def does_nothing(self: Any, grammar_output: Any) -> None: ...
+    def do_nothing(self: Any, grammar_output: Any) -> None: ...
 
-    def copies(self: Any, grammar_output: Any) -> None:
-        """What any remedy must do, at the least."""
+    def copy(self: Any, grammar_output: Any) -> None:
+        """The least that any remedy must do."""
         self.execute_model_state.hidden_states.clone()
 
     (patch,) = FIX.patches("draft-first")
-    fixed = patch.wrap(does_nothing, Activity(FIX.events))
-    observed = patch.wrap(does_nothing, Activity(FIX.events, corrects=False))
-    found = []
+    fixed, observed = wrapped(FIX, patch, do_nothing)
+    rows = []
     for label, reference, scored in (
-        ("nobody asks for prompt_logprobs", does_nothing, {}),
-        ("who asks for prompt_logprobs is not scheduled", does_nothing, {"preempted": 1}),
-        ("a scored prompt", copies, {"0": 1}),
+        ("nobody asks for prompt_logprobs", do_nothing, {}),
+        ("who asks for prompt_logprobs is not scheduled", do_nothing, {"preempted": 1}),
+        ("a scored prompt", copy, {"0": 1}),
     ):
-        functions = (reference, fixed, does_nothing, observed)
-        calls = Calls(*(call(function, runner_with(scored), None) for function in functions))
-        found.append(compared(f"prompt-logprobs, {label}", "alone", calls, rounds, target=True))
-    return found
+        functions = (reference, fixed, do_nothing, observed)
+        calls = Calls(*(arguments(runner_with(scored), None)(function) for function in functions))
+        rows.append(measured(f"prompt-logprobs, {label}", "alone", calls, rounds))
+    return rows
