@@ -18,10 +18,6 @@ ranks       on two GPUs, with tensor and with pipeline parallelism, with latent 
             parallelism, under the same load for --seconds: every fix off and quarantine, the fixes on, and a budget of
             1 %; what each rank has counted, and which steps it has checked: with either the same on both
 
-abort       every fix off, every replay checked, and requests are ended whose rows are wrong: who ended, with what
-            reason, what of their blocks the prefix cache still has, and whether requests after them are served. Among
-            them are some of one token, which no graph of decodes has. With the fixes on nobody may be ended
-
 and models of 24 layers:
 
 throughput  the fixes on; nothing checked, 1/100 and 0.1% in turns in one engine: seconds to decode a batch, --rounds
@@ -52,7 +48,7 @@ from measuring.shadow_cases import OF_NO_VERIFY, full_graph_cases
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION, STATUS_DIR
+from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION
 from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import adapters, models
@@ -65,15 +61,12 @@ from vllm_graphfix.verify.trial import further_cases, trial_of
 TIMEOUT = 400.0
 """Seconds for one engine of a tiny model, and for the start of a large one."""
 LOAD = Path(__file__).parent / "measuring" / "shadow_load.py"
-ABORT = LOAD.with_name("shadow_abort.py")
-PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "abort", "ranks", "throughput")
+PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "ranks", "throughput")
 OFF: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "off"), PREFIX: "on"}
 ON: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "auto"), PREFIX: "on"}
 RATES = ("off", "1/100", "0.1%")
 BATCH, TOKENS = 8, 800
 PASSES = 3
-OF_PREFIXES = ("mla", "llama")
-"""Models of `abort`: those whose cache can hold prefixes with any release and backend."""
 RANKS = {
     "tensor": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},
@@ -110,8 +103,6 @@ def main() -> int:
     for part in ("silent", "budget"):
         if part in parts:
             measured.load(part)
-    if "abort" in parts:
-        measured.abort()
     if "ranks" in parts:
         if not metadata.entry_points(group="vllm.general_plugins", name="graphfix"):
             parser.error("install the plugin: a worker that is spawned finds it by its entry point alone")
@@ -260,79 +251,6 @@ class Measured:
             engine.end()
         return found
 
-    # -- requests that are ended ----------------------------------------------------------------------------------
-
-    def abort(self) -> None:
-        executors = ["uni"]
-        if metadata.entry_points(group="vllm.general_plugins", name="graphfix"):
-            executors.append("mp")  # a worker in another process than the scheduler finds the plugin by that alone
-        wanted = [
-            (case, executor, fixes)
-            for case in self._cases
-            if case.model in OF_PREFIXES and self._shown_by(case)
-            for executor in executors
-            for fixes in ("off", "on")
-        ]
-        references = {case.name: case for case, *_ in wanted}
-        with ThreadPoolExecutor(self._options.parallel) as pool:
-            eager = dict(zip(references, pool.map(self._eager_ends, references.values()), strict=True))
-
-            def one(case: Case, executor: str, fixes: str) -> None:
-                found = self._ends(case, executor, fixes, eager[case.name])
-                self.ran |= "error" not in found
-                what = "every fix off" if fixes == "off" else "the fixes on"
-                self._write(case.name, f"abort, {executor}, {what}", found)
-
-            list(pool.map(lambda which: one(*which), wanted))
-
-    def _eager_ends(self, case: Case) -> list[list[int]] | None:
-        engine = self._engine_of_ends(case, "abort-eager", {PREFIX: "off"}, enforce_eager=True)
-        try:
-            engine.ready(TIMEOUT)
-            told = engine.ask(_ends_asked(case, self._models), TIMEOUT)
-        except DiedError as error:
-            print(f"{case.name} eager: {error}", file=sys.stderr)
-            return None
-        finally:
-            engine.end()
-        return [each["tokens"] for each in told["requests"]]
-
-    def _ends(self, case: Case, executor: str, fixes: str, eager: list[list[int]] | None) -> dict[str, Any]:
-        environment = (OFF if fixes == "off" else ON) | {SHADOW: "1/1", SHADOW_ACTION: "abort"}
-        records = self._options.out / "records"
-        records.mkdir(exist_ok=True)  # a worker in a process of its own tells the scheduler by a file there
-        environment |= {STATUS_DIR: str(records)}
-        more = {"distributed_executor_backend": executor} if executor != "uni" else {}
-        asked = _ends_asked(case, self._models)
-        engine = self._engine_of_ends(case, f"abort-{executor}-{fixes}", environment, **more)
-        try:
-            engine.ready(TIMEOUT)
-            first = engine.ask(asked, TIMEOUT)
-            after = engine.ask(asked | {"tokens": [1] * len(asked["prompts"])}, TIMEOUT)
-            again = engine.ask(asked, TIMEOUT)
-        except DiedError as error:
-            return {"error": str(error)}
-        finally:
-            engine.end()
-        return _how_they_ended(asked, first, after, again, eager)
-
-    def _engine_of_ends(self, case: Case, log: str, environment: dict[str, str | None], **more: Any) -> EngineProcess:
-        job = case.jobs(self._models)[1]
-        environment = job.environment | environment
-        environment |= {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}  # a worker is sent a function
-        return EngineProcess(
-            Order(
-                arguments=job.arguments | {"enable_prefix_caching": True} | more,
-                plugin=environment[PREFIX] != "off",
-                runner=case.runner,
-                largest_batch=0,
-                where_known=job.where_known,
-            ),
-            _environment(environment),
-            self._options.out / f"{case.name}-{log}.log",
-            ABORT,
-        )
-
     # -- the same on two GPUs -------------------------------------------------------------------------------------
 
     def ranks(self) -> None:
@@ -408,57 +326,6 @@ class Measured:
                 for rate, found in ratios.items()
             },
         }
-
-
-def _ends_asked(case: Case, models: Path) -> dict[str, Any]:
-    """The case's own requests, and two of one token among them."""
-    job = case.jobs(models)[1]
-    alone = job.prompts[-1][::-1], job.prompts[-2][::-1]
-    return {"prompts": [*map(list, job.prompts), *map(list, alone)], "tokens": [*job.max_tokens, 1, 1]}
-
-
-def _how_they_ended(
-    asked: dict[str, Any],
-    first: dict[str, Any],
-    after: dict[str, Any],
-    again: dict[str, Any],
-    eager: list[list[int]] | None,
-) -> dict[str, Any]:
-    """What became of the requests that were *asked*.
-
-    They were asked *first*, then for one token *after* that, which says what is in the cache, and *again*.
-    """
-    ends = [each["reason"] == "error" for each in first["requests"]]
-
-    def share(told: dict[str, Any], *, ended: bool) -> list[int]:
-        return [each["cached"] for each, end in zip(told["requests"], ends, strict=True) if end is ended]
-
-    found: dict[str, Any] = {
-        "requests": len(ends),
-        "ended": sum(ends),
-        "of one token, ended": sum(end for end, count in zip(ends, asked["tokens"], strict=True) if count == 1),
-        "why": next((each["why"] for each in first["requests"] if each["reason"] == "error"), None),
-        "tokens handed out before the end": [
-            len(each["tokens"]) for each, end in zip(first["requests"], ends, strict=True) if end
-        ],
-        "cached after, of who ended": share(after, ended=True),
-        "cached after, of who did not": share(after, ended=False),
-        "one token after it, ends": [each["reason"] for each in after["requests"]],
-        "again, ended": sum(each["reason"] == "error" for each in again["requests"]),
-        "rank": again["rank"],
-    }
-    if eager is not None:
-        known = list(zip(first["requests"], eager, strict=True))
-        found["tokens handed out that are not the eager engine's, of who ended"] = sum(
-            each["tokens"] != right[: len(each["tokens"])] for each, right in known if each["reason"] == "error"
-        )
-        found["answers that are not the eager engine's, of who did not end"] = sum(
-            each["tokens"] != right for each, right in known if each["reason"] != "error"
-        )
-        found["first tokens after it that are the eager engine's"] = sum(
-            each["tokens"][:1] == right[:1] for each, right in zip(after["requests"], eager, strict=True)
-        )
-    return found
 
 
 def _environment(extra: dict[str, str | None]) -> dict[str, str]:
