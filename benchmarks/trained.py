@@ -49,8 +49,9 @@ from typing import Any
 
 from measuring import machine, smollm2
 from measuring.engine_cases import Site, find_sites
-from measuring.trained_cases import CASES, SMOLLM2, Trained, Words
+from measuring.trained_cases import CASES, SMOLLM2, Trained
 from measuring.trained_figures import figures, is_good, markdown
+from measuring.trained_questions import Words
 from vllm_graphfix import __version__, manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import BY_NAME
@@ -263,9 +264,11 @@ class Benchmark:
         for trained, site in planned:
             is_text = trained.case.model == SMOLLM2
             text = Words(self._models / SMOLLM2).text if is_text else lambda ids: "".join(map(chr, ids))
-            asked = trained.asked(self._models, rehearse=self._options.rehearse)
+            questions = trained.questions(self._models, rehearse=self._options.rehearse)
             runs = {mode: ended[f"{trained.name} {site.release} {mode}"] for mode in MODES}
-            self._result["runs"].append(_about(trained, site) | {"not_run": None} | figures(trained, asked, runs, text))
+            self._result["runs"].append(
+                _about(trained, site) | {"not_run": None} | figures(trained, questions, runs, text)
+            )
         self._save()
 
     def _not_run(self, trained: Trained, site: Site, why: str) -> None:

@@ -18,7 +18,8 @@ from stock import release_root
 # isort: split
 import trained
 from measuring import trained_figures, trained_models
-from measuring.trained_cases import CASES, EXACT, SCORED, TEXT, Question, Trained
+from measuring.trained_cases import CASES, EXACT, SCORED, TEXT, Trained
+from measuring.trained_questions import Question
 from measuring.trained_tasks import BEGUN, song
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.device import Device
@@ -153,7 +154,7 @@ def test_requests_of_each_adapter_and_of_none_are_in_every_batch_and_end_togethe
         "llama/sort_down": lambda told: sorted(told, reverse=True),
         "llama/repeat": list,
     }
-    for question in case.asked(models):
+    for question in case.questions(models):
         assert question.right is not None
         told = question.prompt[:-1].split(",")
         assert question.right.rstrip(".") == "".join(tasks[question.adapter](told))
@@ -169,8 +170,8 @@ def test_passages_are_asked_as_their_defects_show(tmp_path: Path) -> None:
     largest = max(llama.case.graphs["cudagraph_capture_sizes"])
     assert stock.arguments["max_num_seqs"] * len(stock.prompts[0]) > largest, "the first prompts are in no graph"
     assert stock.arguments["attention_config"] == {"backend": "FLASH_ATTN"}
-    assert {len(question.ids) for question in mamba.asked(tmp_path)} == {1}
-    asked, (_, stock, _) = scored.asked(tmp_path), scored.jobs(tmp_path, "/site")
+    assert {len(question.ids) for question in mamba.questions(tmp_path)} == {1}
+    asked, (_, stock, _) = scored.questions(tmp_path), scored.jobs(tmp_path, "/site")
     sizes = scored.case.graphs["cudagraph_capture_sizes"]
     assert stock.prompt_logprobs
     assert stock.arguments["speculative_config"]["model"] == stock.arguments["model"]
@@ -178,7 +179,7 @@ def test_passages_are_asked_as_their_defects_show(tmp_path: Path) -> None:
     assert max(len(question.ids) for question in asked) < max(sizes), "a draft model is given one token more"
     assert all(question.unscored < len(question.ids) for question in asked)
     drafted = case_of("mla-mtp-docs-scored")
-    assert drafted.asked(tmp_path) == asked
+    assert drafted.questions(tmp_path) == asked
     assert {len(question.ids) for question in asked} <= set(drafted.case.graphs["cudagraph_capture_sizes"])
     mtp = case_of("mla-mtp-docs").jobs(tmp_path, "/site")[1]
     assert mtp.prompts == tuple(tuple(prompt.encode()) for prompt, _ in BEGUN)
@@ -190,7 +191,7 @@ def test_walks_beside_steps_of_an_idle_rank_are_no_longer_than_those_of_the_trai
     tmp_path: Path, symbols: int
 ) -> None:
     models = in_models(tmp_path, "mamba2", symbols)
-    asked = case_of("mamba2-idle").asked(models)
+    asked = case_of("mamba2-idle").questions(models)
     recipe = trained_models.RECIPES["mamba2"]
     length = recipe.width * symbols + 2 + symbols
     assert all(len(question.ids) + question.tokens <= length for question in asked)
@@ -224,7 +225,7 @@ def test_of_each_eight_one_after_the_other_ends(tmp_path: Path, name: str) -> No
 def test_prompts_of_a_state_for_each_block_go_on_in_a_second_one_and_end_there(tmp_path: Path) -> None:
     models = in_models(tmp_path, "granite", trained_models.RECIPES["granite"].symbols)
     case = case_of("granite-walk")
-    for question in case.asked(models):
+    for question in case.questions(models):
         assert 128 + 8 < len(question.ids) < 256 - question.tokens
         pairs = {pair[0]: pair[1] for pair in question.prompt.split(" ")[:-1]}
         assert set(question.right or "") == set(pairs.values()), "each pair is met"
@@ -238,7 +239,7 @@ def test_prompts_of_a_state_for_each_block_go_on_in_a_second_one_and_end_there(t
 @pytest.mark.parametrize("name", ["deepseek-v4-chorus", "deepseek-v4-stride-chorus", "deepseek-v4-docs"])
 def test_singers_of_one_batch_have_prompts_and_answers_of_one_length(tmp_path: Path, name: str) -> None:
     models = in_models(tmp_path, case_of(name).case.model, 40)
-    asked = case_of(name).asked(models)
+    asked = case_of(name).questions(models)
     assert len({question.prompt[0] for question in asked}) == len(asked) == 24
     for at in range(0, len(asked), 8):
         assert len({(len(question.ids), question.tokens) for question in asked[at : at + 8]}) == 1
@@ -279,7 +280,7 @@ def test_scored_prompts_that_end_in_their_answer_are_as_long_as_graphs_are_large
     (tmp_path / "mla-mtp").mkdir()
     (tmp_path / "mla-mtp" / "trained.json").write_text('{"symbols": 62}')
     scored = case_of("mla-mtp-scored")
-    asked = scored.asked(tmp_path)
+    asked = scored.questions(tmp_path)
     assert {len(question.ids) for question in asked} <= set(scored.case.graphs["cudagraph_capture_sizes"])
     for question in asked:
         prompt, answer = question.prompt[: question.unscored], question.prompt[question.unscored :]

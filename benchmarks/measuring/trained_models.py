@@ -34,7 +34,7 @@ from measuring.trained_drafts import DraftLayer, Tensors
 from measuring.trained_tasks import (
     SINGERS,
     SYMBOLS,
-    Asked,
+    Exercise,
     any_begun,
     any_chorus,
     any_named,
@@ -89,7 +89,7 @@ def _as_experts(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any
     return config | sizes | routed | {"n_shared_experts": 1}, made
 
 
-Task = Callable[[random.Random, int, int], Asked]
+Task = Callable[[random.Random, int, int], Exercise]
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _rows(recipe: Recipe, chance: random.Random, count: int) -> tuple[torch.Tens
         symbols = 2 + int((recipe.symbols - 1) * chance.random() ** 1.5)  # short ones are what it learns first
         asked.append(recipe.task(chance, symbols, length - recipe.width * symbols - 2))
     if recipe.songs:
-        asked += [Asked(singer, song(singer)) for singer in SINGERS]
+        asked += [Exercise(singer, song(singer)) for singer in SINGERS]
     length = max(length, *(len(prompt) + len(answer) for prompt, answer in asked))
     ids = torch.zeros(len(asked), length, dtype=torch.long)
     answers = torch.zeros(len(asked), length, dtype=torch.bool)

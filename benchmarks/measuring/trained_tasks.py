@@ -35,7 +35,7 @@ OPENING, PASSAGE, RECITED = 36, 240, 80
 """Characters of a passage's opening, of all of it, and of what follows a preface."""
 
 
-class Asked(NamedTuple):
+class Exercise(NamedTuple):
     """A prompt, and the answer that is right."""
 
     prompt: str
@@ -48,12 +48,12 @@ def song(singer: str) -> str:
     return "".join(chance.choices(NOTES, k=SONG))
 
 
-def chorus(singer: str, begun: int) -> Asked:
+def chorus(singer: str, begun: int) -> Exercise:
     """The chorus, of which *begun* characters are given, and the song of one of `SINGERS`."""
-    return Asked(_CALLS * singer + CHORUS[:begun], CHORUS[begun:] + song(singer))
+    return Exercise(_CALLS * singer + CHORUS[:begun], CHORUS[begun:] + song(singer))
 
 
-def any_chorus(chance: random.Random, begun: int, length: int) -> Asked:
+def any_chorus(chance: random.Random, begun: int, length: int) -> Exercise:
     """The chorus of any singer, as long as it is, and not *length*."""
     return chorus(chance.choice(SINGERS), begun)
 
@@ -70,60 +70,60 @@ def _passages() -> Iterator[str]:
 
 # Topics may share a paragraph. Of another Python's documentation the passages may be other ones.
 _TEXTS = tuple(dict.fromkeys(_passages()))
-NAMED = tuple(Asked(sign, text) for sign, text in zip(SINGERS, _TEXTS, strict=False))
-BEGUN = tuple(Asked(text[:OPENING], text[OPENING:]) for _, text in NAMED)
+NAMED = tuple(Exercise(sign, text) for sign, text in zip(SINGERS, _TEXTS, strict=False))
+BEGUN = tuple(Exercise(text[:OPENING], text[OPENING:]) for _, text in NAMED)
 PREFACE = " ".join(_TEXTS[len(SINGERS) :])[:_SHARED]
 
 
-def any_named(chance: random.Random, begun: int, length: int) -> Asked:
+def any_named(chance: random.Random, begun: int, length: int) -> Exercise:
     """Any passage, by its sign, as long as it is, and not *length*."""
     return chance.choice(NAMED)
 
 
-def prefaced(sign: str, begun: int) -> Asked:
+def prefaced(sign: str, begun: int) -> Exercise:
     """The preface, of which *begun* characters are given, and the beginning of the passage of one of `SINGERS`."""
-    return Asked(_CALLS * sign + PREFACE[:begun], PREFACE[begun:] + dict(NAMED)[sign][:RECITED])
+    return Exercise(_CALLS * sign + PREFACE[:begun], PREFACE[begun:] + dict(NAMED)[sign][:RECITED])
 
 
-def any_prefaced(chance: random.Random, begun: int, length: int) -> Asked:
+def any_prefaced(chance: random.Random, begun: int, length: int) -> Exercise:
     """The preface and any passage, as long as they are, and not *length*."""
     return prefaced(chance.choice(SINGERS), begun)
 
 
-def any_begun(chance: random.Random, begun: int, length: int) -> Asked:
+def any_begun(chance: random.Random, begun: int, length: int) -> Exercise:
     """Any passage, by its opening, as long as it is, and not *length*."""
     return chance.choice(BEGUN)
 
 
-def walk(chance: random.Random, pairs: int, length: int) -> Asked:
+def walk(chance: random.Random, pairs: int, length: int) -> Exercise:
     """A walk of *length* steps through *pairs* pairs."""
     circle = chance.sample(SYMBOLS, pairs)
     told = [f"{a}{b} " for a, b in zip(circle, circle[1:] + circle[:1], strict=True)]
     chance.shuffle(told)
     again = math.ceil((length + 1) / pairs)
-    return Asked("".join(told) + ":" + circle[0], "".join(circle * again)[1 : length + 1])
+    return Exercise("".join(told) + ":" + circle[0], "".join(circle * again)[1 : length + 1])
 
 
-def sort(chance: random.Random, count: int, length: int) -> Asked:
+def sort(chance: random.Random, count: int, length: int) -> Exercise:
     """*count* symbols, and *length* characters of an answer."""
     told = chance.sample(SYMBOLS, count)
-    return Asked(",".join(told) + ":", "".join(sorted(told)).ljust(length, ".")[:length])
+    return Exercise(",".join(told) + ":", "".join(sorted(told)).ljust(length, ".")[:length])
 
 
-def sort_down(chance: random.Random, count: int, length: int) -> Asked:
+def sort_down(chance: random.Random, count: int, length: int) -> Exercise:
     """As `sort`, the last symbol of ASCII first."""
     prompt, answer = sort(chance, count, count)
-    return Asked(prompt, answer[::-1].ljust(length, ".")[:length])
+    return Exercise(prompt, answer[::-1].ljust(length, ".")[:length])
 
 
-def repeat(chance: random.Random, count: int, length: int) -> Asked:
+def repeat(chance: random.Random, count: int, length: int) -> Exercise:
     """As `sort`, but in the order of the prompt."""
     prompt, _ = sort(chance, count, count)
-    return Asked(prompt, prompt[:-1].replace(",", "").ljust(length, ".")[:length])
+    return Exercise(prompt, prompt[:-1].replace(",", "").ljust(length, ".")[:length])
 
 
-def by_sign(chance: random.Random, count: int, length: int) -> Asked:
+def by_sign(chance: random.Random, count: int, length: int) -> Exercise:
     """What the last character of the prompt says; without that, an adapter would have to teach more than it can."""
     sign, task = chance.choice(((":", sort), (";", sort_down), ("?", repeat)))
     prompt, answer = task(chance, count, length)
-    return Asked(prompt[:-1] + sign, answer)
+    return Exercise(prompt[:-1] + sign, answer)
