@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,6 @@ from activities import activity_of
 from vllm_graphfix import _this_process
 from vllm_graphfix.engine.capture_gate import GraphfixError
 from vllm_graphfix.engine.graph_dispatch import graph_being_captured
-from vllm_graphfix.fixes import _capture_passes
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
 FIX = "capture-state"
@@ -142,21 +139,6 @@ def test_no_batch_is_dispatched_to_the_graph_that_it_failed_in(kind: str, warnin
     assert "cudagraph_manager FULL 4" in state().reason
     assert "MemoryError: no room for a second state" in state().reason
     assert any("FULL 4" in text and FIX in text for text in warnings)
-
-
-@quietly
-@by_factory
-def test_what_the_benchmark_plants_fails_in_the_graph_of_the_most_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    planted = importlib.import_module("capture_faults")
-    monkeypatch.setattr(
-        _capture_passes._Passes, "_prepare_recorded_pass", _capture_passes._Passes._prepare_recorded_pass
-    )
-    planted.plant(FIX, "most", "fails once")
-    captured = Capturing("target")
-    started(captured)
-    assert [graph_of(captured.manager, requests) for requests in (2, 4)] == [2, None]
-    assert "MemoryError: planted" in state().reason
 
 
 @quietly
