@@ -54,7 +54,7 @@ from measuring.engine_cases import (
 )
 from measuring.engine_figures import Figures, is_measured, markdown, notes, tables
 from measuring.engine_plot import svg
-from measuring.engine_process import DiedError, EngineProcess, GpuMemory
+from measuring.engine_process import DiedError, EngineProcess, used_gpu_memory
 from measuring.engine_steps import STEPS, is_step, measured, packed, step_notes, step_plans, step_table
 from vllm_graphfix import __version__
 from vllm_graphfix.source.files import SourceError
@@ -124,7 +124,6 @@ class Benchmark:
         self._out: Path = options.out.resolve()
         self._out.mkdir(parents=True, exist_ok=True)
         self._scratch = Path(tempfile.mkdtemp(prefix="graphfix-engines-"))
-        self._memory = GpuMemory()
         self._alive: list[EngineProcess] = []
         self._sites: tuple[Site, ...] = ()
         self._result: dict[str, Any] = {}
@@ -140,7 +139,7 @@ class Benchmark:
             if self._options.steps:
                 groups = packed(plans, free_gib)
                 for number, group in enumerate(groups):
-                    self._decode(group, left_over=sum(map(len, groups[number:])))
+                    self._decode(group, cases_to_run=sum(map(len, groups[number:])))
                 plans = []
             for number, group in enumerate(_groups(plans, free_gib)):
                 self._decode(group)
@@ -159,11 +158,11 @@ class Benchmark:
             device: dict[str, Any] = {"name": "CPU engine, rehearsal", "driver": "none", "torch": "", "cuda": "none"}
             capability, free_gib = None, float("inf")
         else:
-            found = devices.find()
-            if found.name is None:
-                raise VerifyError(f"no GPU ({found.why_not}); --rehearse runs this script on a CPU engine")
-            device = {key: getattr(found, key) for key in ("name", "driver", "torch", "cuda", "python", "total_gib")}
-            capability, free_gib = found.capability[0], found.free_gib
+            gpu = devices.find()
+            if gpu.name is None:
+                raise VerifyError(f"no GPU ({gpu.why_not}); --rehearse runs this script on a CPU engine")
+            device = {key: getattr(gpu, key) for key in ("name", "driver", "torch", "cuda", "python", "total_gib")}
+            capability, free_gib = gpu.capability[0], gpu.free_gib
             cases = [case for case in CASES if self._wanted(case) and not self._options.steps]
             planned = [plan(case, self._sites) for case in cases]
             plans = [made for made in planned if made is not None]
@@ -171,7 +170,7 @@ class Benchmark:
                 plans = step_plans(self._sites, [case for case in STEPS if self._wanted(case)])
             for case, made in zip(cases, planned, strict=True):
                 if made is None:
-                    self._say(
+                    self._log(
                         f"{case.name}: not run; none of the given releases is affected by {', '.join(case.fixes)}"
                     )
         self._result = {
@@ -229,20 +228,20 @@ class Benchmark:
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
-    def _decode(self, group: Sequence[Plan], left_over: int = 1) -> None:
+    def _decode(self, group: Sequence[Plan], cases_to_run: int = 1) -> None:
         """Of steps, each of *left_over* cases has its share of the time; otherwise what comes first may take all."""
-        if self._left() < WORTHWHILE:
+        if self._remaining() < WORTHWHILE:
             for made in group:
                 self._not_run(made, "time was up")
             return
-        self._say(f"starting {sum(len(made.configurations) for made in group)} engines: {_named(group)}")
+        self._log(f"starting {sum(len(made.configurations) for made in group)} engines: {_named(group)}")
         with self._started(group) as engines:
             for number, made in enumerate(group):
                 if self._options.steps:
-                    self._steps(made, engines[made.case.name], self._left() / max(1, left_over - number))
+                    self._steps(made, engines[made.case.name], self._remaining() / max(1, cases_to_run - number))
                 elif engines[made.case.name]:
-                    self._rounds(made, engines[made.case.name], self._left())
-        self._say(f"ended: {_named(group)}")
+                    self._rounds(made, engines[made.case.name], self._remaining())
+        self._log(f"ended: {_named(group)}")
 
     @contextmanager
     def _started(self, group: Sequence[Plan]) -> Iterator[dict[str, dict[str, EngineProcess]]]:
@@ -254,21 +253,21 @@ class Benchmark:
             while waiting:
                 begun = [(*which, self._begin(*which, attempt)) for which in waiting]
                 waiting = []
-                until = time.monotonic() + min(START_TIMEOUT, self._left())
+                until = time.monotonic() + min(START_TIMEOUT, self._remaining())
                 for made, configuration, engine in begun:
                     entry = self._entry(made, configuration)
                     try:
                         ready = engine.ready(until - time.monotonic())
                     except DiedError as error:
                         self._end(engine)
-                        self._say(f"{made.case.name} {configuration.name}: {error}")
+                        self._log(f"{made.case.name} {configuration.name}: {error}")
                         if attempt + 1 < configuration.attempts(made.case):
                             entry |= {"attempt": attempt + 1, "first_failure": str(error)}
                             waiting.append((made, configuration))
                         else:
                             entry["failure"] = f"did not start: {error}"
                         continue
-                    self._say(f"{made.case.name} {configuration.name}: ready after {ready.seconds:.0f} s")
+                    self._log(f"{made.case.name} {configuration.name}: ready after {ready.seconds:.0f} s")
                     entry |= {"started_in": ready.seconds, "told": ready.told}
                     running[made.case.name][configuration.name] = engine
                 attempt += 1
@@ -313,7 +312,7 @@ class Benchmark:
             ]
             took, done = time.monotonic() - began, number + 1
             self._save()
-        self._say(f"{made.case.name}: {done} rounds, the last one took {took:.1f} s")
+        self._log(f"{made.case.name}: {done} rounds, the last one took {took:.1f} s")
 
     def _steps(self, made: Plan, engines: Mapping[str, EngineProcess], seconds: float) -> None:
         """In each engine, every batch; nothing is begun after *seconds*."""
@@ -329,10 +328,10 @@ class Benchmark:
                     entry["steps"].append(measured(engine, batch, self._options.count, TURN_TIMEOUT))
                 except DiedError as error:
                     entry["failure"] = f"died while decoding batch {batch}: {error}"
-                    self._say(f"{made.case.name} {name}: {entry['failure']}")
+                    self._log(f"{made.case.name} {name}: {entry['failure']}")
                     break
                 self._save()
-        self._say(f"{made.case.name}: measured")
+        self._log(f"{made.case.name}: measured")
 
     def _turns(
         self,
@@ -353,7 +352,7 @@ class Benchmark:
                 self._end(engines.pop(name))
                 configuration = made[name]
                 self._entry(made, configuration)["failure"] = f"died while decoding batch {batch}: {error}"
-                self._say(f"{made.case.name} {name}: died while decoding batch {batch}: {error}")
+                self._log(f"{made.case.name} {name}: died while decoding batch {batch}: {error}")
                 return None
 
         def tell(turn: tuple[int, str]) -> None:
@@ -381,7 +380,7 @@ class Benchmark:
             return
         took = 0.0
         for number in range(self._options.starts):
-            if self._left() < 1.2 * took:
+            if self._remaining() < 1.2 * took:
                 count = self._options.starts
                 result["not_run"].append(f"{count - number} of {count} pairs of starts: time was up")
                 break
@@ -394,48 +393,48 @@ class Benchmark:
                 self._end_all()
             took = time.monotonic() - began
             self._save()
-            self._say(f"{made.case.name}: pair {number + 1} of starts took {took:.0f} s")
+            self._log(f"{made.case.name}: pair {number + 1} of starts took {took:.0f} s")
 
     def _start_pair(self, made: Plan, order: Sequence[str], number: int) -> dict[str, dict[str, Any]]:
         engines = {
             name: self._begin(made, made[name], self._entry(made, made[name])["attempt"], f"-start-{number}")
             for name in order
         }
-        timeout = min(START_TIMEOUT, self._left())
+        timeout = min(START_TIMEOUT, self._remaining())
         ready = {name: engine.ready(timeout) for name, engine in engines.items()}
         pair = {}
-        used = self._memory.used()
+        used = used_gpu_memory()
         for name, engine in engines.items():
             self._end(engine)  # what it held is what is free again
-            left = self._memory.used()
-            told = ready[name].told
+            remaining = used_gpu_memory()
+            facts = ready[name].told
             pair[name] = {
                 "seconds": ready[name].seconds,
-                "cpu_seconds": told["cpu_seconds"],
-                "capture_seconds": told["capture_seconds"],
-                "reserved_bytes": told["reserved_bytes"],
-                "used_bytes": used - left if used is not None and left is not None else None,
+                "cpu_seconds": facts["cpu_seconds"],
+                "capture_seconds": facts["capture_seconds"],
+                "reserved_bytes": facts["reserved_bytes"],
+                "used_bytes": used - remaining if used is not None and remaining is not None else None,
             }
-            used = left
+            used = remaining
         return pair
 
     # -- the rest ------------------------------------------------------------------------------------------------
 
     def _case(self, made: Plan) -> dict[str, Any]:
-        found: dict[str, Any] = next(case for case in self._result["cases"] if case["name"] == made.case.name)
-        return found
+        case: dict[str, Any] = next(case for case in self._result["cases"] if case["name"] == made.case.name)
+        return case
 
     def _entry(self, made: Plan, configuration: Configuration) -> dict[str, Any]:
         entries = self._case(made)["configurations"]
-        found: dict[str, Any] = next(entry for entry in entries if entry["name"] == configuration.name)
-        return found
+        entry: dict[str, Any] = next(entry for entry in entries if entry["name"] == configuration.name)
+        return entry
 
     def _not_run(self, made: Plan, why: str) -> None:
         self._case(made)["not_run"].append(why)
-        self._say(f"{made.case.name}: not run, {why}")
+        self._log(f"{made.case.name}: not run, {why}")
         self._save()
 
-    def _left(self) -> float:
+    def _remaining(self) -> float:
         return float(self._options.limit) - (time.monotonic() - self._began)
 
     def _end(self, engine: EngineProcess) -> None:
@@ -451,7 +450,7 @@ class Benchmark:
         partial.write_text(json.dumps(self._result, indent=1))
         partial.replace(self._out / RESULT)  # whoever reads it reads all of it
 
-    def _say(self, what: str) -> None:
+    def _log(self, what: str) -> None:
         print(f"{time.monotonic() - self._began:6.1f} s  {what}", flush=True)
 
 

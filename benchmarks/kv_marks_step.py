@@ -50,10 +50,10 @@ def main() -> None:
         made = table(f"vLLM {release}: microseconds a step", *columns)
         env = environment(fetch_vllm.release(release), OMP_NUM_THREADS="1", VLLM_GRAPHFIX="off")
         lines = run([__file__, "--measure", "--rounds", str(options.rounds)], env).output.splitlines()
-        for (requests, every, batches, *apart), found in zip(CASES, json.loads(lines[-1]), strict=True):
-            least, median, *cold = (f"{each:.2f}" for each in found)
-            told = verdict(found[0], TARGET, "µs") if (requests, every) == (64, 16) else ""
-            made.add_row(f"{requests}{' apart' * bool(apart)}, 1/{every}, {batches}", least, median, told, *cold)
+        for (requests, every, batches, *apart), figures in zip(CASES, json.loads(lines[-1]), strict=True):
+            least, median, *cold = (f"{each:.2f}" for each in figures)
+            judged = verdict(figures[0], TARGET, "µs") if (requests, every) == (64, 16) else ""
+            made.add_row(f"{requests}{' apart' * bool(apart)}, 1/{every}, {batches}", least, median, judged, *cold)
         out.print(made)
 
 
@@ -78,7 +78,7 @@ def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -
 
     watch.SHARE = watch.IDLE_SHARE = watch.FOLLOWING = 0.0
     cool = elsewhere()
-    found: list[float] = []
+    figures: list[float] = []
     for cold in (False, True):
         marks = marks_of(every)
         if batches:
@@ -96,8 +96,8 @@ def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -
             if output.scheduled_cached_reqs.req_ids:
                 taken.append((time.perf_counter_ns() - began) / 1000)
         means = [sum(taken[at : at + TOKENS]) / TOKENS for at in range(0, len(taken), TOKENS)]
-        found += [min(means), statistics.median(means)]
-    return found
+        figures += [min(means), statistics.median(means)]
+    return figures
 
 
 def marks_of(every: int) -> Any:
@@ -133,7 +133,7 @@ def outputs(requests: int, rounds: int, apart: bool) -> Iterator[bytes]:
     fields = set(SchedulerOutput.__dataclass_fields__)
     free = 0
 
-    def given(count: int) -> tuple[list[int]]:
+    def allocate(count: int) -> tuple[list[int]]:
         nonlocal free
         free += count
         return ([1 + number % (POOL - 1) for number in range(free - count, free)],)
@@ -165,7 +165,7 @@ def outputs(requests: int, rounds: int, apart: bool) -> Iterator[bytes]:
                 mm_features=[],
                 sampling_params=None,
                 pooling_params=None,
-                block_ids=given(-(-tokens // TOKENS)),
+                block_ids=allocate(-(-tokens // TOKENS)),
                 num_computed_tokens=0,
                 lora_request=None,
             )
@@ -179,7 +179,7 @@ def outputs(requests: int, rounds: int, apart: bool) -> Iterator[bytes]:
                 resumed_req_ids=set(),
                 new_token_ids=[],
                 all_token_ids={},
-                new_block_ids=[None if tokens % TOKENS else given(1) for tokens in computed],
+                new_block_ids=[None if tokens % TOKENS else allocate(1) for tokens in computed],
                 num_computed_tokens=computed,
                 num_output_tokens=[answered + 1] * requests,
             )

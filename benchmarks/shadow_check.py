@@ -11,17 +11,12 @@ others-on   the case's own fix off and no check: what is wrong then is this defe
 silent      the fixes on, every replay checked: mismatches are false alarms. First the workload of `verify`, whose
             answers have to be an eager engine's; then a load of requests that come, go, wait, are aborted and, where a
             cache can be that small, preempted, until all cases together have made --checks. Engines with LoRA
-            adapters or images get the load alone
+            adapters get the load alone
 budget      the fixes on, 0.1% and the same load for --seconds: what checks took of the time of all other steps
 
 ranks       on two GPUs, with tensor and with pipeline parallelism, with latent attention also with decode context
             parallelism, under the same load for --seconds: every fix off and quarantine, the fixes on, and a budget of
             1 %; what each rank has counted, and which steps it has checked: with either the same on both
-
-and models of 24 layers:
-
-throughput  the fixes on; nothing checked, 1/100 and 0.1% in turns in one engine: seconds to decode a batch, --rounds
-            times, as ratios
 
 The result is written after every part to FOLDER/result.json. Exit code 1 if there was a false alarm, or an engine with
 the fixes on ended in an error; 2 if nothing could be run.
@@ -32,7 +27,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -42,7 +36,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from measuring import engine_cases, tiny_qwen2_vl
 from measuring.engine_process import DiedError, EngineProcess, Order
 from measuring.shadow_cases import OF_NO_VERIFY, full_graph_cases
 from vllm_graphfix import manifest
@@ -59,13 +52,11 @@ from vllm_graphfix.verify.engine.processes import Ended, Engines
 from vllm_graphfix.verify.trial import further_cases, trial_of
 
 TIMEOUT = 400.0
-"""Seconds for one engine of a tiny model, and for the start of a large one."""
+"""Seconds for one engine."""
 LOAD = Path(__file__).parent / "measuring" / "shadow_load.py"
-PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "ranks", "throughput")
+PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "ranks")
 OFF: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "off"), PREFIX: "on"}
 ON: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "auto"), PREFIX: "on"}
-RATES = ("off", "1/100", "0.1%")
-BATCH, TOKENS = 8, 800
 PASSES = 3
 RANKS = {
     "tensor": {"tensor_parallel_size": 2},
@@ -91,7 +82,6 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=300.0, metavar="S", help="of load on one engine, at most (300)"
     )
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="of throughput (10)")
     parser.add_argument("--parallel", type=int, default=6, metavar="N", help="engines at a time (6)")
     options = parser.parse_args()
     options.out = options.out.resolve()  # engines start in other folders
@@ -107,16 +97,14 @@ def main() -> int:
         if not metadata.entry_points(group="vllm.general_plugins", name="graphfix"):
             parser.error("install the plugin: a worker that is spawned finds it by its entry point alone")
         measured.ranks()
-    if "throughput" in parts:
-        measured.throughput()
     if not measured.ran:
         return 2
     return int(any(map(_false_alarm, measured.result["cases"].values())))
 
 
-def _false_alarm(found: dict[str, Any]) -> bool:
+def _false_alarm(results: dict[str, Any]) -> bool:
     """In an engine with the fixes on, or that such an engine did not come to its end."""
-    parts = [part for name, part in found.items() if name in ("silent", "load", "budget") or "the fixes on" in name]
+    parts = [part for name, part in results.items() if name in ("silent", "load", "budget") or "the fixes on" in name]
     ranks = [rank for part in parts for rank in (part, *part.get("ranks", ()))]
     return any(rank.get("mismatches") or rank.get("ended") or rank.get("error") for rank in ranks)
 
@@ -131,21 +119,20 @@ class Measured:
             "vllm": self._source.version,
             "command": sys.argv[1:],
             "cases": {
-                case.name: {"affected": [fix.name for fix in self._shown_by(case)], "runner": case.runner}
+                case.name: {"affected": [fix.name for fix in self._defects_of(case)], "runner": case.runner}
                 for case in cases
             },
         }
         self.ran = False
-        for name in {name for case in cases for name in case.models} - {tiny_qwen2_vl.NAME}:
+        for name in {name for case in cases for name in case.models}:
             models.write(name, self._models)
-        tiny_qwen2_vl.write(self._models)
         self._adapters = [str(models.write(name, self._models)) for name in adapters.NAMES]
 
     @property
     def _models(self) -> Path:
         return Path(self._options.out) / "models"
 
-    def _shown_by(self, case: Case) -> list[Fix]:
+    def _defects_of(self, case: Case) -> list[Fix]:
         return [
             fix
             for fix in FIXES
@@ -154,10 +141,10 @@ class Measured:
             and manifest.diagnose(fix, self._source).verdict is Verdict.AFFECTED
         ]
 
-    def _write(self, name: str, what: str, found: Any) -> None:
-        self.result["cases"].setdefault(name, {})[what] = found
+    def _write(self, name: str, what: str, result: Any) -> None:
+        self.result["cases"].setdefault(name, {})[what] = result
         (self._options.out / "result.json").write_text(json.dumps(self.result, indent=1))
-        print(f"{self._source.version} {name} {what}: {json.dumps(found)}", file=sys.stderr)
+        print(f"{self._source.version} {name} {what}: {json.dumps(result)}", file=sys.stderr)
 
     # -- engines of tiny models with the workload of `verify` -----------------------------------------------------
 
@@ -182,25 +169,25 @@ class Measured:
             return []
         eager, stock, _ = case.jobs(self._models)
         shadow: dict[str, str | None] = {SHADOW: "1/1", SHADOW_ACTION: "report"}
-        given = {
+        environments = {
             "caught": OFF | shadow,
             "alone": OFF,
-            "others-on": ON | dict.fromkeys((fix.variable for fix in self._shown_by(case)), "off"),
+            "others-on": ON | dict.fromkeys((fix.variable for fix in self._defects_of(case)), "off"),
             "quarantine": OFF | shadow | {SHADOW_ACTION: "quarantine"},
             "silent": ON | shadow,
         }
-        if not self._shown_by(case):
-            given = {"silent": given["silent"]}
+        if not self._defects_of(case):
+            environments = {"silent": environments["silent"]}
         jobs = [
             replace(
                 stock,
                 name=f"{case.name} {part}",
                 probes=(),
                 again=PASSES - 1,
-                environment=stock.environment | given[part],
+                environment=stock.environment | environments[part],
             )
             for part in parts
-            if part in given
+            if part in environments
         ]
         return [replace(eager, probes=()), *jobs] if jobs else []
 
@@ -212,9 +199,9 @@ class Measured:
         each = -(-self._options.checks // len(self._cases)) if part == "silent" else 1 << 40
 
         def one(case: Case) -> None:
-            found = self._loaded(case, part, ON | {SHADOW: rate}, each)
-            self.ran |= "error" not in found
-            self._write(case.name, "load" if part == "silent" else part, found)
+            counts = self._loaded(case, part, ON | {SHADOW: rate}, each)
+            self.ran |= "error" not in counts
+            self._write(case.name, "load" if part == "silent" else part, counts)
 
         with ThreadPoolExecutor(self._options.parallel) as pool:
             list(pool.map(one, self._cases))
@@ -242,14 +229,14 @@ class Measured:
         )
         try:
             engine.ready(TIMEOUT)
-            asked = {"checks": checks, "seconds": self._options.seconds, "seed": 7}
-            asked["adapters"] = self._adapters if "enable_lora" in case.arguments else ()
-            found: dict[str, Any] = engine.ask(asked, self._options.seconds + TIMEOUT)
+            request = {"checks": checks, "seconds": self._options.seconds, "seed": 7}
+            request["adapters"] = self._adapters if "enable_lora" in case.arguments else ()
+            counts: dict[str, Any] = engine.ask(request, self._options.seconds + TIMEOUT)
         except DiedError as error:
             return {"error": str(error)}
         finally:
             engine.end()
-        return found
+        return counts
 
     # -- the same on two GPUs -------------------------------------------------------------------------------------
 
@@ -264,7 +251,7 @@ class Measured:
                 ("the fixes on, a budget", ON | {SHADOW: "1%"}),
                 ("every fix off, quarantine", OFF | {SHADOW: "1/1", SHADOW_ACTION: "quarantine"}),
             )
-            if what.startswith("the fixes on") or self._shown_by(case)
+            if what.startswith("the fixes on") or self._defects_of(case)
         ]
 
         def one(case: Case, parallel: str, what: str, environment: dict[str, str | None]) -> None:
@@ -272,60 +259,12 @@ class Measured:
                 "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"
             }  # the workers are sent a function
             part = f"{parallel} parallel, {what}"
-            found = self._loaded(case, part.replace(" ", "-"), environment | insecure, 0, **RANKS[parallel])
-            self.ran |= "error" not in found
-            self._write(case.name, part, found)
+            counts = self._loaded(case, part.replace(" ", "-"), environment | insecure, 0, **RANKS[parallel])
+            self.ran |= "error" not in counts
+            self._write(case.name, part, counts)
 
         with ThreadPoolExecutor(self._options.parallel) as pool:
             list(pool.map(lambda which: one(*which), wanted))
-
-    # -- engines of larger models ---------------------------------------------------------------------------------
-
-    def throughput(self) -> None:
-        cases = (engine_cases.MLA, engine_cases.MLA_FP8)
-        engines = {case.name: self._large(case) for case in cases}
-        try:
-            for name, engine in engines.items():
-                what = f"{name}, {engine_cases.LAYERS} layers"
-                try:
-                    self._write(what, "throughput", self._ratios(engine))
-                    self.ran = True
-                except DiedError as error:
-                    self._write(what, "throughput", {"error": str(error)})
-        finally:
-            for engine in engines.values():
-                engine.end()
-
-    def _large(self, case: engine_cases.Case) -> EngineProcess:
-        site = engine_cases.Site(self._source.version or "", None)
-        configuration = engine_cases.Configuration("patched", "", site, "full", plugin=True)
-        environment = configuration.environment(case, (site,), self._options.out / "cache")
-        return EngineProcess(
-            configuration.order(
-                case, 1, engine_cases.write_model(case, self._models), BATCH
-            ),  # without vLLM's compiler
-            environment | {name: value for name, value in (ON | {SHADOW: RATES[-1]}).items() if value is not None},
-            self._options.out / f"{case.name}-throughput.log",
-        )
-
-    def _ratios(self, engine: EngineProcess) -> dict[str, Any]:
-        taken: dict[str, list[float]] = {rate: [] for rate in RATES}
-        engine.ready(TIMEOUT)
-        for number in range(-1, self._options.rounds):  # the first does not count
-            for rate in RATES if number % 2 else RATES[::-1]:
-                engine.tell(BATCH, TOKENS, rate)
-                seconds = engine.hear(TIMEOUT)
-                taken[rate] += [seconds] if number >= 0 else []
-        ratios = {
-            rate: [seconds / off for seconds, off in zip(taken[rate], taken["off"], strict=True)] for rate in RATES[1:]
-        }
-        return {
-            "milliseconds a step, off": round(1000 * statistics.median(taken["off"]) / (TOKENS - 1), 3),
-            **{
-                rate: {"median": round(statistics.median(found), 4), "from": min(found), "to": max(found)}
-                for rate, found in ratios.items()
-            },
-        }
 
 
 def _environment(extra: dict[str, str | None]) -> dict[str, str]:
@@ -341,20 +280,20 @@ def _seen(ended: Ended, eager: Ended | None) -> dict[str, Any]:
     """
     if ended.said is None:
         return {"error": ended.error}
-    found: dict[str, Any] = {
+    counts: dict[str, Any] = {
         name.removeprefix("shadow: "): values[0]
         for name, values in ended.said.observed.items()
         if name.startswith("shadow: ")
     }
-    found["states"] = next(iter(ended.said.states.values()), {}).get("shadow")
+    counts["states"] = next(iter(ended.said.states.values()), {}).get("shadow")
     if eager is not None and eager.said is not None:
         # Each pass against the one in the same order: a batch of another composition rounds otherwise.
         orders = eager.said.passes
-        found["right answers by pass"] = _equal(
+        counts["right answers by pass"] = _equal(
             ended.said.passes, [orders[number % 2] for number in range(len(ended.said.passes))]
         )
-        found["answers"] = len(eager.said.passes[0])
-    return found
+        counts["answers"] = len(eager.said.passes[0])
+    return counts
 
 
 def _equal(one: Sequence[Sequence[Answer]], other: Sequence[Sequence[Answer]]) -> list[int]:

@@ -66,11 +66,11 @@ def _added(rate: str, rounds: int) -> dict[str, float]:
             for drafts in DRAFTS
         },
     }
-    found = {}
+    added = {}
     for runner, pair in pairs.items():
         times = interleaved(pair, calls=CALLS, rounds=rounds)
-        found[runner] = times["counted"].minimum - times["stock"].minimum
-    return found
+        added[runner] = times["counted"].minimum - times["stock"].minimum
+    return added
 
 
 def main() -> None:

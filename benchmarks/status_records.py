@@ -70,9 +70,9 @@ def main() -> None:
                 times[name].append(time.perf_counter() - started)
     made = table(f"milliseconds; {rounds} rounds, interleaved", "what", "min", "median", "target")
     for name, (_, target) in measured.items():
-        found = Times.of(times[name])
-        judged = verdict(found.minimum, target, "s") if target else ""
-        made.add_row(name, *(f"{value * 1000:.2f}" for value in found), judged)
+        taken = Times.of(times[name])
+        judged = verdict(taken.minimum, target, "s") if target else ""
+        made.add_row(name, *(f"{value * 1000:.2f}" for value in taken), judged)
     out = console()
     out.print(machine(), highlight=False)
     out.print(made)

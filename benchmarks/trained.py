@@ -148,7 +148,7 @@ class Benchmark:
                 self._convert()
                 self._engines(shipped)
             self._wait_for(trainings)
-        able = [each for each in trained if self._told(each[0].case.model).exists()]
+        able = [each for each in trained if self._summary(each[0].case.model).exists()]
         for each in trained:
             if each not in able:
                 self._not_run(*each, "the model could not be trained; its log says why")
@@ -162,8 +162,8 @@ class Benchmark:
         planned = []
         for trained in CASES:
             for site in self._sites:
-                asked = self._options.only
-                if asked and not {trained.name, f"{trained.name}@{site.release}"} & set(asked):
+                only = self._options.only
+                if only and not {trained.name, f"{trained.name}@{site.release}"} & set(only):
                     continue
                 if why := self._why_not(trained, site, device):
                     self._not_run(trained, site, why)
@@ -190,17 +190,17 @@ class Benchmark:
     # -- models --------------------------------------------------------------------------------------------------
 
     def _convert(self) -> None:
-        began, made, given = time.monotonic(), self._models / SMOLLM2, self._options.smollm2
+        began, made, files = time.monotonic(), self._models / SMOLLM2, self._options.smollm2
         if (made / "tokenizer_config.json").exists():  # what is written last
             return
-        if given is None:
+        if files is None:
             raise VerifyError("chat needs --smollm2")
         # A vLLM's dependencies hold gguf where this Python does not; all else is to be this Python's.
         sys.path += [str(site.folder) for site in self._sites if site.folder]
-        if not given[0].is_dir():
-            smollm2.convert(given, made)
+        if not files[0].is_dir():
+            smollm2.convert(files, made)
         elif not made.exists():
-            made.symlink_to(given[0].resolve())
+            made.symlink_to(files[0].resolve())
         self._result["models"][SMOLLM2] = {"wheel": smollm2.WHEEL, "seconds": round(time.monotonic() - began, 1)}
         self._save()
 
@@ -210,11 +210,11 @@ class Benchmark:
         running = {}
         path = _path(str(PACKAGE), str(BENCHMARKS))
         toy = ["--toy"] if self._options.rehearse else []
-        for name in sorted(name for name in names if not self._told(name).exists()):
-            asked = [name, str(self._models), "--seconds", str(self._options.train_seconds), *toy]
+        for name in sorted(name for name in names if not self._summary(name).exists()):
+            arguments = [name, str(self._models), "--seconds", str(self._options.train_seconds), *toy]
             with (self._out / f"train-{name}.log").open("wb") as log:
                 running[name] = subprocess.Popen(
-                    [sys.executable, "-m", "measuring.trained_models", *asked],
+                    [sys.executable, "-m", "measuring.trained_models", *arguments],
                     env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
                     cwd=self._out,
                     stdin=subprocess.DEVNULL,
@@ -224,7 +224,7 @@ class Benchmark:
         try:
             yield running
             self._result["models"] |= {
-                name: json.loads(self._told(name).read_text()) for name in names if self._told(name).exists()
+                name: json.loads(self._summary(name).read_text()) for name in names if self._summary(name).exists()
             }
             self._save()
         finally:
@@ -238,11 +238,11 @@ class Benchmark:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._say(f"{name}: training did not end in time")
+                self._log(f"{name}: training did not end in time")
             else:
-                self._say(f"{name}: training ended with exit code {process.returncode}")
+                self._log(f"{name}: training ended with exit code {process.returncode}")
 
-    def _told(self, name: str) -> Path:
+    def _summary(self, name: str) -> Path:
         """What the training of the model *name* writes last."""
         return self._models / name / "trained.json"
 
@@ -258,8 +258,8 @@ class Benchmark:
             ]
         logs = self._out / "engines"
         logs.mkdir(exist_ok=True)
-        self._say(f"{len(jobs)} engines, {self._parallel} at a time")
-        engines = Engines(logs, _TIMEOUT, done=lambda job, how: self._say(f"{job.name}: {how}"))
+        self._log(f"{len(jobs)} engines, {self._parallel} at a time")
+        engines = Engines(logs, _TIMEOUT, done=lambda job, how: self._log(f"{job.name}: {how}"))
         ended = engines.run(jobs, self._parallel)
         for trained, site in planned:
             is_text = trained.case.model == SMOLLM2
@@ -272,10 +272,10 @@ class Benchmark:
         self._save()
 
     def _not_run(self, trained: Trained, site: Site, why: str) -> None:
-        self._say(f"{trained.name} on {site.release}: not run: {why}")
+        self._log(f"{trained.name} on {site.release}: not run: {why}")
         self._result["runs"].append(_about(trained, site) | {"not_run": why})
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         print(f"[{time.monotonic() - self._began:4.0f} s] {line}", file=sys.stderr, flush=True)
 
     def _save(self) -> None:
@@ -289,7 +289,7 @@ def _path(*first: str) -> str:
 
 def _together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One result of several, which were measured with the same models."""
-    models = {name: told for result in results for name, told in result["models"].items()}
+    models = {name: model for result in results for name, model in result["models"].items()}
     return {**results[0], "models": models, "runs": [run for result in results for run in result["runs"]]}
 
 

@@ -45,9 +45,9 @@ class Run(NamedTuple):
 def environment(*path: Path, **extra: str) -> dict[str, str]:
     """For a fresh process that finds *path* first: bytecode is cached, and no setting of vLLM or the plugin gets in."""
     unwanted = ("VLLM_", "PYTHONDONTWRITEBYTECODE")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
-    found_first = os.pathsep.join(map(str, (*path, PROJECT)))
-    return kept | {"PYTHONPATH": found_first, "VLLM_LOGGING_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""} | extra
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    search_path = os.pathsep.join(map(str, (*path, PROJECT)))
+    return inherited | {"PYTHONPATH": search_path, "VLLM_LOGGING_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""} | extra
 
 
 def run(arguments: Sequence[str], env: Mapping[str, str]) -> Run:

@@ -47,7 +47,7 @@ def _served(serve: Callable[[Any, dict[str, Any]], int | None], parent: Any) -> 
 
 def in_one_line(error: BaseException, causes: int = 3) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    said = f"{type(error).__name__}: {first}"
+    line = f"{type(error).__name__}: {first}"
     if error.__cause__ is None or not causes:
-        return said
-    return f"{said}, from {in_one_line(error.__cause__, causes - 1)}"
+        return line
+    return f"{line}, from {in_one_line(error.__cause__, causes - 1)}"

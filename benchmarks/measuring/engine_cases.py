@@ -163,8 +163,8 @@ class Site:
         """A Python path: this vLLM first, then *also*, and what is inherited; no other one of *sites* is on it."""
         others = {each.folder for each in sites if each.folder is not None}
         inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        kept = (part for part in inherited if Path(part).resolve() not in others)
-        return os.pathsep.join([*map(str, filter(None, (self.folder, *also))), *kept])
+        usable = (part for part in inherited if Path(part).resolve() not in others)
+        return os.pathsep.join([*map(str, filter(None, (self.folder, *also))), *usable])
 
 
 @dataclass(frozen=True)
@@ -184,10 +184,10 @@ class Configuration:
         return len(case.graphs[self.graphs]) if self.graphs else 1
 
     def order(self, case: Case, attempt: int, model: Path, largest_batch: int) -> Order:
-        asked: dict[str, Any] = (
+        graphs: dict[str, Any] = (
             {"compilation_config": dict(case.graphs[self.graphs][attempt])} if self.graphs else {"enforce_eager": True}
         )
-        arguments = _ENGINE | {"model": str(model), "max_num_seqs": max(SIZES)} | dict(case.arguments) | asked
+        arguments = _ENGINE | {"model": str(model), "max_num_seqs": max(SIZES)} | dict(case.arguments) | graphs
         return Order(arguments=arguments, plugin=self.plugin, runner=case.runner, largest_batch=largest_batch)
 
     def environment(self, case: Case, sites: Sequence[Site], cache: Path) -> dict[str, str]:
@@ -196,9 +196,9 @@ class Configuration:
         It has its own vLLM, its own compile cache, the plugin or not, and no setting of anybody's.
         """
         unwanted = ("VLLM_", "PYTHONDONTWRITEBYTECODE")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
         return (
-            kept
+            inherited
             | _ENVIRONMENT
             | dict(case.environment)
             | (dict.fromkeys(map(variable, BY_NAME), self.mode) if self.mode else {})
@@ -225,23 +225,23 @@ class Plan:
         return next(configuration for configuration in self.configurations if configuration.name == name)
 
 
-def find_sites(given: Sequence[str]) -> tuple[Site, ...]:
+def find_sites(options: Sequence[str]) -> tuple[Site, ...]:
     """*given* are ``RELEASE=FOLDER``; none: the installed vLLM. Raises SourceError, ValueError."""
-    if not given:
+    if not options:
         try:
             return (Site(open_source().version or "installed", None),)
         except SourceError:
             raise ValueError("no vLLM is installed in this Python; name one with --site RELEASE=FOLDER") from None
-    found = []
-    for text in given:
+    sites = []
+    for text in options:
         release, equals, folder = text.partition("=")
         if not equals:
             raise ValueError(f"{text} is not RELEASE=FOLDER")
         source = open_source(folder)
         if source.version is not None and not source.version.startswith(release):
             raise ValueError(f"{folder} holds vLLM {source.version}, not {release}")
-        found.append(Site(release, source.folder))
-    return tuple(found)
+        sites.append(Site(release, source.folder))
+    return tuple(sites)
 
 
 def plan(case: Case, sites: Sequence[Site]) -> Plan | None:
@@ -250,15 +250,13 @@ def plan(case: Case, sites: Sequence[Site]) -> Plan | None:
     None if no release is affected.
     """
     fixes = [fix for fix in FIXES if fix.name in case.fixes]
-    verdicts = {
-        site: {manifest.diagnose(fix, open_source(site.folder)).verdict for fix in fixes}
-        for site in sorted(sites, key=_number)
-    }
-    affected = [site for site, found in verdicts.items() if Verdict.AFFECTED in found]
+    verdicts = {site: {manifest.diagnose(fix, open_source(site.folder)).verdict for fix in fixes} for site in sites}
+    ordered = sorted(sites, key=_number)
+    affected = [site for site in ordered if Verdict.AFFECTED in verdicts[site]]
     if not affected:
         return None
     here = affected[-1]
-    later = [site for site, found in verdicts.items() if found == {Verdict.FIXED} and _number(site) > _number(here)]
+    later = [site for site in ordered if verdicts[site] == {Verdict.FIXED} and _number(site) > _number(here)]
     return _plan(case, here, later[0] if later else None)
 
 

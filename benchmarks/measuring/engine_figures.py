@@ -27,8 +27,8 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
-        found = sorted(values)
-        return cls(statistics.median(found), found[0], found[-1], len(found)) if found else None
+        ordered = sorted(values)
+        return cls(statistics.median(ordered), ordered[0], ordered[-1], len(ordered)) if ordered else None
 
     def text(self, form: str = ".3f") -> str:
         return f"{self.median:{form}} ({self.lowest:{form}} – {self.highest:{form}})"
@@ -90,12 +90,12 @@ def memory(case: CaseResult, figure: str) -> Spread | None:
 
 def _starts(case: CaseResult, figure: str) -> list[tuple[float, float]]:
     pairs = [(pair.get(STOCK), pair.get(PATCHED)) for pair in case["starts"]]
-    found = [(stock[figure], patched[figure]) for stock, patched in pairs if stock and patched]
-    return [(stock, patched) for stock, patched in found if stock is not None and patched is not None]
+    figures = [(stock[figure], patched[figure]) for stock, patched in pairs if stock and patched]
+    return [(stock, patched) for stock, patched in figures if stock is not None and patched is not None]
 
 
 def targets(case: CaseResult) -> list[Target]:
-    found = [
+    judged = [
         _target(
             f"patched / stock full graphs, tokens a second, batch {batch}",
             throughput(case, PATCHED, STOCK, batch) if alike(case, PATCHED, STOCK) else None,
@@ -106,12 +106,12 @@ def targets(case: CaseResult) -> list[Target]:
     ]
     if 1 in batches(case):
         first = throughput(case, PATCHED, REFERENCE, 1)
-        found.append(_target("patched / eager, tokens a second, batch 1", first, 1.5, at_least=True))
+        judged.append(_target("patched / eager, tokens a second, batch 1", first, 1.5, at_least=True))
     if case["starts"]:
-        found.append(_target("patched / stock, start-up", started(case, "seconds"), 1.05, at_least=False))
+        judged.append(_target("patched / stock, start-up", started(case, "seconds"), 1.05, at_least=False))
         more = memory(case, "used_bytes") or memory(case, "reserved_bytes")
-        found.append(_target("patched - stock, GPU memory", more, 16, at_least=False, form=".1f", unit=" MiB"))
-    return found
+        judged.append(_target("patched - stock, GPU memory", more, 16, at_least=False, form=".1f", unit=" MiB"))
+    return judged
 
 
 def _target(
@@ -137,19 +137,19 @@ def engine_of(case: CaseResult, name: str) -> dict[str, Any]:
 
 
 def _mode(case: CaseResult, name: str) -> tuple[str, str]:
-    told = engine_of(case, name).get("told") or {}
-    return told.get("compilation_mode", ""), told.get("cudagraph_mode", "")
+    facts = engine_of(case, name).get("told") or {}
+    return facts.get("compilation_mode", ""), facts.get("cudagraph_mode", "")
 
 
 def tables(case: CaseResult) -> list[Figures]:
-    found = [_decode_table(case)] if case["rounds"] else []
+    made = [_decode_table(case)] if case["rounds"] else []
     if case["starts"]:
-        found.append(_start_table(case))
+        made.append(_start_table(case))
     judged = {True: "met", False: "not met", None: ""}
     rows = tuple((t.what, t.measured, t.wanted, judged[t.met]) for t in targets(case))
     if rows:
-        found.append(Figures(f"{case['title']}: targets", ("", "median (lowest – highest)", "target", ""), rows))
-    return found
+        made.append(Figures(f"{case['title']}: targets", ("", "median (lowest – highest)", "target", ""), rows))
+    return made
 
 
 def _decode_table(case: CaseResult) -> Figures:
@@ -208,34 +208,34 @@ def _text(spread: Spread | None) -> str:
 
 def notes(case: CaseResult) -> list[str]:
     """What is to be known beside the figures: what did not run, and why; what is not what its name says."""
-    found = [f"not run: {what}" for what in case["not_run"]]
+    lines = [f"not run: {what}" for what in case["not_run"]]
     if not is_measured(case):
-        found.append("nothing was measured")
+        lines.append("nothing was measured")
     for engine in case["configurations"]:
-        told = engine.get("told") or {}
+        facts = engine.get("told") or {}
         if engine["failure"]:
-            found.append(f"{engine['label']}: {engine['failure']}")
+            lines.append(f"{engine['label']}: {engine['failure']}")
         if engine.get("attempt"):
-            found.append(f"{engine['label']}: without vLLM's compiler, which did not run: {engine['first_failure']}")
-        if told and engine["graphs"] == "full" and "FULL" not in told["cudagraph_mode"]:
-            found.append(f"{engine['label']}: vLLM made it {told['cudagraph_mode']}, which has no full graphs")
-        if told and engine["name"] == PATCHED and case["fixes"]:
-            active = [name for name in case["fixes"] if name in told["active"]]
+            lines.append(f"{engine['label']}: without vLLM's compiler, which did not run: {engine['first_failure']}")
+        if facts and engine["graphs"] == "full" and "FULL" not in facts["cudagraph_mode"]:
+            lines.append(f"{engine['label']}: vLLM made it {facts['cudagraph_mode']}, which has no full graphs")
+        if facts and engine["name"] == PATCHED and case["fixes"]:
+            active = [name for name in case["fixes"] if name in facts["active"]]
             missing = [name for name in case["fixes"] if name not in active]
-            found.append(f"fixes at work in the patched engine: {', '.join(active) or 'none'}")
+            lines.append(f"fixes at work in the patched engine: {', '.join(active) or 'none'}")
             if missing:
-                found.append(f"NOT at work: {', '.join(missing)}; the patched engine is not one")
+                lines.append(f"NOT at work: {', '.join(missing)}; the patched engine is not one")
     if engine_of(case, CONTROL) and case["rounds"]:
         control = [throughput(case, CONTROL, STOCK, batch) for batch in batches(case)]
-        told_control = ", ".join(
+        differences = ", ".join(
             f"batch {batch}: {spread.text()}"
             for batch, spread in zip(batches(case), control, strict=True)
             if spread is not None
         )
-        found.append(f"two stock engines that are the same differ by: {told_control or 'not measured'}")
+        lines.append(f"two stock engines that are the same differ by: {differences or 'not measured'}")
     if case["rounds"] and not alike(case, PATCHED, STOCK):
-        found.append("stock and patched were not started alike, and are not compared")
-    return found
+        lines.append("stock and patched were not started alike, and are not compared")
+    return lines
 
 
 def markdown(figures: Figures) -> str:

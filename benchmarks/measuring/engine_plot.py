@@ -94,6 +94,6 @@ def _bar(x: int, y: int, spread: Spread | None, scale: float, colour: str, absol
 
 
 def _text(x: float, y: float, text: str, *, fill: str = "", size: int = 0, weight: str = "") -> str:
-    given = {"fill": fill, "font-size": str(size) if size else "", "font-weight": weight}
-    attributes = "".join(f' {name}="{value}"' for name, value in given.items() if value)
+    values = {"fill": fill, "font-size": str(size) if size else "", "font-weight": weight}
+    attributes = "".join(f' {name}="{value}"' for name, value in values.items() if value)
     return f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{escape(text)}</text>'

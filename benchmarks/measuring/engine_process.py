@@ -5,7 +5,6 @@ Engines run in processes of their own, all alive at once, and are asked one afte
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -75,25 +74,21 @@ class EngineProcess:
     def ready(self, timeout: float) -> Ready:
         """Waits until the engine answers. Raises DiedError."""
         until = time.monotonic() + timeout
-        moment = self._hear(until)
-        return Ready(moment - self._started, self._hear(until))
+        moment = self._receive(until)
+        return Ready(moment - self._started, self._receive(until))
 
-    def tell(self, batch: int, tokens: int, shadow: str | None = None) -> None:
-        """Lets the engine decode, with another rate of its shadow check if one is given; `hear` has its answer."""
-        self._tell({"batch": batch, "tokens": tokens, "shadow": shadow})
+    def tell(self, batch: int, tokens: int) -> None:
+        """Lets the engine decode; `hear` has its answer."""
+        self._send({"batch": batch, "tokens": tokens})
 
     def hear(self, timeout: float) -> float:
         """Seconds of the decode steps that `tell` asked for. Raises DiedError."""
-        return float(self._hear(time.monotonic() + timeout))
+        return float(self._receive(time.monotonic() + timeout))
 
-    def ask(self, asked: Mapping[str, Any], timeout: float) -> Any:
+    def ask(self, request: Mapping[str, Any], timeout: float) -> Any:
         """What the worker answers, *timeout* seconds from now at the latest. Raises DiedError."""
-        self._tell(asked)
-        return self._hear(time.monotonic() + timeout)
-
-    def wait_for_answer(self, timeout: float) -> Any:
-        """One more answer to what was asked last. Raises DiedError."""
-        return self._hear(time.monotonic() + timeout)
+        self._send(request)
+        return self._receive(time.monotonic() + timeout)
 
     def end(self) -> None:
         """The process and all that it started: an engine's workers hold the GPU's memory."""
@@ -102,13 +97,13 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _tell(self, asked: Mapping[str, Any]) -> None:
+    def _send(self, request: Mapping[str, Any]) -> None:
         try:
-            self._pipe.send(asked)
+            self._pipe.send(request)
         except OSError:
             raise DiedError(self._why()) from None
 
-    def _hear(self, until: float) -> Any:
+    def _receive(self, until: float) -> Any:
         try:
             # One wait, in which this process sleeps; a pipe that ends is something to read, too.
             if not self._pipe.poll(max(0.0, until - time.monotonic())):
@@ -129,43 +124,21 @@ class EngineProcess:
         return cause or own or (f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}")
 
 
-class GpuMemory:
-    """What NVML says is used on the GPU, by all processes together. Makes no CUDA context of its own."""
+def used_gpu_memory() -> int | None:
+    """Bytes in use on the first visible GPU by all processes, once they stay the same; None without nvidia-smi.
 
-    class _Memory(ctypes.Structure):
-        _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
-
-    def __init__(self) -> None:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-        self._handle = ctypes.c_void_p()
+    A process that has ended gives its memory back a moment later. nvidia-smi counts in MiB and makes no CUDA context.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={visible or 0}"]
+    last = None
+    for _ in range(20):
         try:
-            nvml = ctypes.CDLL("libnvidia-ml.so.1")
-            failed = nvml.nvmlInit_v2()
-            if visible.startswith("GPU-"):
-                failed = failed or nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(self._handle))
-            else:
-                number = int(visible) if visible.isdigit() else 0
-                failed = failed or nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(self._handle))
-        except (OSError, AttributeError):
-            failed = 1
-        self._nvml = None if failed else nvml
-
-    def used(self) -> int | None:
-        """Bytes, once they stay the same; None without NVML.
-
-        A process that has ended leaves its memory a moment later.
-        """
-        last = self._read()
-        for _ in range(20 if last is not None else 0):
-            time.sleep(0.1)
-            now = self._read()
-            if now == last:
-                break
-            last = now
-        return last
-
-    def _read(self) -> int | None:
-        memory = self._Memory()
-        if self._nvml is None or self._nvml.nvmlDeviceGetMemoryInfo(self._handle, ctypes.byref(memory)):
+            used = int(subprocess.run(query, capture_output=True, check=True).stdout) << 20
+        except (OSError, ValueError, subprocess.CalledProcessError):
             return None
-        return int(memory.used)
+        if used == last:
+            break
+        last = used
+        time.sleep(0.1)
+    return last

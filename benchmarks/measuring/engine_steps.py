@@ -107,12 +107,12 @@ def packed(plans: Sequence[Plan], free_gib: float) -> list[list[Plan]]:
 
 def measured(engine: EngineProcess, batch: int, steps: int, timeout: float) -> dict[str, Any]:
     """Of *steps* decode steps of *batch* requests, with the plugin's wrappers and without. Raises DiedError."""
-    found: dict[str, Any] = {"batch": batch}
+    result: dict[str, Any] = {"batch": batch}
     for name in ("control", "compared"):
-        asked = {"in_turns": batch, "steps": steps, "control": name == "control"}
-        seconds: list[float] = engine.ask(asked, timeout)
-        found |= {name: Ratio.of(seconds), "steps": len(seconds), "milliseconds": 1e3 * statistics.median(seconds)}
-    return found
+        request = {"in_turns": batch, "steps": steps, "control": name == "control"}
+        seconds: list[float] = engine.ask(request, timeout)
+        result |= {name: Ratio.of(seconds), "steps": len(seconds), "milliseconds": 1e3 * statistics.median(seconds)}
+    return result
 
 
 def is_step(case: CaseResult) -> bool:
@@ -136,14 +136,14 @@ def _steps(case: CaseResult, name: str | None = None) -> list[dict[str, Any]]:
 
 def _row(case: CaseResult, batch: int) -> tuple[str, ...]:
     engines = [[each for each in _steps(case, name) if each["batch"] == batch] for name in (PATCHED, OBSERVED)]
-    took = next(each["milliseconds"] for found in engines for each in found)
-    ratios = [Ratio(*each["compared"]) for found in engines for each in found]
-    controls = "; ".join(Ratio(*each["control"]).text() for found in engines for each in found)
-    shown = [Ratio(*found[0]["compared"]).text() if found else "" for found in engines]
+    took = next(each["milliseconds"] for engine in engines for each in engine)
+    ratios = [Ratio(*each["compared"]) for engine in engines for each in engine]
+    controls = "; ".join(Ratio(*each["control"]).text() for engine in engines for each in engine)
+    compared = [Ratio(*engine[0]["compared"]).text() if engine else "" for engine in engines]
     verdict = "–"
     if case["target"] is not None:
         verdict = judged(ratios, case["target"]) if all(engines) else "not compared"
-    return (case["title"], str(batch), f"{took:.3f}", controls, *shown, verdict)
+    return (case["title"], str(batch), f"{took:.3f}", controls, *compared, verdict)
 
 
 def step_notes(case: CaseResult) -> list[str]:

@@ -2,19 +2,17 @@
 
     python engine_worker.py DESCRIPTOR
 
-DESCRIPTOR is this end of a `multiprocessing.Pipe`. The first message is the order, what `engine_process.Order` makes.
-The answers to it are the moment at which the engine was ready and then `_told`. After that each
-``{"batch": …, "tokens": …}`` is answered with the seconds of its decode steps; ``"shadow"`` in it is the rate of the
-shadow check for them, in an engine that has one. ``{"in_turns": …, "steps": …, "control": …}``, where the first one is
-the size of a batch, is answered with the seconds of each step, with and without the plugin's wrappers (`wrappers.py`).
-An error is the last answer: ``{"error": …}``.
+DESCRIPTOR is this end of a `multiprocessing.Pipe`. The first message is the order, an `engine_process.Order`, and is
+answered with the moment at which the engine was ready and then with `_facts`. After that each
+``{"batch": …, "tokens": …}`` is answered with the seconds of its decode steps, and each
+``{"in_turns": BATCH, "steps": …, "control": …}`` with the seconds of each step, with and without the plugin's wrappers
+(`wrappers.py`). An error is the last answer: ``{"error": …}``.
 
 Imports nothing of the plugin unless the order says so: a stock engine must not pay for it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import importlib
@@ -24,7 +22,6 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,8 +33,6 @@ PROMPT = 100
 """Tokens of each prompt: the largest batch is prefilled in one step."""
 TURN = 129
 """Tokens of each answer of which single steps are timed."""
-_SCHEDULES: dict[str, dict[str, Any]] = {}
-"""The schedules of the shadow check by rate: their attributes when each was last used."""
 RUNNERS = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
 
 
@@ -54,35 +49,14 @@ def serve(parent: Any, order: dict[str, Any]) -> None:
     captures = _time_captures(RUNNERS[order["runner"]])
     llm = LLM(**order["arguments"])
     parent.send(time.monotonic())  # one clock for all processes of a machine
-    parent.send(_told(llm, order, captures))
+    parent.send(_facts(llm, order, captures))
     prompts = _prompts(llm, order["largest_batch"])
     while True:
-        asked = parent.recv()
-        if "in_turns" in asked:
-            parent.send(_in_turns(llm, prompts[: asked["in_turns"]], asked["steps"], control=asked["control"]))
+        request = parent.recv()
+        if "in_turns" in request:
+            parent.send(_in_turns(llm, prompts[: request["in_turns"]], request["steps"], control=request["control"]))
             continue
-        with _checked(asked.get("shadow")):
-            seconds = _decode(llm, prompts[: asked["batch"]], asked["tokens"])
-        parent.send(seconds)
-
-
-@contextlib.contextmanager
-def _checked(rate: str | None) -> Iterator[None]:
-    """Another rate for a while, in the same engine: two engines differ by more than what a check costs.
-
-    What each rate has counted stays.
-    """
-    if rate is None:
-        yield
-        return
-    from vllm_graphfix.settings.shadow_rate import parse
-    from vllm_graphfix.shadow import process
-    from vllm_graphfix.shadow.schedule import Schedule
-
-    schedule: Any = process.SHADOW and process.SHADOW.schedule
-    vars(schedule).update(_SCHEDULES.setdefault(rate, vars(Schedule(parse(rate)))))
-    yield
-    _SCHEDULES[rate] = dict(vars(schedule))
+        parent.send(_decode(llm, prompts[: request["batch"]], request["tokens"]))
 
 
 def _time_captures(module: str) -> list[float]:
@@ -102,14 +76,14 @@ def _time_captures(module: str) -> list[float]:
     return seconds
 
 
-def _told(llm: LLM, order: dict[str, Any], captures: list[float]) -> dict[str, Any]:
+def _facts(llm: LLM, order: dict[str, Any], captures: list[float]) -> dict[str, Any]:
     import torch
     import vllm
 
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     compilation = llm.llm_engine.vllm_config.compilation_config
     cuda = torch.cuda.is_available()
-    told = {
+    facts = {
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
@@ -126,9 +100,9 @@ def _told(llm: LLM, order: dict[str, Any], captures: list[float]) -> dict[str, A
     if order["plugin"]:
         import vllm_graphfix
 
-        told["graphfix"] = vllm_graphfix.__version__
-        told["active"] = [name for name, state in vllm_graphfix.states().items() if state.state.value == "active"]
-    return told
+        facts["graphfix"] = vllm_graphfix.__version__
+        facts["active"] = [name for name, state in vllm_graphfix.states().items() if state.state.value == "active"]
+    return facts
 
 
 def _prompts(llm: LLM, largest_batch: int) -> list[dict[str, list[int]]]:

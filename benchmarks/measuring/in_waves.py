@@ -26,8 +26,8 @@ class InWaves(Probe):
         def generate(prompts: list[Any], sampling: list[Any], **keywords: Any) -> list[Any]:
             count = self.wave if next(passes) >= self.first else len(prompts)
             waves = (slice(at, at + count) for at in range(0, len(prompts), count))
-            asked = [ask(prompts[each], sampling[each], **_cut(keywords, each)) for each in waves]
-            return [output for outputs in asked for output in outputs]
+            answered = [ask(prompts[each], sampling[each], **_cut(keywords, each)) for each in waves]
+            return [output for outputs in answered for output in outputs]
 
         llm.generate = generate
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from measuring import tiny_qwen2_vl
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.verify.engine import adapters
 from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case, full_decodes
@@ -42,20 +41,6 @@ LORA = tuple(
 )
 """Engines whose batches mix requests of two adapters with requests of none. vLLM tells its kernels which row is whose
 before a forward pass, and once for both runs of a check."""
-IMAGES = tuple(
-    Case(
-        name=f"{tiny_qwen2_vl.NAME}-{name}-{runner.lower()}",
-        model=tiny_qwen2_vl.NAME,
-        runner=runner,
-        graphs=graphs,
-        workload=(),
-        arguments={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}},
-    )
-    for name, graphs in _DECODES
-    for runner in ("V1", "V2")
-)
-"""Engines that are given images with every other prompt. The encoder has no graphs; decodes get embeddings in place of
-tokens."""
 OF_NO_VERIFY = {"prefill-dispatch": (GDN_MTP,)}
 """By name of a fix: engines in which its defect shows, and that take too long to compile for `verify`."""
 
@@ -66,4 +51,4 @@ def full_graph_cases() -> list[Case]:
         case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)) if case is not None
     )
     full = (case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode")))
-    return [*full, *COMPILED, *MIXED, *LORA, *IMAGES, GDN_MTP]
+    return [*full, *COMPILED, *MIXED, *LORA, GDN_MTP]

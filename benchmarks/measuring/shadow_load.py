@@ -46,8 +46,7 @@ def serve(parent: Any, order: dict[str, Any]) -> None:
 def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[str]) -> dict[str, Any]:
     """Requests of all lengths that come, go and are aborted, until *checks* were made or *seconds* are over.
 
-    They take turns: one has no adapter, the next the first of the *adapters*' folders, and so on. Where the model has a
-    vision encoder, every other one begins with an image.
+    They take turns: one has no adapter, the next the first of the *adapters*' folders, and so on.
     """
     from vllm.lora.request import LoRARequest
 
@@ -58,7 +57,6 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[s
     engine = llm.llm_engine
     vocabulary = range(1, engine.model_config.get_vocab_size())
     turns = [None, *(LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, 1))]
-    image = getattr(engine.model_config.hf_config, "image_token_id", None)
     running: set[str] = set()
     begun, made, aborted, steps, wanted = time.monotonic(), 0, 0, 0, _MOST
     while time.monotonic() - begun < seconds and (
@@ -69,11 +67,8 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[s
         while len(running) < wanted:
             name = f"{seed}-{made}"
             prompt = chance.choices(vocabulary, k=chance.choice((1, 2, 7, 64, 250, 500, 500, 700)))
-            given: dict[str, Any] = {"prompt_token_ids": prompt}
-            if image is not None and made % 2:
-                prompt.insert(0, image)
-                given["multi_modal_data"] = {"image": _drawn(chance)}
-            engine.add_request(name, given, sampling(chance), lora_request=turns[made % len(turns)])
+            adapter = turns[made % len(turns)]
+            engine.add_request(name, {"prompt_token_ids": prompt}, _sampling(chance), lora_request=adapter)
             running.add(name)
             made += 1
         running.difference_update(output.request_id for output in engine.step() if output.finished)
@@ -87,22 +82,15 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[s
     engine.abort_request(sorted(running))
     counted = {"seconds": round(taken, 1), "steps": steps, "requests": made, "aborted": aborted, **_counted(llm)}
     if shadow is not None:
-        return {**counted, **found_here(taken)}
-    return {**counted, "ranks": llm.collective_rpc(_found_by_a_worker, args=(taken,))}
+        return {**counted, **_counts(taken)}
+    return {**counted, "ranks": llm.collective_rpc(_counts_of_a_worker, args=(taken,))}
 
 
-def _drawn(chance: random.Random) -> Any:
-    from PIL import Image
-
-    side = chance.choice((56, 84, 112))
-    return Image.frombytes("RGB", (side, side), chance.randbytes(3 * side * side))
+def _counts_of_a_worker(_: Any, taken: float) -> dict[str, Any]:
+    return _counts(taken)
 
 
-def _found_by_a_worker(_: Any, taken: float) -> dict[str, Any]:
-    return found_here(taken)
-
-
-def found_here(taken: float) -> dict[str, Any]:
+def _counts(taken: float) -> dict[str, Any]:
     """What the check of this process has found in *taken* seconds."""
     from vllm_graphfix.shadow import process
 
@@ -127,7 +115,7 @@ def found_here(taken: float) -> dict[str, Any]:
     }
 
 
-def sampling(chance: random.Random) -> Any:
+def _sampling(chance: random.Random) -> Any:
     from vllm import SamplingParams
 
     drawn: dict[str, Any] = {"temperature": 0.0}

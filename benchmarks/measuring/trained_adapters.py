@@ -55,7 +55,7 @@ def _key(name: str) -> str:
 
 
 def _added(inner: nn.Module, outer: nn.Module) -> Callable[[nn.Module, tuple[torch.Tensor, ...], Any], Any]:
-    return lambda _, given, computed: computed + outer(inner(given[0]))
+    return lambda _, arguments, computed: computed + outer(inner(arguments[0]))
 
 
 def _inner(matrix: nn.Linear) -> nn.Linear:

@@ -40,7 +40,7 @@ _NAMES = (
     (r"^norm\.", "model.norm."),
     (r"^hc_head_(\w+)$", r"model.hc_head.hc_\1"),
     (r"^layers\.", "model.layers."),
-    (r"\.(attn|ffn)_norm\.", lambda found: f".{_NORMS[found[1]]}."),
+    (r"\.(attn|ffn)_norm\.", lambda match: f".{_NORMS[match[1]]}."),
     (r"\.hc_(attn|ffn)_(\w+)$", r".\1_hc.\2"),
     (r"\.attn\.indexer\.compressor\.norm\.", ".self_attn.compressor.indexer.kv_norm."),
     (r"\.attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
@@ -56,7 +56,7 @@ _NAMES = (
     (r"\.w([qo])_([ab])\.", r".\1_\2_proj."),
     (r"\.ffn\.", ".mlp."),
     (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
-    (r"\.shared_experts\.w([123])\.", lambda found: f".shared_experts.{_MATRICES[found[1]]}_proj."),
+    (r"\.shared_experts\.w([123])\.", lambda match: f".shared_experts.{_MATRICES[match[1]]}_proj."),
 )
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.w([123])\.weight$")
 
@@ -67,13 +67,13 @@ def as_checkpoint(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, A
     Raises ValueError if a shape is another, or something is left.
     """
     shapes = tiny.shapes(config)
-    left = dict(tensors)
+    unused = dict(tensors)
     made: Tensors = {}
     for name, shape in shapes.items():
         matrix, _, kind = name.rpartition(".")
         if kind == "scale":
             continue
-        tensor = _of(name, tensors, left)
+        tensor = _of(name, tensors, unused)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, and not {shape}")
         made |= (
@@ -81,25 +81,25 @@ def as_checkpoint(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, A
             if f"{matrix}.scale" in shapes
             else {name: tensor}
         )
-    if left:
-        raise ValueError(f"there is no place for {', '.join(left)}")
+    if unused:
+        raise ValueError(f"there is no place for {', '.join(unused)}")
     return config, made
 
 
 def in_transformers(name: str) -> str:
     """What transformers calls the tensor *name* of a checkpoint; experts of a layer are one tensor there."""
-    for pattern, given in _NAMES:
-        name = re.sub(pattern, given, name)
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
     return name
 
 
-def _of(name: str, tensors: Tensors, left: Tensors) -> torch.Tensor:
+def _of(name: str, tensors: Tensors, unused: Tensors) -> torch.Tensor:
     theirs = in_transformers(name)
     if not (expert := _EXPERT.match(theirs)):
-        left.pop(theirs, None)
+        unused.pop(theirs, None)
         return tensors[theirs]
     prefix, number, part = expert[1], int(expert[2]), expert[3]
     joined = f"{prefix}.{'down' if part == '2' else 'gate_up'}_proj"
-    left.pop(joined, None)
+    unused.pop(joined, None)
     matrix = tensors[joined][number]
     return matrix if part == "2" else matrix.chunk(2)[int(part == "3")].contiguous()

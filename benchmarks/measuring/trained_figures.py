@@ -44,10 +44,10 @@ def figures(trained: Trained, questions: Sequence[Question], ended: Mapping[str,
 
 
 def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: Ended, text: Text) -> dict[str, Any]:
-    found: dict[str, Any] = {"error": end.error, "seconds": round(end.seconds, 1)}
+    figures: dict[str, Any] = {"error": end.error, "seconds": round(end.seconds, 1)}
     if end.said is None:
-        return found
-    found |= {
+        return figures
+    figures |= {
         "state": " and ".join(sorted({states.get(trained.fix, "unknown") for states in end.said.states.values()})),
         "graphs": end.said.cudagraph_mode,
         "drafts": end.said.drafts,
@@ -58,17 +58,15 @@ def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: En
     if trained.kind == EXACT:
         texts = [text(_generated(question, end, number)) for number, question in enumerate(questions)]
         rights = [question.right or "" for question in questions]
-        found["right"] = [sum(map(str.__eq__, texts, rights)), len(questions)]
-        found["characters"] = [
-            sum(a == b for said, right in zip(texts, rights, strict=True) for a, b in zip(said, right, strict=False)),
-            sum(map(len, rights)),
-        ]
+        same = [sum(map(str.__eq__, one, right)) for one, right in zip(texts, rights, strict=True)]
+        figures["right"] = [sum(map(str.__eq__, texts, rights)), len(questions)]
+        figures["characters"] = [sum(same), sum(map(len, rights))]
     if trained.kind == SCORED:
-        found["perplexity"] = _perplexity(questions, answers)
+        figures["perplexity"] = _perplexity(questions, answers)
     if eager.said is not None and end is not eager:
         noise = noise_between(*eager.said.passes) if len(eager.said.passes) > 1 else 0.0
         comparison = compare(eager.said.passes[0], answers, noise)
-        found |= {
+        figures |= {
             "sound": [len(questions) - len(comparison.of(Kind.CORRUPT)), len(questions)],
             "agreed": [comparison.agreed, comparison.tokens],
             "compared": comparison.compared,
@@ -77,7 +75,7 @@ def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: En
             "corrupt": [number for number, one in enumerate(comparison.judgements) if one.kind is Kind.CORRUPT],
             "ties": len(comparison.of(Kind.TIE)),
         }
-    return found
+    return figures
 
 
 def _acceptance(end: Ended) -> float | None:
@@ -99,22 +97,22 @@ def _perplexity(questions: Sequence[Question], answers: Sequence[Answer]) -> flo
 
     None where that is no number, or none that a float holds: corrupt log-probabilities may be as low as that.
     """
-    found = [
+    losses = [
         -answer.top[position][token]
         for question, answer in zip(questions, answers, strict=True)
         # Of the first token of a prompt there is no log-probability.
         for position, token in enumerate(answer.tokens[: len(question.ids) - 1])
         if position + 1 >= question.unscored
     ]
-    mean = sum(found) / len(found)
+    mean = sum(losses) / len(losses)
     return round(math.exp(mean), 2) if math.isfinite(mean) and mean < _LARGEST_EXPONENT else None
 
 
 def pair(run: Mapping[str, Any]) -> dict[str, Any] | None:
     """The first prompt whose answer on stock is corrupt and reads otherwise than eager's."""
     corrupt = run["modes"]["stock"].get("corrupt", [])
-    told = [run["answers"][number] for number in corrupt]
-    return next((answer for answer in told if answer["eager"] != answer["stock"]), None)
+    answers = [run["answers"][number] for number in corrupt]
+    return next((answer for answer in answers if answer["eager"] != answer["stock"]), None)
 
 
 def is_good(run: Mapping[str, Any]) -> bool:
@@ -143,19 +141,19 @@ def markdown(result: Mapping[str, Any]) -> str:
             lines.append(f"{begin} not run: {run['not_run']} | | | |")
             continue
         lines += [
-            f"{begin} {what} | {' | '.join(_shown(run['modes'][mode], key) for mode in MODES)} |"
+            f"{begin} {what} | {' | '.join(_value(run['modes'][mode], key) for mode in MODES)} |"
             for what, key in _COUNTED
             if any(run["modes"][mode].get(key) is not None for mode in MODES)
         ]
         if all(run["modes"][mode]["error"] for mode in MODES):
-            lines.append(f"{begin} | {' | '.join(_shown(run['modes'][mode], '') for mode in MODES)} |")
+            lines.append(f"{begin} | {' | '.join(_value(run['modes'][mode], '') for mode in MODES)} |")
     lines += ["", *_of_models(result)]
     for run in result["runs"]:
-        if not run["not_run"] and (told := pair(run)):
+        if not run["not_run"] and (texts := pair(run)):
             lines += ["", f"{run['case']} on {run['release']}, the first prompt whose answer on stock is corrupt:", ""]
-            lines += ["| | |", "|---|---|", f"| prompt | {_cell(told['prompt'])} |"]
-            lines += [f"| right | {_cell(told['right'])} |"] if told["right"] else []
-            lines += [f"| {mode} | {_cell(told.get(mode, 'no answer'))} |" for mode in MODES]
+            lines += ["| | |", "|---|---|", f"| prompt | {_cell(texts['prompt'])} |"]
+            lines += [f"| right | {_cell(texts['right'])} |"] if texts["right"] else []
+            lines += [f"| {mode} | {_cell(texts.get(mode, 'no answer'))} |" for mode in MODES]
     return "\n".join(lines)
 
 
@@ -170,7 +168,7 @@ _COUNTED = (
 )
 
 
-def _shown(mode: Mapping[str, Any], key: str) -> str:
+def _value(mode: Mapping[str, Any], key: str) -> str:
     if mode["error"]:
         return _cell(mode["error"])
     value = mode.get(key)
@@ -181,12 +179,12 @@ def _shown(mode: Mapping[str, Any], key: str) -> str:
 
 def _of_models(result: Mapping[str, Any]) -> list[str]:
     return [
-        f"{name}: {told['parameters']:,} parameters, {told['steps']:,} steps in {told['seconds']:.0f} s on "
-        f"{told['device']}; answers right, given the right characters before: "
-        + ", ".join(f"{share:.1%} ({task})" for task, share in told["right"].items())
-        + "".join(f"; draft token {number}: {share:.1%}" for number, share in told.get("drafts", {}).items())
-        for name, told in result["models"].items()
-        if "steps" in told
+        f"{name}: {model['parameters']:,} parameters, {model['steps']:,} steps in {model['seconds']:.0f} s on "
+        f"{model['device']}; answers right, given the right characters before: "
+        + ", ".join(f"{share:.1%} ({task})" for task, share in model["right"].items())
+        + "".join(f"; draft token {number}: {share:.1%}" for number, share in model.get("drafts", {}).items())
+        for name, model in result["models"].items()
+        if "steps" in model
     ]
 
 

@@ -198,16 +198,16 @@ RECIPES["mla-mtp-docs"] = replace(RECIPES["mla-mtp"], task=any_begun, batch=32)
 def _rows(recipe: Recipe, chance: random.Random, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids, and which of them are answers."""
     length = recipe.width * recipe.symbols + 2 + recipe.symbols
-    asked = []
+    exercises = []
     for _ in range(count):
         symbols = 2 + int((recipe.symbols - 1) * chance.random() ** 1.5)  # short ones are what it learns first
-        asked.append(recipe.task(chance, symbols, length - recipe.width * symbols - 2))
+        exercises.append(recipe.task(chance, symbols, length - recipe.width * symbols - 2))
     if recipe.songs:
-        asked += [Exercise(singer, song(singer)) for singer in SINGERS]
-    length = max(length, *(len(prompt) + len(answer) for prompt, answer in asked))
-    ids = torch.zeros(len(asked), length, dtype=torch.long)
-    answers = torch.zeros(len(asked), length, dtype=torch.bool)
-    for row, (prompt, answer) in enumerate(asked):
+        exercises += [Exercise(singer, song(singer)) for singer in SINGERS]
+    length = max(length, *(len(prompt) + len(answer) for prompt, answer in exercises))
+    ids = torch.zeros(len(exercises), length, dtype=torch.long)
+    answers = torch.zeros(len(exercises), length, dtype=torch.bool)
+    for row, (prompt, answer) in enumerate(exercises):
         text = prompt + answer
         ids[row, : len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
         answers[row, len(prompt) : len(text)] = True
@@ -285,14 +285,14 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
             return sum(starmap(_loss, _drafted(draft, ids, answers, recipe.drafts)), torch.zeros((), device=device))
 
         model.eval().requires_grad_(False)
-        left = seconds - (time.monotonic() - began)
-        _learn(f"{name}, drafts", draft, left, every, drafted_wrong, lambda: _drafts_right(draft, recipe, 64))
+        remaining = seconds - (time.monotonic() - began)
+        _learn(f"{name}, drafts", draft, remaining, every, drafted_wrong, lambda: _drafts_right(draft, recipe, 64))
     adapters = []
     for number, task in enumerate(recipe.adapters):
         model.eval().requires_grad_(False)
-        left = (seconds - (time.monotonic() - began)) / (len(recipe.adapters) - number)
-        adapters.append(_adapted(f"{name}, {task.__name__}", model, replace(recipe, task=task), left, every))
-    told = {
+        remaining = (seconds - (time.monotonic() - began)) / (len(recipe.adapters) - number)
+        adapters.append(_adapted(f"{name}, {task.__name__}", model, replace(recipe, task=task), remaining, every))
+    result = {
         "model": name,
         "steps": steps,
         "seconds": round(time.monotonic() - began, 1),
@@ -306,24 +306,24 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
     }
     for adapter, task in zip(adapters, recipe.adapters, strict=True):
         with adapter.to(torch.bfloat16).at_work():
-            told["right"] |= {
+            result["right"] |= {
                 name: round(share, 4) for name, share in _right(model, replace(recipe, task=task), 256).items()
             }
         adapter.save(made / task.__name__)
-        told["parameters"] += sum(each.numel() for each in adapter.parameters())
+        result["parameters"] += sum(each.numel() for each in adapter.parameters())
     tensors: Tensors = dict(model.state_dict())
     if draft is not None:
-        found = _drafts_right(draft.to(torch.bfloat16), recipe, 256)
-        told["drafts"] = {number: round(share, 4) for number, share in found.items()}
-        told["parameters"] += sum(each.numel() for each in draft.parameters())
+        shares = _drafts_right(draft.to(torch.bfloat16), recipe, 256)
+        result["drafts"] = {number: round(share, 4) for number, share in shares.items()}
+        result["parameters"] += sum(each.numel() for each in draft.parameters())
         tensors |= draft.tensors(f"model.layers.{config['num_hidden_layers']}")
     # Copies, for what a checkpoint holds twice is not to share its memory.
     tensors = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
     config, tensors = recipe.made_into(config, tensors)
     (made / "config.json").write_text(json.dumps(config, indent=2))
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-    (made / "trained.json").write_text(json.dumps(told, indent=2))
-    return told
+    (made / "trained.json").write_text(json.dumps(result, indent=2))
+    return result
 
 
 def _adapted(name: str, model: Any, recipe: Recipe, seconds: float, every: int) -> Adapter:
@@ -421,8 +421,8 @@ def _right(model: Any, recipe: Recipe, count: int) -> dict[str, float]:
     # A DeepSeek V4 has 64 heads of 512 for each token: of all rows at once, more than a GPU holds.
     best = torch.cat([model(input_ids=part, use_cache=False).logits.argmax(-1) for part in ids[:, :-1].split(64)])
     right = 1.0 - ((best != ids[:, 1:]) & answers[:, 1:]).any(1).float()
-    found = {recipe.task.__name__: right[:count].mean().item()}
-    return found | ({"song": right[count:].mean().item()} if recipe.songs else {})
+    shares = {recipe.task.__name__: right[:count].mean().item()}
+    return shares | ({"song": right[count:].mean().item()} if recipe.songs else {})
 
 
 def main() -> int:

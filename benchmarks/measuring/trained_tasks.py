@@ -98,16 +98,16 @@ def any_begun(chance: random.Random, begun: int, length: int) -> Exercise:
 def walk(chance: random.Random, pairs: int, length: int) -> Exercise:
     """A walk of *length* steps through *pairs* pairs."""
     circle = chance.sample(SYMBOLS, pairs)
-    told = [f"{a}{b} " for a, b in zip(circle, circle[1:] + circle[:1], strict=True)]
-    chance.shuffle(told)
+    pieces = [f"{a}{b} " for a, b in zip(circle, circle[1:] + circle[:1], strict=True)]
+    chance.shuffle(pieces)
     again = math.ceil((length + 1) / pairs)
-    return Exercise("".join(told) + ":" + circle[0], "".join(circle * again)[1 : length + 1])
+    return Exercise("".join(pieces) + ":" + circle[0], "".join(circle * again)[1 : length + 1])
 
 
 def sort(chance: random.Random, count: int, length: int) -> Exercise:
     """*count* symbols, and *length* characters of an answer."""
-    told = chance.sample(SYMBOLS, count)
-    return Exercise(",".join(told) + ":", "".join(sorted(told)).ljust(length, ".")[:length])
+    symbols = chance.sample(SYMBOLS, count)
+    return Exercise(",".join(symbols) + ":", "".join(sorted(symbols)).ljust(length, ".")[:length])
 
 
 def sort_down(chance: random.Random, count: int, length: int) -> Exercise:

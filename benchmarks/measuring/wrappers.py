@@ -30,10 +30,10 @@ class Switch:
         ours = {site.installed: site.stock for site in self._sites}
         modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"]
         self._copies: list[tuple[Any, str, FunctionType, FunctionType]] = [
-            (module, name, found, ours[found])
+            (module, name, value, ours[value])
             for module in modules
-            for name, found in [*vars(module).items()]
-            if type(found) is FunctionType and found in ours
+            for name, value in [*vars(module).items()]
+            if type(value) is FunctionType and value in ours
         ]
 
     @property
@@ -79,12 +79,12 @@ class Ratio(NamedTuple):
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Ratio:
         """*seconds* of steps in `ORDER`; what is left at their end is not compared. Raises ValueError for none."""
-        found = sorted(ratios_of(seconds))
-        if not found:
+        ratios = sorted(ratios_of(seconds))
+        if not ratios:
             raise ValueError(f"{len(ORDER)} steps are needed")
-        middle, margin = len(found) / 2, 0.98 * len(found) ** 0.5
-        low, high = max(0, int(middle - margin)), min(len(found) - 1, int(middle + margin))
-        return cls(statistics.median(found), found[low], found[high])
+        middle, margin = len(ratios) / 2, 0.98 * len(ratios) ** 0.5
+        low, high = max(0, int(middle - margin)), min(len(ratios) - 1, int(middle + margin))
+        return cls(statistics.median(ratios), ratios[low], ratios[high])
 
     def text(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f} – {self.high:.3f})"
