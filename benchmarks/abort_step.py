@@ -1,10 +1,10 @@
-"""What an action `abort` adds to a step of the scheduler that has no verdict, in the same process.
+"""The time that the action `abort` adds to a scheduler's step without a verdict, in the same process.
 
     python benchmarks/abort_step.py [--rounds N]
 
-Around `schedule` and `update_from_output` of a class that does nothing, so that the way of verdicts alone is measured,
-while its thread listens, and a rank in another process is connected. Cold: other memory is read before each step, more
-than the processor's caches hold, as vLLM does between two of them. Target: 20 µs, of the median.
+The wrappers are around `schedule` and `update_from_output` of a class that does nothing, so that only they are
+measured, while the receiving thread listens and a rank in another process is connected. Cold: other memory is read
+before each step, more than the processor's caches hold, as vLLM does between two steps. Target: 20 µs, of the median.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scheduler:
 
 
 class Watched(Scheduler):
-    """With the way of verdicts around it."""
+    """A scheduler to wrap: with methods of its own, so that `Scheduler` stays as it is."""
 
     def __init__(self) -> None:
         pass

@@ -1,22 +1,19 @@
-"""What the fixes cost a real engine, and what full graphs are worth.
-
-All engines run on one GPU and take turns, in all configurations.
+"""The cost of the fixes in a real engine, and the gain of full graphs: engines that take turns on one GPU.
 
     python benchmarks/engine_cost.py [--site RELEASE=FOLDER …] --out FOLDER [--plot FILE]
     python benchmarks/engine_cost.py --steps [--site RELEASE=FOLDER …] --out FOLDER
     python benchmarks/engine_cost.py --from FOLDER/result.json [FILE …] [--markdown] [--plot FILE]
 
-FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. For each case
-(`CASES`) the newest release that its fixes are for runs eager, with piecewise graphs, with full graphs stock (twice:
-the second engine is the noise) and patched; the first release given that has the upstream fix runs with full graphs.
-All are alive at once and decode one after the other, in alternating order, so that ratios are of neighbours in time.
-Then the engines end, and stock and patched ones of the first case start in pairs. The result is written after every
-step: what was measured is there however this ends.
+FOLDER of --site holds a vLLM with its dependencies; without --site it is the installed one. For each case (`CASES`) the
+newest affected release runs eager, with piecewise graphs, with full graphs stock (twice: the second engine shows the
+noise) and patched; the first fixed release after it runs with full graphs. All engines are alive at once and decode in
+turn, in alternating order, so that ratios compare neighbours in time. Then they end, and stock and patched engines of
+the first case start in pairs. The result is written after each step, so that an interruption loses nothing.
 
-With --steps it is a decode step alone that is measured, on each release given: patched as by default and observed, each
-engine against itself without the plugin's wrappers (`measuring/engine_steps.py`).
+With --steps a single decode step is measured on each release: patched as by default and observed, each engine against
+itself without the plugin's wrappers (`measuring/engine_steps.py`).
 
-What matters most comes first; --limit ends it in time. Exit code 1 if nothing was measured, 2 if nothing could be.
+The most important cases come first; --limit ends in time. Exit code 1 if nothing was measured, 2 if nothing could be.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ SCHEMA = 1
 START_TIMEOUT, TURN_TIMEOUT = 240.0, 90.0
 """Seconds for an engine to start, and for a turn."""
 WORTHWHILE = 100.0
-"""Seconds without which no engines are started for a case: most of that is their start."""
+"""The least seconds for a case to begin with: its engines take most of that to start."""
 RESULT = "result.json"
 
 
@@ -129,7 +126,7 @@ class Benchmark:
         self._result: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        """Raises VerifyError, SourceError, ValueError. If it is interrupted, no process stays."""
+        """Run all cases and end all processes, also on an interrupt. Raises VerifyError, SourceError, ValueError."""
         with ExitStack() as ending:
             ending.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             ending.enter_context(processes.terminated_like_interrupted())
@@ -229,7 +226,7 @@ class Benchmark:
     # -- decoding ------------------------------------------------------------------------------------------------
 
     def _decode(self, group: Sequence[Plan], cases_to_run: int = 1) -> None:
-        """Of steps, each of *left_over* cases has its share of the time; otherwise what comes first may take all."""
+        """Measure *group*: each of *cases_to_run* gets its share of the time with --steps, or the first all."""
         if self._remaining() < WORTHWHILE:
             for made in group:
                 self._not_run(made, "time was up")
@@ -245,7 +242,7 @@ class Benchmark:
 
     @contextmanager
     def _started(self, group: Sequence[Plan]) -> Iterator[dict[str, dict[str, EngineProcess]]]:
-        """Engines that answer, by case and configuration."""
+        """Start the engines of *group*, and end them on exit; yields those that answer, by case and configuration."""
         running: dict[str, dict[str, EngineProcess]] = {made.case.name: {} for made in group}
         waiting = [(made, configuration) for made in group for configuration in made.configurations]
         try:
@@ -281,8 +278,7 @@ class Benchmark:
     def _begin(self, made: Plan, configuration: Configuration, attempt: int, suffix: str = "") -> EngineProcess:
         case = made.case
         name = f"{case.name}-{configuration.name}{suffix}{f'-attempt-{attempt + 1}' if attempt else ''}"
-        # A compile cache of its own: two engines that compile at the same time do not meet in it, and its next start
-        # is warm.
+        # A compile cache of its own, which its next start finds warm: engines compile at the same time.
         cache = self._scratch / f"cache-{case.name}-{configuration.name}"
         engine = EngineProcess(
             configuration.order(case, attempt, write_model(case, self._scratch), max(self._options.batches)),
@@ -295,7 +291,7 @@ class Benchmark:
     def _rounds(self, made: Plan, engines: dict[str, EngineProcess], seconds: float) -> None:
         result, until = self._case(made), time.monotonic() + seconds
         turns = [(batch, name) for batch in self._options.batches for name in engines]
-        for batch in self._options.batches:  # what is compiled with the first batch of a size is not to be measured
+        for batch in self._options.batches:  # the first batch of a size may compile: warm up
             self._turns(made, engines, [(batch, name) for name in engines], together=True)
         took, done = 0.0, 0
         for number in range(self._options.rounds):
@@ -315,7 +311,7 @@ class Benchmark:
         self._log(f"{made.case.name}: {done} rounds, the last one took {took:.1f} s")
 
     def _steps(self, made: Plan, engines: Mapping[str, EngineProcess], seconds: float) -> None:
-        """In each engine, every batch; nothing is begun after *seconds*."""
+        """Measure every batch in each engine; start nothing after *seconds*."""
         until = time.monotonic() + seconds
         for name, engine in engines.items():
             entry = self._entry(made, made[name])
@@ -341,7 +337,7 @@ class Benchmark:
         *,
         together: bool = False,
     ) -> dict[tuple[int, str], float]:
-        """Seconds of each turn. An engine that dies is reported and is in no later turn; the others go on."""
+        """Return the seconds of each turn. An engine that dies is reported and left out of later turns."""
         taken = {}
 
         def guarded(turn: tuple[int, str], ask: Callable[[EngineProcess], object]) -> Any:
@@ -372,7 +368,7 @@ class Benchmark:
     # -- starts --------------------------------------------------------------------------------------------------
 
     def _start_pairs(self, made: Plan) -> None:
-        """Stock and patched at the same time, so that both meet the same machine; they have compiled before."""
+        """Start stock and patched at the same time, on the same machine; both have compiled before."""
         result = self._case(made)
         failed = [name for name in (STOCK, PATCHED) if self._entry(made, made[name])["told"] is None]
         if failed:
@@ -405,7 +401,7 @@ class Benchmark:
         pair = {}
         used = used_gpu_memory()
         for name, engine in engines.items():
-            self._end(engine)  # what it held is what is free again
+            self._end(engine)  # its memory is what becomes free
             remaining = used_gpu_memory()
             facts = ready[name].told
             pair[name] = {
@@ -448,14 +444,14 @@ class Benchmark:
     def _save(self) -> None:
         partial = self._out / f"{RESULT}.partial"
         partial.write_text(json.dumps(self._result, indent=1))
-        partial.replace(self._out / RESULT)  # whoever reads it reads all of it
+        partial.replace(self._out / RESULT)  # atomic: a reader sees a whole file
 
     def _log(self, what: str) -> None:
         print(f"{time.monotonic() - self._began:6.1f} s  {what}", flush=True)
 
 
 def _groups(plans: Sequence[Plan], free_gib: float) -> list[list[Plan]]:
-    """The first case alone, since it matters most; the others together where memory and cores allow it."""
+    """Return the first case alone, since it matters most, and the others together if memory and cores suffice."""
     first, rest = list(plans[:1]), list(plans[1:])
     needed = sum(made.case.gib * len(made.configurations) for made in rest)
     engines = sum(len(made.configurations) for made in rest)

@@ -1,15 +1,12 @@
-"""What the fixes that stay on the path of a decode step add to each call.
-
-Each is compared with the stock function in the same process.
+"""The time that fixes on the path of a decode step add to each call, against stock in the same process.
 
     python benchmarks/hot_path.py [--rounds N]
 
-"alone" puts the fix around a function of the same signature that does nothing, so that nothing but the fix is measured;
-"real" puts it around vLLM's own. "observed" is what stands in its place in mode observe, which counts and changes
-nothing. "cold" is by the median of single calls, before each of which other memory is read than theirs, more than the
-processor's caches hold: in an engine a step of the model lies between two calls. Tensors are the CPU's: a copy or fill
-costs another time on a GPU, and the same Python. The other fixes act while graphs are captured and are not called
-afterwards.
+"alone" has the fix around a function of the same signature that does nothing, so that only the fix is measured; "real"
+around vLLM's own. "observed" is the fix in mode observe, which counts and changes nothing. "cold" is the median of
+single calls, before each of which other memory is read, more than the processor's caches hold: in an engine a step of
+the model lies between two calls. Tensors are on the CPU: a copy or fill takes another time on a GPU, and the same
+Python. Other fixes act while graphs are captured, and are not called afterwards.
 """
 
 from __future__ import annotations
@@ -28,9 +25,9 @@ from vllm_graphfix.fix import Counter
 import fetch_vllm  # isort: skip - measuring has put tools/ on the path
 
 TARGET = 5.0
-"""Microseconds of Python a call, or of all calls of a step where a fix has several."""
+"""Microseconds of Python a call, or a step for a fix with several calls."""
 COUNTER_TARGET = 0.2
-"""Microseconds, of counting one event."""
+"""Microseconds to count one event."""
 LAYERS = tuple(sorted(module.name for module in iter_modules(layers.__path__)))
 
 
@@ -94,7 +91,7 @@ def main() -> None:
 
 
 def _counter(rounds: int) -> Times:
-    """The time of a loop that counts, less that of the loop."""
+    """Return the time of a loop that counts, less that of an empty loop."""
     counter = Counter()
 
     def counts() -> None:

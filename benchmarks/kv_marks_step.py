@@ -1,15 +1,14 @@
-"""What marks in the KV cache add to a step of requests, without their sums: the host's time to follow blocks.
+"""The host's time that marks in the KV cache add to a step to follow blocks, without the sums of marks.
 
-Measured is a call of the worker's method, as it is wrapped: the method itself does nothing, and is in the figure.
+A figure is one call of the worker's wrapped method; the method itself does nothing.
 
     python benchmarks/kv_marks_step.py [--rounds N]
 
-On `SchedulerOutput`s of vLLM's own class, as they come out of a pipe: prompts of 64 tokens, 256 decodes each, blocks of
-16 tokens. All requests get their blocks in the same step, one of 16, or apart, some in each: a figure is the mean of 16
-steps, of which the fewest and the median are given. With what sums may cost used up, one more waits to be marked than
-is kept; with as many batches of marks as are kept. Cold: other memory is read between any two steps, more than the
-processor's caches hold, as a model's step does on the host; then comes what the worker is told, out of its pipe, and is
-in the caches.
+Its argument is a `SchedulerOutput` of vLLM's own class, unpickled as from a pipe: prompts of 64 tokens, 256 decodes
+each, blocks of 16 tokens. All requests get their blocks in one step of 16, or "apart", some in each step; a figure is
+the mean of 16 steps, as minimum and median. The time for sums is used up, so that marks wait; up to 256 batches of
+marks exist. Cold: other memory is read between two steps, more than the processor's caches hold, as a model's step does
+on the host; the `SchedulerOutput`, unpickled after that, is in the caches.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ REQUESTS = (1, 8, 64, 256)
 EVERY = (16, 1)
 TOKENS, PROMPT, ANSWER, POOL = 16, 64, 256, 1 << 14
 TARGET = 5.0
-"""Microseconds of a step of 64 requests, one of 16 followed: 0.1 % of one of 5 ms."""
+"""Microseconds for a step of 64 requests, one in 16 followed: 0.1 % of a step of 5 ms."""
 
 
 def main() -> None:
@@ -62,7 +61,7 @@ CASES: list[tuple[int, ...]] = [
     *((64, 64, batches) for batches in (0, 256)),
     *((64, every, 0, 1) for every in (16, 64)),
 ]
-"""Requests, of which one of so many is marked; batches; and whether they get their blocks apart."""
+"""Requests; N, if one request in N is marked; batches; and 1 if requests get their blocks apart."""
 
 
 class Worker:
@@ -73,7 +72,7 @@ class Worker:
 
 
 def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -> list[float]:
-    """Microseconds of a step, the mean of 16: the least of them and the median, with warm caches and with cold ones."""
+    """Return microseconds a step: minimum and median with warm caches, and with cold ones."""
     from vllm_graphfix.marks import watch
 
     watch.SHARE = watch.IDLE_SHARE = watch.FOLLOWING = 0.0
@@ -114,7 +113,7 @@ def marks_of(every: int) -> Any:
 
 
 def with_batches(marks: Any, batches: int) -> None:
-    """Has so many batches made, of blocks that nobody is given later."""
+    """Make *batches* batches of blocks that no request gets later."""
     from vllm_graphfix.marks.ledger import Block
 
     for number in range(batches):
@@ -127,7 +126,7 @@ def with_batches(marks: Any, batches: int) -> None:
 
 
 def outputs(requests: int, rounds: int, apart: bool) -> Iterator[bytes]:
-    """What a worker is told of *rounds* times so many requests, one time after the other, pickled."""
+    """Yield a worker's pickled `SchedulerOutput`s for *rounds* batches of requests, one after the other."""
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 
     fields = set(SchedulerOutput.__dataclass_fields__)
@@ -153,7 +152,7 @@ def outputs(requests: int, rounds: int, apart: bool) -> Iterator[bytes]:
         made = SchedulerOutput(**{name: value for name, value in known.items() if name in fields})
         return pickle.dumps(made)
 
-    # 7 is prime to 16: those that are marked, every so many, get theirs in different steps, too.
+    # 7 is prime to 16, so that marked requests, one in N, get their blocks in different steps, too.
     prompts = [PROMPT + (number // 16 * 7 + number) % TOKENS * apart for number in range(requests)]
     ended: set[str] = set()
     for each in range(rounds):

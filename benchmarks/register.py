@@ -1,4 +1,4 @@
-"""What `register()` costs a process of vLLM, beyond `import wrapt`, and which modules it brings along.
+"""The time of `register()` in a process of vLLM, beyond `import wrapt`, and the modules that it imports.
 
     python benchmarks/register.py [--processes N]
 
@@ -111,7 +111,7 @@ def main() -> int:
 
 
 def _measure(root: Path, before: str) -> Any:
-    # literal_eval, not JSON: the process must not import json for our sake if the plugin might
+    # literal_eval and no JSON: the process must import json only if the plugin does
     return ast.literal_eval(run(["-c", CHILD.format(before=before)], environment(root)).output)
 
 
@@ -121,10 +121,7 @@ def _is_heavy(module: str) -> bool:
 
 
 def _unknown(root: Path, folder: Path) -> Path:
-    """A vLLM whose files are no stock release's, although their code is.
-
-    All files that a diagnosis may read have a comment added.
-    """
+    """Copy a vLLM into *folder*, a comment added to each file, so that none is a stock release's; return *folder*."""
     for path in {"vllm/__init__.py", *(path for fix in FIXES for path in fix.reads)}:
         if (root / path).is_file():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)

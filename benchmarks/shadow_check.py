@@ -1,22 +1,22 @@
-"""What the shadow check finds and costs on one GPU, on the installed vLLM.
+"""Engines with the shadow check on the installed vLLM and a GPU: what it catches, its false alarms and its cost.
 
     python benchmarks/shadow_check.py --out FOLDER [--only CASE …] [--part PART …] [--checks 10000] [--parallel 6]
 
-The tiny models of `verify`, each in engines of their own, side by side:
+Each tiny model of `verify` runs in engines of its own, side by side with the others:
 
-caught      every fix off, every replay checked: how many checks until the first mismatch, and its first wrong layer
-quarantine  every fix off, quarantine: of each of three passes, the answers that are an eager engine's
-alone       every fix off and no check: answers have to be those of `caught`, which only looks
-others-on   the case's own fix off and no check: what is wrong then is this defect's doing alone
-silent      the fixes on, every replay checked: mismatches are false alarms. First the workload of `verify`, whose
-            answers have to be an eager engine's; then a load of requests that come, go, wait, are aborted and, where a
-            cache can be that small, preempted, until all cases together have made --checks. Engines with LoRA
-            adapters get the load alone
-budget      the fixes on, 0.1% and the same load for --seconds: what checks took of the time of all other steps
+caught      every fix off, every replay checked: checks until the first mismatch, and its first wrong layer
+quarantine  every fix off, quarantine: the answers of three passes that equal an eager engine's
+alone       every fix off, no check: answers must equal those of `caught`, since a check changes nothing
+others-on   only the case's own fix off, no check: wrong answers are this defect's alone
+silent      the fixes on, every replay checked: each mismatch is a false alarm. First the workload of `verify`, whose
+            answers must equal an eager engine's; then a load of requests that come, go, wait, are aborted and, where
+            the cache can be small enough, preempted, until all cases together have made --checks. Engines with LoRA
+            adapters run the load only
+budget      the fixes on, a rate of 0.1% and the same load for --seconds: the share of time that checks take
 
-ranks       on two GPUs, with tensor and with pipeline parallelism, with latent attention also with decode context
-            parallelism, under the same load for --seconds: every fix off and quarantine, the fixes on, and a budget of
-            1 %; what each rank has counted, and which steps it has checked: with either the same on both
+ranks       on two GPUs, with tensor and pipeline parallelism, for latent attention also decode context parallelism,
+            under the same load for --seconds: every fix off with quarantine, the fixes on, and a budget of 1 %. Both
+            ranks must count the same and check the same steps
 
 The result is written after every part to FOLDER/result.json. Exit code 1 if there was a false alarm, or an engine with
 the fixes on ended in an error; 2 if nothing could be run.
@@ -64,10 +64,9 @@ RANKS = {
     "context": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
 }
 OF_ONE_HEAD = ("mla", "mla-mtp")
-"""Models of which two ranks can share the context: they have fewer heads of keys than ranks."""
+"""Models whose context two ranks can share: they have fewer KV heads than ranks."""
 FEW_BLOCKS = 34
-"""The number of blocks of a cache: enough for one request of the greatest length, and for a third of those that an
-engine may run."""
+"""Blocks of a cache: enough for one request of the greatest length, and for a third of the requests of a full batch."""
 
 
 def main() -> int:
@@ -87,30 +86,30 @@ def main() -> int:
     options.out = options.out.resolve()  # engines start in other folders
     options.out.mkdir(parents=True, exist_ok=True)
     wanted = [case for case in cases if case.name in options.only] if options.only else cases
-    measured = Measured(options, wanted)
+    benchmark = Benchmark(options, wanted)
     parts = options.part or PARTS
-    measured.tokens([part for part in PARTS if part in parts])
+    benchmark.tokens([part for part in PARTS if part in parts])
     for part in ("silent", "budget"):
         if part in parts:
-            measured.load(part)
+            benchmark.load(part)
     if "ranks" in parts:
         if not metadata.entry_points(group="vllm.general_plugins", name="graphfix"):
             parser.error("install the plugin: a worker that is spawned finds it by its entry point alone")
-        measured.ranks()
-    if not measured.ran:
+        benchmark.ranks()
+    if not benchmark.ran:
         return 2
-    return int(any(map(_false_alarm, measured.result["cases"].values())))
+    return int(any(map(_false_alarm, benchmark.result["cases"].values())))
 
 
 def _false_alarm(results: dict[str, Any]) -> bool:
-    """In an engine with the fixes on, or that such an engine did not come to its end."""
+    """Return whether an engine with the fixes on saw a mismatch, or ended in an error."""
     parts = [part for name, part in results.items() if name in ("silent", "load", "budget") or "the fixes on" in name]
     ranks = [rank for part in parts for rank in (part, *part.get("ranks", ()))]
     return any(rank.get("mismatches") or rank.get("ended") or rank.get("error") for rank in ranks)
 
 
-class Measured:
-    """The engines, and the result so far."""
+class Benchmark:
+    """One run of all parts, and its result so far."""
 
     def __init__(self, options: argparse.Namespace, cases: Sequence[Case]) -> None:
         self._options, self._cases = options, cases
@@ -142,6 +141,7 @@ class Measured:
         ]
 
     def _write(self, name: str, what: str, result: Any) -> None:
+        # After every engine, so that an interrupted run leaves what was benchmark.
         self.result["cases"].setdefault(name, {})[what] = result
         (self._options.out / "result.json").write_text(json.dumps(self.result, indent=1))
         print(f"{self._source.version} {name} {what}: {json.dumps(result)}", file=sys.stderr)
@@ -159,7 +159,7 @@ class Measured:
             eager = ended.get(f"{case.name} eager")
             for part in parts:
                 if (end := ended.get(f"{case.name} {part}")) is not None:
-                    self._write(case.name, part, _seen(end, eager))
+                    self._write(case.name, part, _counts(end, eager))
             alone, caught = ended.get(f"{case.name} alone"), ended.get(f"{case.name} caught")
             if alone and caught and alone.said and caught.said:
                 self._write(case.name, "answers as without the check", _equal(caught.said.passes, alone.said.passes))
@@ -194,7 +194,7 @@ class Measured:
     # -- the same engines under load ------------------------------------------------------------------------------
 
     def load(self, part: str) -> None:
-        """Loads all cases at once: checks of a part together are what was asked for."""
+        """Run all cases at once, until their checks together are as many as --checks."""
         rate = "1/1" if part == "silent" else "0.1%"
         each = -(-self._options.checks // len(self._cases)) if part == "silent" else 1 << 40
 
@@ -255,9 +255,8 @@ class Measured:
         ]
 
         def one(case: Case, parallel: str, what: str, environment: dict[str, str | None]) -> None:
-            insecure: dict[str, str | None] = {
-                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"
-            }  # the workers are sent a function
+            # `collective_rpc` sends the workers a function, which vLLM pickles with this alone.
+            insecure: dict[str, str | None] = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
             part = f"{parallel} parallel, {what}"
             counts = self._loaded(case, part.replace(" ", "-"), environment | insecure, 0, **RANKS[parallel])
             self.ran |= "error" not in counts
@@ -273,11 +272,8 @@ def _environment(extra: dict[str, str | None]) -> dict[str, str]:
     return merged | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def _seen(ended: Ended, eager: Ended | None) -> dict[str, Any]:
-    """What the check counted in an engine, and how many answers of each pass are the eager engine's.
-
-    It has the engine's error too, if it did not end well.
-    """
+def _counts(ended: Ended, eager: Ended | None) -> dict[str, Any]:
+    """Return the counts of the check, and the answers of each pass that equal the eager engine's; or the error."""
     if ended.said is None:
         return {"error": ended.error}
     counts: dict[str, Any] = {
@@ -287,7 +283,7 @@ def _seen(ended: Ended, eager: Ended | None) -> dict[str, Any]:
     }
     counts["states"] = next(iter(ended.said.states.values()), {}).get("shadow")
     if eager is not None and eager.said is not None:
-        # Each pass against the one in the same order: a batch of another composition rounds otherwise.
+        # Passes alternate between two orders of prompts: compare like with like, since other batches round otherwise.
         orders = eager.said.passes
         counts["right answers by pass"] = _equal(
             ended.said.passes, [orders[number % 2] for number in range(len(ended.said.passes))]
@@ -297,7 +293,7 @@ def _seen(ended: Ended, eager: Ended | None) -> dict[str, Any]:
 
 
 def _equal(one: Sequence[Sequence[Answer]], other: Sequence[Sequence[Answer]]) -> list[int]:
-    """How many answers of each pass have the same tokens."""
+    """Count the answers of each pass that have the same tokens."""
     return [
         sum(a.tokens == b.tokens for a, b in zip(*answers, strict=True)) for answers in zip(one, other, strict=True)
     ]

@@ -1,9 +1,9 @@
-"""What the shadow check adds to a step that it does not check, in the same process.
+"""The time that the shadow check adds to a step that it does not check, in the same process.
 
     python benchmarks/shadow_count.py [--rounds N]
 
-Around calls that do nothing, so that the count alone is measured: of a `CUDAGraphWrapper` (V1), of `run_fullgraph`
-(V2), and of as many more of a drafter (V2). Target: 1 µs.
+The wrappers are around calls that do nothing, so that only the count is measured: of a `CUDAGraphWrapper` (V1), of
+`run_fullgraph` (V2), and of several more of a drafter (V2). Target: 1 µs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALLS = 200
 
 
 class Graphs:
-    """Stands in for both: a call, and a method, that do nothing."""
+    """Stand-in for a `CUDAGraphWrapper` and a manager: a call and a method that do nothing."""
 
     def __call__(self, *args: object) -> None:
         pass
@@ -38,7 +38,7 @@ class Graphs:
 
 
 def _added(rate: str, rounds: int) -> dict[str, float]:
-    """Microseconds a step, by model runner."""
+    """Return microseconds a step, by model runner."""
     process.start(parse(rate), Action.REPORT)
     shadow = process.SHADOW
     assert shadow is not None  # noqa: S101 - for mypy

@@ -1,4 +1,4 @@
-"""What `vllm-graphfix status` takes as a whole process, on an unpacked release and on a wheel file.
+"""The time of `vllm-graphfix status` as a whole process, on an unpacked release and on a wheel file.
 
     python benchmarks/status.py [--processes N] [--wheel FILE]
 
@@ -16,7 +16,7 @@ import fetch_vllm  # isort: skip - measuring has put tools/ on the path
 
 VERSION = "0.18.1"
 SMALLEST_WHEEL = 250_000_000
-"""Bytes; a smaller one would not show what the directory of a real wheel costs."""
+"""Bytes; the directory of a smaller file is faster to read than a real wheel's."""
 
 
 def main() -> None:

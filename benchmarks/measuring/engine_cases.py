@@ -1,7 +1,4 @@
-"""What `benchmarks/engine_cost.py` runs: models, and the configurations that are compared.
-
-The models have a size at which ratios mean something.
-"""
+"""The models and configurations of `benchmarks/engine_cost.py`; models are large enough for useful ratios."""
 
 from __future__ import annotations
 
@@ -33,13 +30,13 @@ OBSERVED = "observed"
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one kind of engine, and the fixes that act on it."""
+    """A model, an engine for it, and the fixes that act on it."""
 
     name: str
     title: str
     fixes: tuple[str, ...]
     wrong: str
-    """What stock full graphs do on an affected release."""
+    """The effect of the defect on stock full graphs."""
     model: Mapping[str, Any]
     runner: str
     arguments: Mapping[str, Any]
@@ -60,8 +57,8 @@ GRAPHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "full": (_FULL, {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": SIZES}),
     "piecewise": (_PIECEWISE, _PIECEWISE | {"backend": "eager"}),
 }
-"""vLLM's `compilation_config`: as it is by default, and without its compiler, for a release whose compiler does not run
-on the torch that is here. The second is tried if an engine does not start with the first."""
+"""Values of `compilation_config` to try in turn: vLLM's default, and one without its compiler, for a release whose
+compiler fails on the torch at hand."""
 
 _MLA = models.MLA | {
     "num_hidden_layers": LAYERS,
@@ -128,15 +125,15 @@ _CPU_ENGINE: dict[str, Any] = {
     "graphs": {"full": ({"mode": 0},), "piecewise": ({"mode": "no such mode"}, {"mode": 0})},
 }
 REHEARSAL = tuple(Case(name=name, **_CPU_ENGINE) for name in ("rehearsal", "rehearsal-2"))
-"""Everything but graphs, on a machine that has a CPU engine only."""
+"""Cases that rehearse the script, without graphs, on a CPU engine."""
 
 _ENGINE: dict[str, Any] = {
-    "load_format": "dummy",  # near zero: time does not depend on it, and nobody reads the tokens
+    "load_format": "dummy",  # weights near zero: times do not depend on them, and nobody reads the tokens
     "skip_tokenizer_init": True,
     "max_model_len": 1024,
     "max_num_batched_tokens": 8192,  # the largest batch is prefilled in one step
-    "kv_cache_memory_bytes": 2 * GIB,  # keeps vLLM's memory profiling out of a GPU that several engines share
-    "gpu_memory_utilization": 0.05,  # with the above, only what vLLM asks to be free at the start
+    "kv_cache_memory_bytes": 2 * GIB,  # or vLLM would profile the memory of a GPU that several engines share
+    "gpu_memory_utilization": 0.05,  # with the above, only a check at the start
     "enable_prefix_caching": False,
     "disable_log_stats": False,  # has the times of the tokens
     "seed": 0,
@@ -154,13 +151,13 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Site:
-    """One vLLM: the folder to be found first by an engine, or None for the installed one."""
+    """A vLLM: its folder, or None for the installed one."""
 
     release: str
     folder: Path | None
 
     def path(self, sites: Sequence[Site], *also: Path) -> str:
-        """A Python path: this vLLM first, then *also*, and what is inherited; no other one of *sites* is on it."""
+        """Return a PYTHONPATH: this vLLM, *also*, and the inherited one without the other *sites*."""
         others = {each.folder for each in sites if each.folder is not None}
         inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         usable = (part for part in inherited if Path(part).resolve() not in others)
@@ -191,10 +188,7 @@ class Configuration:
         return Order(arguments=arguments, plugin=self.plugin, runner=case.runner, largest_batch=largest_batch)
 
     def environment(self, case: Case, sites: Sequence[Site], cache: Path) -> dict[str, str]:
-        """The environment of the engine's process.
-
-        It has its own vLLM, its own compile cache, the plugin or not, and no setting of anybody's.
-        """
+        """Return the environment of the engine's process: its vLLM, its compile cache, and no setting from outside."""
         unwanted = ("VLLM_", "PYTHONDONTWRITEBYTECODE")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
         return (
@@ -226,7 +220,7 @@ class Plan:
 
 
 def find_sites(options: Sequence[str]) -> tuple[Site, ...]:
-    """*given* are ``RELEASE=FOLDER``; none: the installed vLLM. Raises SourceError, ValueError."""
+    """Return the sites of *options*, ``RELEASE=FOLDER`` each, or the installed vLLM. Raises SourceError, ValueError."""
     if not options:
         try:
             return (Site(open_source().version or "installed", None),)
@@ -245,10 +239,7 @@ def find_sites(options: Sequence[str]) -> tuple[Site, ...]:
 
 
 def plan(case: Case, sites: Sequence[Site]) -> Plan | None:
-    """On the newest release that the case's fixes are for, and the first one after it that needs none of them.
-
-    None if no release is affected.
-    """
+    """Return a plan for the newest affected release and the first fixed one after it; None if none is affected."""
     fixes = [fix for fix in FIXES if fix.name in case.fixes]
     verdicts = {site: {manifest.diagnose(fix, open_source(site.folder)).verdict for fix in fixes} for site in sites}
     ordered = sorted(sites, key=_number)
@@ -261,7 +252,7 @@ def plan(case: Case, sites: Sequence[Site]) -> Plan | None:
 
 
 def rehearsal(sites: Sequence[Site]) -> tuple[Plan, ...]:
-    """Plans for the one CPU engine at hand, as if it were both an affected release and a fixed one."""
+    """Return plans that take the first site for an affected release and the last for a fixed one."""
     return tuple(_plan(case, sites[0], sites[-1]) for case in REHEARSAL)
 
 
@@ -283,7 +274,7 @@ def _number(site: Site) -> tuple[int, ...]:
 
 
 def write_model(case: Case, folder: Path) -> Path:
-    """A folder with the model's configuration: all that an engine needs for weights that mean nothing."""
+    """Write the model's config.json, all that an engine with dummy weights needs, and return its folder."""
     made = folder / case.name
     made.mkdir(parents=True, exist_ok=True)
     (made / "config.json").write_text(json.dumps(case.model, indent=2))

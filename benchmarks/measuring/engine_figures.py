@@ -1,7 +1,4 @@
-"""Ratios, targets and tables of what `benchmarks/engine_cost.py` has measured.
-
-They are pure functions of the content of its result file.
-"""
+"""Ratios, targets and tables from the result file of `benchmarks/engine_cost.py`, as pure functions."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Spread(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What the fixes must not cost, or must be worth."""
+    """A bound on a cost, or on a gain, and its measurement."""
 
     what: str
     measured: str
@@ -57,18 +54,18 @@ def batches(case: CaseResult) -> list[int]:
 
 
 def is_measured(case: CaseResult) -> bool:
-    """Whether it has turns of all engines, or an engine's own steps."""
+    """Return whether *case* has turns of all engines, or steps of one."""
     return bool(case["rounds"]) or any(engine.get("steps") for engine in case["configurations"])
 
 
 def throughput(case: CaseResult, name: str, reference: str, batch: int) -> Spread | None:
-    """Tokens a second of *name* over those of *reference*, which took their turns in the same round."""
+    """Return tokens a second of *name* over those of *reference* in the same round."""
     both = [turn["seconds"] for turn in case["rounds"] if turn["batch"] == batch]
     return Spread.of(taken[reference] / taken[name] for taken in both if name in taken and reference in taken)
 
 
 def tokens_a_second(case: CaseResult, name: str, batch: int) -> float:
-    """Tokens a second of all requests of a batch together; the median of the rounds."""
+    """Return tokens a second of a whole batch, the median of the rounds."""
     tokens: int = batch * (case["tokens"] - 1)
     return tokens / statistics.median(seconds_of(case, name, batch))
 
@@ -79,12 +76,12 @@ def seconds_of(case: CaseResult, name: str, batch: int) -> list[float]:
 
 
 def started(case: CaseResult, figure: str) -> Spread | None:
-    """*figure* of a patched engine's start over that of the stock engine's that was started with it."""
+    """Return *figure* of a patched engine's start over that of the stock engine started with it."""
     return Spread.of(patched / stock for stock, patched in _starts(case, figure))
 
 
 def memory(case: CaseResult, figure: str) -> Spread | None:
-    """MiB that a patched engine holds beyond the stock one that was started with it."""
+    """Return the MiB of a patched engine beyond those of the stock engine started with it."""
     return Spread.of((patched - stock) / MIB for stock, patched in _starts(case, figure))
 
 
@@ -125,10 +122,7 @@ def _target(
 
 
 def alike(case: CaseResult, *names: str) -> bool:
-    """Whether the engines *names* were started in the same way.
-
-    The compiler of some release may not have run for one of them.
-    """
+    """Return whether the engines *names* started in the same way: a compiler may have failed for one of them."""
     return len({(engine_of(case, name).get("attempt"), _mode(case, name)) for name in names}) == 1
 
 
@@ -207,7 +201,7 @@ def _text(spread: Spread | None) -> str:
 
 
 def notes(case: CaseResult) -> list[str]:
-    """What is to be known beside the figures: what did not run, and why; what is not what its name says."""
+    """Return remarks on the figures: what did not run and why, and engines that are not what their name says."""
     lines = [f"not run: {what}" for what in case["not_run"]]
     if not is_measured(case):
         lines.append("nothing was measured")

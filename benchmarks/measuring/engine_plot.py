@@ -1,7 +1,4 @@
-"""The picture of `benchmarks/engine_cost.py`, as an SVG without a library.
-
-It shows the tokens a second of each engine over those of eager.
-"""
+"""The picture of `benchmarks/engine_cost.py`, an SVG: tokens a second of each engine over those of eager."""
 
 from __future__ import annotations
 
@@ -14,14 +11,13 @@ from measuring.engine_figures import CaseResult, Spread, batches, engine_of, thr
 
 COLOURS = {"eager": "#8c8c8c", "piecewise": "#5b8db8", "stock": "#c0504d", "patched": "#3a8a4d", "fixed": "#8064a2"}
 LABELS, PANEL, GAP, BAR, PITCH, HEAD = 285, 200, 24, 14, 20, 46
-"""Widths of the labels and of a panel, the space between panels, the height of a bar and of its line, and the height of
-a case's heading."""
+"""In pixels: widths of labels, panels and gaps; heights of a bar, of a line, and of a case's heading."""
 MARGIN = 16
 TITLE = "Decoding: tokens a second, relative to eager"
 
 
 def svg(result: dict[str, Any]) -> str:
-    """*result* is the content of a result file."""
+    """Return the picture of *result*, the content of a result file."""
     cases = [case for case in result["cases"] if case["rounds"] and engine_of(case, REFERENCE)]
     across = max((len(batches(case)) for case in cases), default=1)
     width = 2 * MARGIN + LABELS + across * (PANEL + GAP)

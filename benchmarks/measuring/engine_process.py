@@ -1,7 +1,4 @@
-"""The parent's side of `engine_worker.py`.
-
-Engines run in processes of their own, all alive at once, and are asked one after the other.
-"""
+"""Engines in processes of their own, all alive at once: the parent's end of the pipe to `engine_worker.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ WORKER = Path(__file__).with_name("engine_worker.py")
 
 
 class Order(TypedDict):
-    """What a worker is to start."""
+    """The engine that a worker starts."""
 
     arguments: dict[str, Any]
     """Keywords of `vllm.LLM`."""
@@ -33,16 +30,16 @@ class Order(TypedDict):
     runner: str
     largest_batch: int
     where_known: NotRequired[dict[str, Any]]
-    """More of the arguments, for releases that know them."""
+    """More keywords, which are passed on releases that know them."""
 
 
 class DiedError(Exception):
-    """The engine is gone, or as good as; the message is its own error."""
+    """The engine ended or does not answer; the message is its own error."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """An engine that answers."""
+    """The first answer of an engine."""
 
     seconds: float
     """From the start of its process."""
@@ -50,7 +47,7 @@ class Ready:
 
 
 class EngineProcess:
-    """One engine. Whoever makes it ends it."""
+    """One engine; the caller must call `end`."""
 
     def __init__(self, order: Order, environment: Mapping[str, str], log: Path, worker: Path | None = None) -> None:
         self._log = log
@@ -64,34 +61,34 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # an engine starts processes; together they can be ended
+                start_new_session=True,  # a process group, so that `end` kills what the engine started, too
             )
         self._started = time.monotonic()
         theirs.close()
-        with suppress(OSError):  # it has ended already: `ready` says why, and `end` is called as for any other
+        with suppress(OSError):  # the process has ended already: `ready` raises its error
             self._pipe.send(order)
 
     def ready(self, timeout: float) -> Ready:
-        """Waits until the engine answers. Raises DiedError."""
+        """Wait until the engine answers. Raises DiedError."""
         until = time.monotonic() + timeout
         moment = self._receive(until)
         return Ready(moment - self._started, self._receive(until))
 
     def tell(self, batch: int, tokens: int) -> None:
-        """Lets the engine decode; `hear` has its answer."""
+        """Start a decode; `hear` returns its time."""
         self._send({"batch": batch, "tokens": tokens})
 
     def hear(self, timeout: float) -> float:
-        """Seconds of the decode steps that `tell` asked for. Raises DiedError."""
+        """Return the seconds of the decode that `tell` started. Raises DiedError."""
         return float(self._receive(time.monotonic() + timeout))
 
     def ask(self, request: Mapping[str, Any], timeout: float) -> Any:
-        """What the worker answers, *timeout* seconds from now at the latest. Raises DiedError."""
+        """Send *request* and return its answer. Raises DiedError, also after *timeout* seconds."""
         self._send(request)
         return self._receive(time.monotonic() + timeout)
 
     def end(self) -> None:
-        """The process and all that it started: an engine's workers hold the GPU's memory."""
+        """Kill the process and all that it started: an engine's workers hold the GPU's memory."""
         self._pipe.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -105,7 +102,7 @@ class EngineProcess:
 
     def _receive(self, until: float) -> Any:
         try:
-            # One wait, in which this process sleeps; a pipe that ends is something to read, too.
+            # One long wait and no polling, which would take time from engines; a closed pipe ends it, too.
             if not self._pipe.poll(max(0.0, until - time.monotonic())):
                 raise DiedError(f"did not answer in time; its log ends in: {processes.last_line(self._log)}")
             answer = self._pipe.recv()

@@ -1,9 +1,8 @@
-"""`engine_cost.py --steps`: a decode step with the plugin against one without, on every release that is given.
+"""`engine_cost.py --steps`: a decode step with the plugin against one without, on each release of --site.
 
-Each case has an engine with what is on by default, and one in which every fix observes; both are compared with
-themselves (`wrappers.py`). Nothing is compiled, so that engines start soon: their steps are full graphs all the same. A
-step ends where it is timed, without asynchronous scheduling, which hides some of what the plugin does behind the GPU's
-work.
+Each case has an engine with the defaults, and one in which every fix observes; each is compared with itself without
+wrappers (`wrappers.py`). Nothing is compiled, so that engines start soon; steps are full graphs all the same. There is
+no asynchronous scheduling, which would hide some of the plugin's time behind the GPU's work.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ STEPS = (
 
 
 def step_plans(sites: Sequence[Site], cases: Iterable[Case]) -> list[Plan]:
-    """Each of *cases* on each release, those of a release together."""
+    """Return a plan for each of *cases* on each release, ordered by release."""
     return [
         Plan(
             replace(case, name=f"{case.name}_{site.release}", title=f"{case.title}, {site.release}"),
@@ -91,7 +90,7 @@ def step_plans(sites: Sequence[Site], cases: Iterable[Case]) -> list[Plan]:
 
 
 def packed(plans: Sequence[Plan], free_gib: float) -> list[list[Plan]]:
-    """As many cases at a time as there are memory and cores for, all of one release."""
+    """Group plans of one release, as many as memory and cores allow."""
     groups: list[list[Plan]] = []
     for made in plans:
         together = [*groups[-1], made] if groups else []
@@ -106,7 +105,7 @@ def packed(plans: Sequence[Plan], free_gib: float) -> list[list[Plan]]:
 
 
 def measured(engine: EngineProcess, batch: int, steps: int, timeout: float) -> dict[str, Any]:
-    """Of *steps* decode steps of *batch* requests, with the plugin's wrappers and without. Raises DiedError."""
+    """Measure *steps* decode steps of *batch* requests, with wrappers and without. Raises DiedError."""
     result: dict[str, Any] = {"batch": batch}
     for name in ("control", "compared"):
         request = {"in_turns": batch, "steps": steps, "control": name == "control"}
@@ -120,7 +119,7 @@ def is_step(case: CaseResult) -> bool:
 
 
 def step_table(cases: Sequence[CaseResult]) -> Figures:
-    """One table of all cases; a ratio is above 1 where steps are faster with the plugin's wrappers."""
+    """Return one table of all cases; a ratio above 1 means that steps with wrappers are faster."""
     batches = [(case, batch) for case in cases for batch in sorted({each["batch"] for each in _steps(case)})]
     return Figures(
         "A decode step with the plugin, relative to the same without its wrappers (95 % of the median)",

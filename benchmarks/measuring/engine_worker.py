@@ -1,4 +1,4 @@
-"""One engine in a process of its own, which decodes when it is told to, and waits on a pipe meanwhile.
+"""An engine in a process of its own that decodes on request, and waits on a pipe meanwhile.
 
     python engine_worker.py DESCRIPTOR
 
@@ -8,7 +8,7 @@ answered with the moment at which the engine was ready and then with `_facts`. A
 ``{"in_turns": BATCH, "steps": …, "control": …}`` with the seconds of each step, with and without the plugin's wrappers
 (`wrappers.py`). An error is the last answer: ``{"error": …}``.
 
-Imports nothing of the plugin unless the order says so: a stock engine must not pay for it.
+Imports nothing of the plugin unless the order has it: a stock engine must not pay for it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm import LLM
 
-wrappers: Any = importlib.import_module("wrappers")  # beside this file, whose folder leaves the path before an engine
+wrappers: Any = importlib.import_module("wrappers")  # now: `begin` takes this folder off the path
 SEED = 7
 PROMPT = 100
 """Tokens of each prompt: the largest batch is prefilled in one step."""
 TURN = 129
-"""Tokens of each answer of which single steps are timed."""
+"""Tokens of each answer whose single steps are timed."""
 RUNNERS = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
 
 
 def serve(parent: Any, order: dict[str, Any]) -> None:
     if sys.platform == "linux":
-        # PR_SET_PDEATHSIG: an engine that nobody asks must not keep the GPU's memory
+        # PR_SET_PDEATHSIG: without its parent the engine must not hold the GPU's memory
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if order["plugin"]:
         import vllm_graphfix
@@ -60,7 +60,7 @@ def serve(parent: Any, order: dict[str, Any]) -> None:
 
 
 def _time_captures(module: str) -> list[float]:
-    """Seconds of each later call of the model runner's `capture_model`, which is no target of the plugin."""
+    """Return a list that gets the seconds of each call of `capture_model`, which no fix wraps."""
     seconds: list[float] = []
     runner = importlib.import_module(module).GPUModelRunner
     stock = runner.capture_model
@@ -112,21 +112,18 @@ def _prompts(llm: LLM, largest_batch: int) -> list[dict[str, list[int]]]:
 
 
 def _decode(llm: LLM, prompts: Any, tokens: int) -> float:
-    """Seconds from the first token of all *prompts* to their last.
-
-    These are as many steps of the whole batch as *tokens*, less one.
-    """
+    """Return the seconds from the first token of all *prompts* to their last: *tokens* - 1 steps of the batch."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    # Of the engine's own clock, which it reads once a step.
+    # By the engine's own clock, which it reads once a step.
     times = [output.metrics for output in outputs]
     return float(max(t.last_token_ts for t in times) - max(t.first_token_ts for t in times))
 
 
 def _in_turns(llm: LLM, prompts: Any, count: int, *, control: bool) -> list[float]:
-    """Seconds of *count* steps or a few more, in which all *prompts* decode, in the order of `wrappers.ORDER`."""
+    """Return the seconds of *count* decode steps of all *prompts*, or a few more, in the order of `wrappers.ORDER`."""
     import torch
     from vllm import SamplingParams
 
@@ -149,12 +146,12 @@ def _in_turns(llm: LLM, prompts: Any, count: int, *, control: bool) -> list[floa
         ended: list[Any] = []
         for name, prompt in zip(names, prompts, strict=True):
             engine.add_request(name, prompt, sampling)
-        for _ in range(4):  # the prompts, and what only the first steps after them do
+        for _ in range(4):  # prefills, and first decodes, which warm caches up
             step()
         before = len(seconds)
         while not ended:
             seconds += wrappers.in_turns(switch, step, len(wrappers.ORDER), control=control)
-        # Requests that end in the midst of four steps leave the others a smaller batch.
+        # If requests ended within the last four steps, the batch was smaller in some of them.
         del seconds[max(before, len(seconds) - len(wrappers.ORDER)) :]
         if len(seconds) == before:
             raise RuntimeError(f"answers of {TURN} tokens end within {len(wrappers.ORDER)} steps")

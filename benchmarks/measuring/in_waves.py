@@ -1,4 +1,4 @@
-"""Probes that look at nothing: a few prompts are asked at a time, and the next few once those are answered."""
+"""Probes that send a few prompts at a time, and the next few once those are answered; they observe nothing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class InWaves(Probe):
-    """Each wave begins with an empty batch, in slots that hold what the wave before has left there."""
+    """Waves of three: each begins with an empty batch, in slots with the contents of the wave before."""
 
     name = "in-waves"
     wave = 3
-    """Prompts that are asked at a time."""
+    """Prompts of a wave."""
     first = 0
-    """The number of the pass from which on prompts are asked in waves."""
+    """The first pass that is in waves."""
 
     def in_the_engine(self, llm: LLM) -> None:
         ask: Any = llm.generate
@@ -33,7 +33,7 @@ class InWaves(Probe):
 
 
 def _cut(keywords: dict[str, Any], wave: slice) -> dict[str, Any]:
-    """With what is given for each prompt, as adapters are, for those of the *wave*."""
+    """Return *keywords* with their lists, which have an item for each prompt, cut to the *wave*."""
     return {name: value[wave] if isinstance(value, list) else value for name, value in keywords.items()}
 
 
@@ -52,10 +52,10 @@ class InEights(InWaves):
 
 
 class ThenInWaves(InWaves):
-    """The second pass is in batches of another size.
+    """Only the second pass in waves, so that its batches have other sizes.
 
-    What it differs in is what kernels of other shapes round otherwise. With trained weights, whose logits are large,
-    that is more than the noise of the same batch.
+    The passes then differ by the rounding of kernels of other shapes. With trained weights, whose logits are large,
+    that is more than the noise between equal batches.
     """
 
     name = "then-in-waves"

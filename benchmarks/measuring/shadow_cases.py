@@ -1,4 +1,4 @@
-"""The engines of `shadow_check.py`: those of `verify`, and more in which no defect is known to show."""
+"""The engines of `shadow_check.py`: those of `verify`, and others without a known defect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMPILED = tuple(
     Case(name=f"llama-compiled-{runner.lower()}", model="llama", runner=runner, graphs=_DEFAULTS, workload=MLA.workload)
     for runner in ("V1", "V2")
 )
-"""Engines as vLLM is by default: compiled, and with an ordinary attention. No defect is known to show in them."""
+"""Engines of vLLM's default configuration: compiled, with ordinary attention. No defect is known to show in them."""
 MIXED = tuple(
     Case(
         name=f"llama-full-triton-{runner.lower()}",
@@ -24,8 +24,7 @@ MIXED = tuple(
     )
     for runner in ("V1", "V2")
 )
-"""Full graphs of prompts and decodes together, which are captured for one request: Triton's attention cuts its work by
-that."""
+"""Full graphs of mixed batches, captured for one request: Triton's attention cuts its work by that."""
 _DECODES = (("decodes", full_decodes([1, 2, 4, 8])), ("compiled", _DEFAULTS))
 LORA = tuple(
     Case(
@@ -39,14 +38,14 @@ LORA = tuple(
     for name, graphs in _DECODES
     for runner in ("V1", "V2")
 )
-"""Engines whose batches mix requests of two adapters with requests of none. vLLM tells its kernels which row is whose
-before a forward pass, and once for both runs of a check."""
+"""Engines whose batches mix requests of two adapters with requests of none. vLLM sets the rows of each adapter once
+before a forward pass, for both runs of a check."""
 OF_NO_VERIFY = {"prefill-dispatch": (GDN_MTP,)}
-"""By name of a fix: engines in which its defect shows, and that take too long to compile for `verify`."""
+"""By fix: engines that show its defect, and compile for too long to be part of `verify`."""
 
 
 def full_graph_cases() -> list[Case]:
-    """The cases of `verify` with full graphs: in others nothing can be checked."""
+    """Return the cases with full graphs: nothing else is checked."""
     cases = dict.fromkeys(
         case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)) if case is not None
     )

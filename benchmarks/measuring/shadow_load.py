@@ -1,9 +1,9 @@
-"""One engine under the load of many users, in a process of its own, until the shadow check has checked enough of it.
+"""An engine in a process of its own, under the load of many users until the shadow check has made enough checks.
 
     python shadow_load.py DESCRIPTOR
 
-As `engine_worker.py`, but for what is asked: each ``{"checks": …, "seconds": …, "seed": …, "adapters": …}`` is answered
-with what `_load` returns.
+Like `engine_worker.py`; each request ``{"checks": …, "seconds": …, "seed": …, "adapters": …}`` is answered with the
+result of `_load`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 _MOST = 12
-"""Requests at a time, at most; more than an engine takes, so that some wait."""
+"""The most requests at a time: more than a batch has, so that some wait."""
 _CHANGE = 0.02
-"""The share of the steps after which the wanted number of requests changes."""
+"""The share of steps after which the number of requests changes."""
 _ABORT = 0.01
-"""The share of the steps after which a request is aborted."""
+"""The share of steps after which a request is aborted."""
 
 
 def serve(parent: Any, order: dict[str, Any]) -> None:
@@ -44,9 +44,9 @@ def serve(parent: Any, order: dict[str, Any]) -> None:
 
 
 def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[str]) -> dict[str, Any]:
-    """Requests of all lengths that come, go and are aborted, until *checks* were made or *seconds* are over.
+    """Run requests of all lengths, some of which are aborted, until *checks* were made or *seconds* are over.
 
-    They take turns: one has no adapter, the next the first of the *adapters*' folders, and so on.
+    Their adapters take turns: none, the first of the folders *adapters*, and so on.
     """
     from vllm.lora.request import LoRARequest
 
@@ -91,7 +91,7 @@ def _counts_of_a_worker(_: Any, taken: float) -> dict[str, Any]:
 
 
 def _counts(taken: float) -> dict[str, Any]:
-    """What the check of this process has found in *taken* seconds."""
+    """Return the results of this process's check after *taken* seconds."""
     from vllm_graphfix.shadow import process
 
     shadow = process.SHADOW

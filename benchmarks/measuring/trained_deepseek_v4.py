@@ -1,8 +1,8 @@
-"""A DeepSeek V4 to be trained: its configuration, and its checkpoint made of what transformers has trained.
+"""A DeepSeek V4 to train: its configuration, and its checkpoint from the tensors of transformers.
 
-Its first layer attends to one entry for each group of 128 tokens. The second one would attend to groups of four, and
-could do without the first: what its compressor makes of them is kept at 0. Both have a window of 128 tokens, so that
-what lies more than 254 tokens back is known through the entries of the first alone.
+The first layer attends to one entry for each group of 128 tokens. The second one would attend to groups of four, and
+could do without the first: its compressor's output is frozen at 0. Both have a window of 128 tokens, so that only the
+entries of the first layer hold what lies more than 254 tokens back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG: dict[str, Any] = tiny.CONFIG
-TOY = {  # no matrix in fp8 is smaller than a block
+TOY = {  # matrices in fp8 have at least one block
     "hidden_size": 128,
     "num_attention_heads": 4,
     "head_dim": 128,
@@ -62,9 +62,9 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.w([123])\.weight$")
 
 
 def as_checkpoint(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """*tensors* of transformers under the names of DeepSeek's checkpoints, in fp8 where those are.
+    """Return *tensors* of transformers under DeepSeek's names, in fp8 where its checkpoints are.
 
-    Raises ValueError if a shape is another, or something is left.
+    Raises ValueError for a wrong shape, and for a tensor without a place.
     """
     shapes = tiny.shapes(config)
     unused = dict(tensors)
@@ -87,7 +87,7 @@ def as_checkpoint(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, A
 
 
 def in_transformers(name: str) -> str:
-    """What transformers calls the tensor *name* of a checkpoint; experts of a layer are one tensor there."""
+    """Return transformers' name of the tensor *name* of a checkpoint; it joins the experts of a layer in one tensor."""
     for pattern, replacement in _NAMES:
         name = re.sub(pattern, replacement, name)
     return name

@@ -1,7 +1,7 @@
 """A draft layer for a trained model: DeepSeek's multi-token prediction, in transformers' modules, as vLLM computes it.
 
-Row i is given the target's hidden state of token i, which is that after its last norm, and the embedding of token
-i + 1, and predicts token i + 2. A further draft token is made of the layer's own output in place of the target's.
+Row i combines the target's hidden state of token i, after its last norm, with the embedding of token i + 1, and
+predicts token i + 2. Further draft tokens use the layer's own output in place of the target's.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class DraftLayer(nn.Module):
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.block = deepseek.DeepseekV3DecoderLayer(config, config.num_hidden_layers)
         self.norm = deepseek.DeepseekV3RMSNorm(hidden, eps=config.rms_norm_eps)
-        # A further draft token begins with what is before this norm up to 0.21.0, and after it from 0.25.1 on. Where
-        # the norm's weights are equal, `hnorm` makes the same of both.
+        # vLLM computes further draft tokens from the state before this norm up to 0.21.0, and after it from 0.25.1 on.
+        # With equal weights in the norm, `hnorm` makes the two the same.
         self.norm.weight.requires_grad_(False)
-        # Not a submodule: a target is trained before, and not with it.
+        # In a list, so that it is no submodule: the target is not trained with this layer.
         self._target = [target]
 
     def forward(self, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
-        """Logits of *steps* draft tokens after each token; row i of draft token s, from 0, is of token i + 2 + s.
+        """Return the logits of *steps* draft tokens after each token: (rows, length - 1 - steps, vocabulary) each.
 
-        The draft tokens before are given right. Each tensor is (rows, length - 1 - steps, vocabulary).
+        Position i of draft token s, from 0, predicts token i + 2 + s, by teacher forcing.
         """
         (target,) = self._target
         count = ids.shape[1] - 1 - steps
@@ -64,7 +64,7 @@ class DraftLayer(nn.Module):
         return logits
 
     def tensors(self, prefix: str) -> Tensors:
-        """Its tensors in a checkpoint, which holds the embeddings and the output matrix once more."""
+        """Return its tensors in a checkpoint, which repeats the embeddings and the output matrix."""
         (target,) = self._target
         named = {name: value for name, value in self.state_dict().items() if not name.startswith(("block.", "norm."))}
         named |= self.block.state_dict()
@@ -77,10 +77,10 @@ class DraftLayer(nn.Module):
 
 
 def _seen(count: int, steps: int, device: torch.device) -> torch.Tensor:
-    """What each row of *steps* times *count* rows may look at, as the cache of an engine has it.
+    """Return the attention mask of *steps* times *count* rows, as an engine's cache has it.
 
-    The rows of the first draft token up to its own, whose hidden states are the target's, and of further draft tokens
-    those of its own draft.
+    A row sees rows of the first draft token up to its own, whose hidden states are the target's, and rows of further
+    draft tokens that belong to its own draft.
     """
     seen = torch.zeros(steps, count, steps, count, dtype=torch.bool, device=device)
     seen[:, :, 0] = torch.ones(count, count, dtype=torch.bool, device=device).tril()

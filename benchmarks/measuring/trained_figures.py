@@ -1,4 +1,4 @@
-"""What the answers of `benchmarks/trained.py` come to, and its tables for a page."""
+"""Figures of the answers of `benchmarks/trained.py`, and its tables for a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST = 400
 """Characters of a text in a table."""
 
 _LOST = 0.05
-"""Share of draft tokens by which acceptance may be lower: eager's is that of a second pass, too, in other batches."""
+"""The share by which acceptance may fall below eager's, which includes a second pass in other batches."""
 
 Text = Callable[[tuple[int, ...]], str]
 
@@ -25,7 +25,7 @@ _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 def figures(trained: Trained, questions: Sequence[Question], ended: Mapping[str, Ended], text: Text) -> dict[str, Any]:
-    """Of the engines of one case, by mode: what they came to, and their answers side by side."""
+    """Return the figures of the engines of one case, by mode, and their answers side by side."""
     eager = ended["eager"].said
     return {
         "modes": {mode: _mode(trained, questions, end, ended["eager"], text) for mode, end in ended.items()},
@@ -79,7 +79,7 @@ def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: En
 
 
 def _acceptance(end: Ended) -> float | None:
-    """The share of draft tokens that were accepted; None without drafts."""
+    """Return the share of draft tokens that were accepted; None without drafts."""
     if end.said is None or end.said.drafts is None:
         return None
     accepted, proposed = end.said.drafts
@@ -87,20 +87,17 @@ def _acceptance(end: Ended) -> float | None:
 
 
 def _generated(question: Question, end: Ended, number: int) -> tuple[int, ...]:
-    """The tokens of the answer, without those of the prompt where it was scored."""
-    assert end.said is not None  # noqa: S101 - its callers ask those that said something
+    """Return the tokens of the answer, without those of a scored prompt."""
+    assert end.said is not None  # noqa: S101 - callers pass engines with a result
     return end.said.passes[0][number].tokens[-question.tokens :]
 
 
 def _perplexity(questions: Sequence[Question], answers: Sequence[Answer]) -> float | None:
-    """What the model makes of the prompts' own tokens: e to the power of their mean negative log-probability.
-
-    None where that is no number, or none that a float holds: corrupt log-probabilities may be as low as that.
-    """
+    """Return the perplexity of the prompts; None if it is NaN or exceeds a float, as with corrupt log-probabilities."""
     losses = [
         -answer.top[position][token]
         for question, answer in zip(questions, answers, strict=True)
-        # Of the first token of a prompt there is no log-probability.
+        # The first token of a prompt has no log-probability.
         for position, token in enumerate(answer.tokens[: len(question.ids) - 1])
         if position + 1 >= question.unscored
     ]
@@ -109,16 +106,16 @@ def _perplexity(questions: Sequence[Question], answers: Sequence[Answer]) -> flo
 
 
 def pair(run: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The first prompt whose answer on stock is corrupt and reads otherwise than eager's."""
+    """Return the texts of the first prompt whose answer on stock is corrupt and differs from eager's."""
     corrupt = run["modes"]["stock"].get("corrupt", [])
     answers = [run["answers"][number] for number in corrupt]
     return next((answer for answer in answers if answer["eager"] != answer["stock"]), None)
 
 
 def is_good(run: Mapping[str, Any]) -> bool:
-    """Whether the engine with the fixes answered, had this fix at work, is not corrupt, and drafted as without graphs.
+    """Return whether the patched engine answered without corruption, with its fix active, and drafted as eager does.
 
-    On a vLLM that has not the defect, no fix is at work.
+    On a release without the defect no fix is active.
     """
     patched, eager = run["modes"]["patched"], run["modes"]["eager"]
     if patched["error"] is not None or patched.get("corrupt"):
@@ -189,6 +186,6 @@ def _of_models(result: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """In one line, and not all of a long one."""
+    """Return *text* in one line, and cut if it is long."""
     short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
     return " ".join(short.split("\n")).replace("|", "\\|")

@@ -1,15 +1,14 @@
-"""Tiny models trained on the spot, on a task whose answers are exact: folders that vLLM loads like any checkpoint.
+"""Tiny models, trained on a task with exact answers, as folders that vLLM loads like any checkpoint.
 
     python -m measuring.trained_models NAME FOLDER [--seconds S] [--toy]
 
-The modules are those of transformers, and what they compute is what vLLM computes. Tokens are characters, by their
-ASCII numbers, and `trained_tasks` has what they are to do. A draft layer (`trained_drafts`) is trained after its model,
-which then stays as it is, and so are LoRA adapters (`trained_adapters`), each of which makes the model do something
-else.
+The modules are transformers', which compute what vLLM does. Tokens are characters, by their ASCII numbers; their tasks
+are in `trained_tasks`. A draft layer (`trained_drafts`) and LoRA adapters (`trained_adapters`), each for another task,
+are trained after their model, which is frozen then.
 
-FOLDER/NAME gets the model, a folder in it for each adapter, and trained.json what these came to, in bfloat16: the
-share of answers to prompts that it has not seen that are right in every character, given the right ones before, and of
-a draft layer the shares of its first, second … draft tokens within answers that are right, given the right ones before.
+FOLDER/NAME gets the model, a folder in it for each adapter, and trained.json with figures in bfloat16, by teacher
+forcing: the share of answers to unseen prompts that are right in every character, and for a draft layer the shares of
+its first, second … draft tokens within answers that are right.
 """
 
 from __future__ import annotations
@@ -51,22 +50,22 @@ from vllm_graphfix.verify.engine import models as tiny
 SEED = 7
 VOCABULARY = 128
 ENOUGH = 0.995
-"""The share of whole answers right at which a training ends early."""
+"""The share of right answers at which a training ends early."""
 _RATE, _WARM_UP, _EVERY = 1e-3, 100, 100
 _ADAPTER_RATE = 2e-3
-"""At 0.005 and 0.01, adapters of a model of this width stopped learning on the way, though those of a toy did not."""
+"""At 0.005 and 0.01 adapters of a model of this width stopped learning, though those of a toy did not."""
 _SHORT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
 _FOR_THE_TARGET = 0.7
-"""The share of the time of a training after which it goes on with the draft layer, or adapters, at the latest."""
+"""The most of a training's time that the model takes before its draft layer or adapters."""
 _EXPERTS, _OUTLIER = 4, 1024.0
 
 
 def _as_experts(config: dict[str, Any], tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """The same function with its dense layers cut into experts, all of which every token goes to with a weight of 1.
+    """Cut dense layers into experts that every token goes to with a weight of 1: the same function.
 
-    What the experts are given is made to have one channel far above the others, and what they make of it is no larger.
-    In fp8 with one scale a batch, a row of NaN becomes one of the largest value of the batch: without such a channel it
-    would be a row like any other.
+    The experts' input gets one channel far above the others, which their weights scale down again. In fp8 with one
+    scale a batch, a row of NaN becomes a row of the batch's largest value, which would be like any other row without
+    such a channel.
     """
     inner = config["intermediate_size"] // _EXPERTS
     sizes = {"n_routed_experts": _EXPERTS, "num_experts_per_tok": _EXPERTS, "moe_intermediate_size": inner}
@@ -94,11 +93,11 @@ Task = Callable[[random.Random, int, int], Exercise]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and on what."""
+    """A model, and its training."""
 
     config: dict[str, Any]
     toy: dict[str, Any]
-    """What is smaller in a rehearsal on a CPU."""
+    """Smaller sizes, for a rehearsal on a CPU."""
     task: Task
     width: int
     """Characters of a prompt for each of its symbols."""
@@ -111,13 +110,13 @@ class Recipe:
         config,
         tensors,
     )
-    """What becomes of the configuration and the tensors of a trained model, which are to compute the same then."""
+    """Turns configuration and tensors of a trained model into those of its checkpoint, which compute the same."""
     drafts: int = 0
-    """Tokens of a draft that a draft layer is trained for; 0 for none."""
+    """Draft tokens that a draft layer is trained for; 0 for no draft layer."""
     held: Mapping[str, float] = field(default_factory=dict)
-    """Parameters that stay at one value, so that there is no other way to be right than by what graphs corrupt."""
+    """Parameters frozen at a value, so that no right answer is possible without the state that graphs corrupt."""
     adapters: tuple[Task, ...] = ()
-    """What adapters are trained for, with prompts as the model's own; a folder is named after its task."""
+    """Tasks of the adapters, with the model's prompts; an adapter's folder has the name of its task."""
 
 
 RECIPES = {
@@ -167,7 +166,7 @@ RECIPES["granite"] = Recipe(
     walk,
     3,
     symbols=46,
-    # What is remembered is in the second state: attention has no part, and the first state is forgotten at once.
+    # Only the second state remembers: attention adds 0, and the first state decays at once.
     held={"model.layers.1.self_attn.o_proj.weight": 0.0, "model.layers.0.mamba.A_log": 12.0},
 )
 RECIPES["llama-one-head"] = Recipe(
@@ -196,11 +195,11 @@ RECIPES["mla-mtp-docs"] = replace(RECIPES["mla-mtp"], task=any_begun, batch=32)
 
 
 def _rows(recipe: Recipe, chance: random.Random, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids, and which of them are answers."""
+    """Return token ids (rows, length) and a mask of those that are answers."""
     length = recipe.width * recipe.symbols + 2 + recipe.symbols
     exercises = []
     for _ in range(count):
-        symbols = 2 + int((recipe.symbols - 1) * chance.random() ** 1.5)  # short ones are what it learns first
+        symbols = 2 + int((recipe.symbols - 1) * chance.random() ** 1.5)  # more short ones, which it learns first
         exercises.append(recipe.task(chance, symbols, length - recipe.width * symbols - 2))
     if recipe.songs:
         exercises += [Exercise(singer, song(singer)) for singer in SINGERS]
@@ -225,7 +224,7 @@ def _scan(
     dt_bias: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """The scan of a Mamba-2 layer of one group as one masked product, which for short rows is ten times as fast."""
+    """Compute the scan of a Mamba-2 layer of one group as one masked product, ten times as fast for short rows."""
     step = functional.softplus(dt.float() + dt_bias)
     decay = (A.float() * step).cumsum(1).transpose(1, 2)  # rows, heads, positions
     apart = decay[..., :, None] - decay[..., None, :]
@@ -239,7 +238,7 @@ def _scan(
 
 
 def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict[str, Any]:
-    """Trains the model *name* for at most *seconds* into *folder*, and returns what is in its trained.json."""
+    """Train the model *name* for at most *seconds* into *folder*, and return the content of its trained.json."""
     import transformers
     from safetensors.torch import save_file
     from transformers.models.granitemoehybrid import modeling_granitemoehybrid
@@ -255,7 +254,7 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
     read = transformers.AutoConfig.from_pretrained(made)
-    made_of: Any = transformers.AutoModelForCausalLM  # whose methods have no types
+    made_of: Any = transformers.AutoModelForCausalLM  # untyped
     model = made_of.from_config(read, dtype=torch.float32).to(device).train()
     for parameter, value in recipe.held.items():
         model.get_parameter(parameter).requires_grad_(False).fill_(value)
@@ -317,7 +316,7 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
         result["drafts"] = {number: round(share, 4) for number, share in shares.items()}
         result["parameters"] += sum(each.numel() for each in draft.parameters())
         tensors |= draft.tensors(f"model.layers.{config['num_hidden_layers']}")
-    # Copies, for what a checkpoint holds twice is not to share its memory.
+    # Copies: safetensors refuses tensors that share memory.
     tensors = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
     config, tensors = recipe.made_into(config, tensors)
     (made / "config.json").write_text(json.dumps(config, indent=2))
@@ -327,7 +326,7 @@ def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict
 
 
 def _adapted(name: str, model: Any, recipe: Recipe, seconds: float, every: int) -> Adapter:
-    """An adapter that makes *model* do the recipe's task, trained for at most *seconds*."""
+    """Return an adapter for the recipe's task, trained for at most *seconds*."""
     adapter, batches = Adapter(model), _batches(recipe, model.device.type)
 
     def answered_wrong() -> torch.Tensor:
@@ -340,7 +339,7 @@ def _adapted(name: str, model: Any, recipe: Recipe, seconds: float, every: int) 
 
 
 def _batches(recipe: Recipe, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The rows that are trained on, the same in every training."""
+    """Yield batches, the same in every training."""
     chance = random.Random(SEED)  # noqa: S311 - no secret
     while True:
         ids, answers = _rows(recipe, chance, recipe.batch)
@@ -356,7 +355,7 @@ def _learn(
     right_of: Callable[[], dict[str, float]],
     highest: float = _RATE,
 ) -> int:
-    """Trains for at most *seconds*, or until `ENOUGH` is right; looks each so many steps, and returns their number."""
+    """Train for *seconds* or until `ENOUGH` is right, which is tested *every* so many steps; return the steps."""
     wanted = [each for each in trained.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(wanted, lr=highest, betas=(0.9, 0.98), weight_decay=0.01)
     began, step, right = time.monotonic(), 0, {"": 0.0}
@@ -377,16 +376,16 @@ def _learn(
 
 
 def _loss(logits: torch.Tensor, ids: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    wanted = ids.masked_fill(~counted, -100)  # which cross_entropy leaves out
+    wanted = ids.masked_fill(~counted, -100)  # ignored by cross_entropy
     return functional.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten())
 
 
 def _drafted(
     draft: DraftLayer, ids: torch.Tensor, answers: torch.Tensor, steps: int
 ) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each draft token: logits, ids that are right, and which of them an engine drafts.
+    """Yield for each draft token: logits, the right ids, and a mask of those that an engine drafts.
 
-    The first token of an answer is the target's.
+    An engine drafts no first token of an answer.
     """
     for step, logits in enumerate(draft(ids, steps)):
         count = logits.shape[1]
@@ -396,7 +395,7 @@ def _drafted(
 
 @torch.no_grad()
 def _drafts_right(draft: DraftLayer, recipe: Recipe, count: int) -> dict[str, float]:
-    """The share of draft tokens that are right, of the first, the second and so on, for prompts as in `_right`."""
+    """Return the share of right first, second … draft tokens, for the prompts of `_right`."""
     device = draft.eh_proj.weight.device
     chance = random.Random(SEED + 1)  # noqa: S311 - no secret
     ids, answers = (each.to(device) for each in _rows(recipe, chance, count))
@@ -408,17 +407,16 @@ def _drafts_right(draft: DraftLayer, recipe: Recipe, count: int) -> dict[str, fl
 
 @torch.no_grad()
 def _right(model: Any, recipe: Recipe, count: int) -> dict[str, float]:
-    """The share of whole answers that are right, to *count* prompts, and to all songs.
+    """Return the share of right answers to *count* prompts, and to all songs.
 
-    The prompts were in no training, but for choruses, of which there are 28 times 40, and for passages, of which
-    there are 28.
+    The prompts are in no training, except choruses (28 times 40) and passages (28).
     """
     device = next(model.parameters()).device
     ids, answers = (
         each.to(device)
         for each in _rows(recipe, random.Random(SEED + 1), count)  # noqa: S311
     )
-    # A DeepSeek V4 has 64 heads of 512 for each token: of all rows at once, more than a GPU holds.
+    # In parts: a DeepSeek V4 has 64 heads of 512 for each token, too much for a GPU with all rows at once.
     best = torch.cat([model(input_ids=part, use_cache=False).logits.argmax(-1) for part in ids[:, :-1].split(64)])
     right = 1.0 - ((best != ids[:, 1:]) & answers[:, 1:]).any(1).float()
     shares = {recipe.task.__name__: right[:count].mean().item()}

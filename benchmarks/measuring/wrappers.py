@@ -1,7 +1,7 @@
-"""The plugin's wrappers taken off vLLM and put back between two steps of one engine.
+"""Taking the plugin's wrappers off vLLM and putting them back between two steps of one engine.
 
-Two engines that are the same differ by several per cent on a shared machine, and one engine from step to step by far
-less. Graphs stay what they were captured as, with the fixes: what differs is all that the plugin does in a step.
+Two equal engines differ by several per cent on a shared machine, steps of one engine by far less. Graphs remain as they
+were captured, with the fixes: the difference is what the plugin does in a step.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 ORDER = (True, False, False, True)
-"""With the wrappers, and without: what drifts cancels out, and each has one step after a change and one without."""
+"""With wrappers or without: linear drift cancels out, and each has one step right after a switch and one not."""
 
 
 class Switch:
-    """Sets the wrappers of the fixes that are on vLLM now."""
+    """The wrappers that fixes have put on vLLM."""
 
     def __init__(self) -> None:
         from vllm_graphfix.patching import sites
 
         self._sites = [site for site in sites._sites.values() if site.layers]
-        # The plugin looks now and then whether its wrappers still stand, and gives up those that do not.
+        # The plugin checks periodically that its wrappers are in place, and marks fixes as lost without them.
         sites.Site.lost = lambda _: None  # type: ignore[assignment]
-        # `from target import name` has carried some of them into other modules.
+        # `from target import name` has copied some of them into other modules.
         ours = {site.installed: site.stock for site in self._sites}
         modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"]
         self._copies: list[tuple[Any, str, FunctionType, FunctionType]] = [
@@ -38,11 +38,11 @@ class Switch:
 
     @property
     def functions(self) -> list[str]:
-        """Names of vLLM's functions that are wrapped."""
+        """The names of the functions of vLLM that are wrapped."""
         return sorted(site.name for site in self._sites)
 
     def set(self, *, on: bool) -> None:
-        """Sets all of them, also where nothing changes: a class that is written to drops what Python has cached."""
+        """Set all of them, changed or not: a write to a class invalidates Python's caches, in each step alike."""
         for site in self._sites:
             setattr(site.owner, site.attribute, site.installed if on else site.stock)
         for module, name, ours, stock in self._copies:
@@ -50,7 +50,7 @@ class Switch:
 
 
 def in_turns(switch: Switch, step: Callable[[], float], count: int, *, control: bool = False) -> list[float]:
-    """Seconds of *count* steps, in `ORDER`; with *control* the wrappers are off in all of them."""
+    """Return the seconds of *count* steps, in `ORDER`; for *control* the wrappers are off in all of them."""
     try:
         seconds = []
         for on in itertools.islice(itertools.cycle(ORDER), count):
@@ -62,7 +62,7 @@ def in_turns(switch: Switch, step: Callable[[], float], count: int, *, control: 
 
 
 def ratios_of(seconds: Iterable[float]) -> list[float]:
-    """Of each `ORDER` of *seconds*: those without wrappers, relative to those with."""
+    """Return the speed with wrappers over that without, for each `ORDER` of *seconds*."""
     return [
         (first + second) / (before + after)
         for before, first, second, after in zip(*[iter(seconds)] * len(ORDER), strict=False)
@@ -70,7 +70,7 @@ def ratios_of(seconds: Iterable[float]) -> list[float]:
 
 
 class Ratio(NamedTuple):
-    """How fast steps with wrappers are, relative to those without: a median, and where it lies with 95 % confidence."""
+    """The speed of steps with wrappers over that without: a median and its 95 % confidence interval."""
 
     median: float
     low: float
@@ -78,7 +78,7 @@ class Ratio(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Ratio:
-        """*seconds* of steps in `ORDER`; what is left at their end is not compared. Raises ValueError for none."""
+        """Compare *seconds* of steps in `ORDER`, without an incomplete one at the end. Raises ValueError for none."""
         ratios = sorted(ratios_of(seconds))
         if not ratios:
             raise ValueError(f"{len(ORDER)} steps are needed")
@@ -91,7 +91,7 @@ class Ratio(NamedTuple):
 
 
 def judged(ratios: Sequence[Ratio], target: float) -> str:
-    """Whether all *ratios* reach *target*; ``within noise`` where their intervals reach it."""
+    """Return ``met`` if all medians reach *target*, ``within noise`` if all intervals do, or ``not met``."""
     if all(ratio.median >= target for ratio in ratios):
         return "met"
     return "within noise" if all(ratio.high >= target for ratio in ratios) else "not met"
