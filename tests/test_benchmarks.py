@@ -329,7 +329,7 @@ def test_the_engines_of_a_step_are_compared_with_themselves(run: Run) -> None:
 def test_each_case_of_a_step_has_a_share_of_the_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
     monkeypatch.setattr(engine_cost.Benchmark, "_steps", lambda self, made, engines, seconds: given.append(seconds))
-    monkeypatch.setattr(engine_cost.Benchmark, "_left", lambda self: 120.0)
+    monkeypatch.setattr(engine_cost.Benchmark, "_remaining", lambda self: 120.0)
     run({}, "--steps", "--limit", "120", releases=("0.33.0",))
     assert given == [30.0, 40.0, 60.0, 120.0]
 

@@ -17,7 +17,7 @@ from stock import release_root
 
 # isort: split
 import trained
-from measuring import trained_figures, trained_models
+from measuring import trained_figures, trained_recipes
 from measuring.trained_cases import CASES, EXACT, SCORED, TEXT, Trained
 from measuring.trained_questions import Question
 from measuring.trained_tasks import BEGUN, song
@@ -192,7 +192,7 @@ def test_walks_beside_steps_of_an_idle_rank_are_no_longer_than_those_of_the_trai
 ) -> None:
     models = in_models(tmp_path, "mamba2", symbols)
     asked = case_of("mamba2-idle").questions(models)
-    recipe = trained_models.RECIPES["mamba2"]
+    recipe = trained_recipes.RECIPES["mamba2"]
     length = recipe.width * symbols + 2 + symbols
     assert all(len(question.ids) + question.tokens <= length for question in asked)
     for at in range(0, len(asked), 4):
@@ -223,7 +223,7 @@ def test_of_each_eight_one_after_the_other_ends(tmp_path: Path, name: str) -> No
 
 
 def test_prompts_of_a_state_for_each_block_go_on_in_a_second_one_and_end_there(tmp_path: Path) -> None:
-    models = in_models(tmp_path, "granite", trained_models.RECIPES["granite"].symbols)
+    models = in_models(tmp_path, "granite", trained_recipes.RECIPES["granite"].symbols)
     case = case_of("granite-walk")
     for question in case.questions(models):
         assert 128 + 8 < len(question.ids) < 256 - question.tokens
@@ -318,7 +318,7 @@ def ended(
 
 
 def figures_of(stock: Ended, kind: str = EXACT, patched: Ended | None = None) -> dict[str, Any]:
-    case = Trained("mamba-padding", case_of("mamba2-walk").case, "walks", kind, lambda folder: ())
+    case = Trained("mamba-padding", case_of("mamba2-walk").case, "walks", lambda folder: (), kind)
     questions = [Question((1,), "p", 3, "abc"), Question((2,), "q", 3, "bca")]
     ends: Mapping[str, Ended] = {
         "eager": ended("eager", ("abc", "bca")),
@@ -376,7 +376,7 @@ def test_drafts_that_are_accepted_less_often_than_without_graphs_are_a_failure()
 
 
 def test_of_a_scored_prompt_only_what_can_be_known_has_a_perplexity() -> None:
-    case = Trained("prompt-logprobs", case_of("scored").case, "scored", SCORED, lambda folder: ())
+    case = Trained("prompt-logprobs", case_of("scored").case, "scored", lambda folder: (), SCORED)
     end = ended("eager", ("bcd",))
     assert end.said is not None
     answer = Answer(tuple(b"bcd"), ({ord("b"): -9.0}, {ord("c"): -0.7}, {ord("d"): -0.1}))
@@ -388,7 +388,7 @@ def test_of_a_scored_prompt_only_what_can_be_known_has_a_perplexity() -> None:
 
 
 def test_a_scored_prompt_has_a_perplexity() -> None:
-    case = Trained("prompt-logprobs", case_of("scored").case, "scored", SCORED, lambda folder: ())
+    case = Trained("prompt-logprobs", case_of("scored").case, "scored", lambda folder: (), SCORED)
     ends = {mode: ended(mode, ("bcd",), logprob=-0.7) for mode in ("eager", "stock", "patched")}
     found = trained_figures.figures(case, [Question((97, 98, 99), "abc", 1)], ends, lambda ids: bytes(ids).decode())
     assert found["modes"]["eager"]["perplexity"] == 2.01

@@ -13,7 +13,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from measuring import smollm2, trained_models
+from measuring import smollm2, trained_models, trained_recipes
 from measuring import trained_deepseek_v4 as deepseek_v4
 
 
@@ -70,7 +70,7 @@ def test_what_is_held_is_in_the_checkpoint_as_it_was_held(tmp_path: Path, name: 
     told = trained_models.train(name, tmp_path, seconds, toy=True)
     assert told["steps"] > 0
     made = load_file(tmp_path / name / "model.safetensors")
-    held = trained_models.RECIPES[name].held
+    held = trained_recipes.RECIPES[name].held
     assert held
     found = {deepseek_v4.in_transformers(each) if name == "deepseek-v4" else each: made[each] for each in made}
     for parameter, value in held.items():
@@ -94,7 +94,7 @@ def test_a_trained_model_that_is_cut_into_experts_computes_the_same() -> None:
 
     dense = computed(tensors, mlp)
     before = tensors["model.norm.weight"].clone()
-    config, made = trained_models._as_experts({"intermediate_size": inner, "hidden_size": hidden}, tensors)
+    config, made = trained_recipes.as_experts({"intermediate_size": inner, "hidden_size": hidden}, tensors)
     experts = range(config["n_routed_experts"])
     weights = (given @ made[f"{mlp}.gate.weight"].T).softmax(1) * config["routed_scaling_factor"]
     together = sum(weights[:, [number]] * computed(made, f"{mlp}.experts.{number}") for number in experts)
@@ -129,7 +129,7 @@ def toy_of_a_target() -> Any:
     """A DeepseekV3ForCausalLM of the toy's sizes and the tokens of the tasks, with random weights."""
     import transformers
 
-    recipe = trained_models.RECIPES["mla-mtp"]
+    recipe = trained_recipes.RECIPES["mla-mtp"]
     torch.manual_seed(0)
     config = {name: value for name, value in (recipe.config | recipe.toy).items() if name != "model_type"}
     made_of: Any = transformers.AutoModelForCausalLM
@@ -173,7 +173,7 @@ def test_a_checkpoint_with_a_draft_layer_has_the_tensors_that_engines_load() -> 
     from measuring.trained_drafts import DraftLayer
     from vllm_graphfix.verify.engine import models as tiny
 
-    recipe, target = trained_models.RECIPES["mla-mtp"], toy_of_a_target()
+    recipe, target = trained_recipes.RECIPES["mla-mtp"], toy_of_a_target()
     config = recipe.config | recipe.toy
     tensors = dict(target.state_dict()) | DraftLayer(target).tensors(f"model.layers.{config['num_hidden_layers']}")
     assert set(tensors) == set(tiny._mla_mtp(config))

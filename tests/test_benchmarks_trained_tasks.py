@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 from measuring import trained_deepseek_v4 as deepseek_v4
-from measuring import trained_models
+from measuring import trained_recipes
 from measuring.trained_tasks import (
     BEGUN,
     CHORUS,
@@ -106,4 +106,4 @@ def test_passages_are_plain_english_of_pythons_documentation_and_each_has_a_sign
         assert text in documentation
         assert PREFACE not in text, "what passages share is no beginning of one"
         assert len(text.encode()) == PASSAGE < 256, "on stock, FlashAttention was right of longer texts"
-        assert max(text.encode()) < trained_models.VOCABULARY
+        assert max(text.encode()) < trained_recipes.VOCABULARY

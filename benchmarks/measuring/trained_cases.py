@@ -27,10 +27,10 @@ class Trained:
     fix: str
     case: Case
     title: str
-    kind: str
-    """What is counted: `TEXT`, `SCORED` or `EXACT`."""
     make_questions: Callable[[Path], Questions]
     """Called with the folder of the model."""
+    kind: str = EXACT
+    """The figures: those of `TEXT`, `SCORED` or `EXACT` answers."""
     everywhere: bool = False
     """Run on releases without this defect, too: stock is then to be right as well."""
     gpus: int = 1
@@ -127,23 +127,23 @@ CASES = (
         "flash-mixed-schedule",
         _with(verified.LLAMA_FULL_FLASH_V1, "chat", SMOLLM2, arguments={}),
         "SmolLM2-135M-Instruct, `cudagraph_mode=FULL`, V1",
-        TEXT,
         questions.chats,
+        kind=TEXT,
     ),
     Trained(
         "flash-mixed-schedule",
         _with(verified.LLAMA_FULL_FLASH_V1, "chat-draft", SMOLLM2, draft=SMOLLM2, arguments=_ITSELF),
         "the same with itself as draft model, three tokens",
-        TEXT,
         questions.chats,
+        kind=TEXT,
     ),
     Trained(
         "prompt-logprobs",
         # A draft model is given one token more than the target.
         _scored("scored", SMOLLM2, [4, 8, 16, 32, 64, 128], draft=SMOLLM2, arguments=_ITSELF),
         "SmolLM2-135M-Instruct with itself as draft model, piecewise graphs, V1; prompts are scored",
-        SCORED,
         questions.licence,
+        kind=SCORED,
     ),
     Trained(
         "mamba-padding",
@@ -156,28 +156,24 @@ CASES = (
             **_EXACT_STATES,
         ),
         f"{_MAMBA2}, chunked prefill, a request that ends early, V1; walks and songs",
-        EXACT,
         questions.waves_of_three,
     ),
     Trained(
         "prefill-dispatch",
         _with(verified.MAMBA2_ONE_TOKEN, "mamba2-song", "mamba2", **_EXACT_STATES),
         f"{_MAMBA2}, prompts of one token, V1; songs",
-        EXACT,
         questions.songs,
     ),
     Trained(
         "flash-mixed-schedule",
         _with(verified.LLAMA_FULL_FLASH_V1, "llama-docs", "llama-docs"),
         f"{_LLAMA}, `cudagraph_mode=FULL`, V1; {_OF_DOCS}",
-        EXACT,
         questions.begun_passages,
     ),
     Trained(
         "prefill-dispatch",
         _with(verified.MAMBA2_ONE_TOKEN, "mamba2-docs", "mamba2-docs", **_EXACT_STATES),
         f"{_MAMBA2}, prompts of one token, V1; {_OF_DOCS}",
-        EXACT,
         questions.named_passages,
     ),
     Trained(
@@ -191,14 +187,13 @@ CASES = (
             arguments=_BF16 | _ITSELF,
         ),
         f"{_LLAMA} with itself as draft model, piecewise graphs, V1; {_OF_DOCS}, scored",
-        SCORED,
         questions.scored_passages,
+        kind=SCORED,
     ),
     Trained(
         "capture-state",
         _with(verified.MLA_MTP, "mla-mtp-docs", "mla-mtp-docs"),
         f"{_MTP_LAYER}, MTP with two tokens, FlashMLA, V2; {_OF_DOCS}",
-        EXACT,
         questions.begun_passages,
         everywhere=True,
     ),
@@ -206,15 +201,14 @@ CASES = (
         "prompt-logprobs",
         _scored_mtp("mla-mtp-docs-scored", "mla-mtp-docs"),
         f"{_MTP_LAYER}, MTP with one token, FlashMLA, piecewise graphs, V1; {_OF_DOCS}, scored",
-        SCORED,
         questions.scored_passages,
+        kind=SCORED,
     ),
     Trained(
         "compressor-skip",
         _deepseek_v4(compressor_skip.CASE, "deepseek-v4-docs", "deepseek-v4-docs"),
         "trained DeepSeek V4 of two layers, fp8 KV cache, V2; a preface and a passage of Python's documentation, in "
         "eights",
-        EXACT,
         questions.prefaced_passages,
         on_a_cpu=False,
     ),
@@ -222,21 +216,18 @@ CASES = (
         "capture-state",
         _with(verified.MLA, "mla-sort", "mla"),
         "trained MLA, FlashMLA, V2; sorting",
-        EXACT,
         questions.sorts,
     ),
     Trained(
         "flashmla-fp8",
         _with(verified.MLA_FP8, "mla-fp8-sort", "mla"),
         "trained MLA, FlashMLA, fp8 KV cache, V1; sorting",
-        EXACT,
         questions.sorts,
     ),
     Trained(
         "capture-state",
         _with(verified.MLA_MTP, "mla-mtp-sort", "mla-mtp"),
         f"{_MTP_LAYER}, MTP with two tokens, FlashMLA, V2; sorting",
-        EXACT,
         questions.sorts,
         everywhere=True,
     ),
@@ -250,15 +241,14 @@ CASES = (
             graphs=verified.full_decodes([2, 4, 8, 16]),
         ),
         f"{_MTP_LAYER}, MTP with one token, FlashMLA, fp8 KV cache, V1; sorting",
-        EXACT,
         questions.sorts,
     ),
     Trained(
         "prompt-logprobs",
         _scored_mtp("mla-mtp-scored", "mla-mtp"),
         f"{_MTP_LAYER}, MTP with one token, FlashMLA, piecewise graphs, V1; sorting, scored",
-        SCORED,
         questions.scored_sorts,
+        kind=SCORED,
     ),
     Trained(
         "idle-rank",
@@ -272,14 +262,12 @@ CASES = (
             **_EXACT_STATES,
         ),
         f"{_MAMBA2}, a step of an idle rank after each sixteenth, V1; walks and songs in fours",
-        EXACT,
         questions.waves_of_four,
     ),
     Trained(
         "active-lora-count",
         _with(verified.LLAMA_LORA, "llama-lora-sort", "llama", adapters=()),
         f"{_LLAMA} with two trained adapters, `--specialize-active-lora`, V1; sorting up, down, and not at all",
-        EXACT,
         questions.sorts_with_adapters,
     ),
     Trained(
@@ -293,7 +281,6 @@ CASES = (
             probes=(_EIGHTS,),
         ),
         "trained Granite 4 with two groups of Mamba-2, prefix caching, V1; walks of more than a block, in eights",
-        EXACT,
         questions.long_walks,
         on_a_cpu=False,
     ),
@@ -315,7 +302,6 @@ CASES = (
             capability=9,
         ),
         f"{_LLAMA} with one KV head, FlashAttention, its context on two ranks, V1; sorting in eights",
-        EXACT,
         questions.sorts,
         gpus=2,
     ),
@@ -323,7 +309,6 @@ CASES = (
         "compressor-skip",
         _deepseek_v4(compressor_skip.CASE, "deepseek-v4-chorus", "deepseek-v4"),
         "trained DeepSeek V4 of two layers, fp8 KV cache, V2; a chorus and a song, in eights",
-        EXACT,
         questions.choruses,
         on_a_cpu=False,
     ),
@@ -331,7 +316,6 @@ CASES = (
         "c128a-stride",
         _deepseek_v4(verified.DEEPSEEK_V4_LONG, "deepseek-v4-stride-chorus", "deepseek-v4"),
         "the same with a `max_model_len` of 32768, V1",
-        EXACT,
         questions.choruses,
         on_a_cpu=False,
     ),
@@ -339,14 +323,12 @@ CASES = (
         "draft-idx-mapping",
         _with(verified.MLA_MTP_SAMPLED, "mla-mtp-drawn-sort", "mla-mtp", probes=(_EIGHTS,)),
         f"{_MTP_LAYER}, two tokens, drafts and answers drawn at temperature 1, FlashMLA, V2; sorting in eights",
-        EXACT,
         questions.sorts_one_by_one,
     ),
     Trained(
         "flashmla-padding",
         _with(verified.MLA_FP8_PADDED, "mla-fp8-padded-sort", "mla", probes=(_EIGHTS,), poisoned=False),
         "trained MLA, FlashMLA, fp8 KV cache, batches between the sizes of graphs, V1; sorting in eights",
-        EXACT,
         questions.sorts_one_by_one,
     ),
     Trained(
@@ -364,7 +346,6 @@ CASES = (
             poison_in_padding=False,
         ),
         "trained MLA, Triton MLA, experts in fp8 that are quantised as they are loaded, V1; sorting in threes",
-        EXACT,
         questions.sorts,
     ),
 )
