@@ -18,7 +18,7 @@ from stock import release_root
 
 # isort: split
 import engine_cost
-from measuring import engine_cases, engine_figures, engine_process
+from measuring import engine_cases, engine_figures, engine_process, engine_run
 from measuring.engine_cases import CASES, MLA, MLA_FP8, find_sites, plan
 from measuring.engine_process import DiedError, EngineProcess, Order
 from measuring.engine_steps import STEPS, packed, step_plans, step_table
@@ -239,7 +239,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             sys, "argv", ["engine_cost.py", *given, "--out", str(tmp_path), "--tokens", "5", *arguments]
         )
         engine_cost.main()
-        result: dict[str, Any] = json.loads((tmp_path / engine_cost.RESULT).read_text())
+        result: dict[str, Any] = json.loads((tmp_path / engine_run.RESULT).read_text())
         return result
 
     return go
@@ -328,8 +328,8 @@ def test_the_engines_of_a_step_are_compared_with_themselves(run: Run) -> None:
 
 def test_each_case_of_a_step_has_a_share_of_the_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
-    monkeypatch.setattr(engine_cost.Benchmark, "_steps", lambda self, made, engines, seconds: given.append(seconds))
-    monkeypatch.setattr(engine_cost.Benchmark, "_remaining", lambda self: 120.0)
+    monkeypatch.setattr(engine_run.Benchmark, "_steps", lambda self, made, engines, seconds: given.append(seconds))
+    monkeypatch.setattr(engine_run.Benchmark, "_remaining", lambda self: 120.0)
     run({}, "--steps", "--limit", "120", releases=("0.33.0",))
     assert given == [30.0, 40.0, 60.0, 120.0]
 

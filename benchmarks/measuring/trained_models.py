@@ -88,101 +88,113 @@ def _scan(
 def train(name: str, folder: Path, seconds: float, *, toy: bool = False) -> dict[str, Any]:
     """Train the model *name* for at most *seconds* into *folder*, and return the content of its trained.json."""
     import transformers
-    from safetensors.torch import save_file
-    from transformers.models.granitemoehybrid import modeling_granitemoehybrid
-    from transformers.models.mamba2 import modeling_mamba2
 
-    modeling_mamba2.mamba2_chunk_scan = modeling_granitemoehybrid.mamba2_chunk_scan = _scan
     recipe = RECIPES[name]
     config = recipe.config | (recipe.toy if toy else {})
     made = folder / name
-    made.mkdir(parents=True, exist_ok=True)
-    (made / "config.json").write_text(json.dumps(config, indent=2))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(SEED)
     torch.set_float32_matmul_precision("high")
-    read = transformers.AutoConfig.from_pretrained(made)
-    made_of: Any = transformers.AutoModelForCausalLM  # untyped
-    model = made_of.from_config(read, dtype=torch.float32).to(device).train()
-    for parameter, value in recipe.held.items():
-        model.get_parameter(parameter).requires_grad_(False).fill_(value)
+    model = _untrained(recipe, config, made, device)
     if toy:
         recipe = replace(recipe, symbols=12, batch=24)
     began, every = time.monotonic(), _EVERY // 5 if toy else _EVERY
     batches = _batches(recipe, device)
-
-    def answered_wrong() -> torch.Tensor:
-        ids, answers = next(batches)
-        return _loss(model(input_ids=ids[:, :-1], use_cache=False).logits, ids[:, 1:], answers[:, 1:])
-
-    steps = _learn(
-        name,
-        model,
-        seconds * (_FOR_THE_TARGET if recipe.drafts or recipe.adapters else 1.0),
-        every,
-        answered_wrong,
-        lambda: _right(model, recipe, 64),
-        recipe.rate,
-    )
+    own = seconds * (_FOR_THE_TARGET if recipe.drafts or recipe.adapters else 1.0)
+    loss = _answers_loss(model, batches)
+    steps = _learn(name, model, own, every, loss, lambda: _right(model, recipe, 64), recipe.rate)
     draft = DraftLayer(model).to(device) if recipe.drafts else None
     if draft is not None:
 
-        def drafted_wrong() -> torch.Tensor:
+        def drafts_loss() -> torch.Tensor:
             ids, answers = next(batches)
             return sum(starmap(_loss, _drafted(draft, ids, answers, recipe.drafts)), torch.zeros((), device=device))
 
         model.eval().requires_grad_(False)
         remaining = seconds - (time.monotonic() - began)
-        _learn(f"{name}, drafts", draft, remaining, every, drafted_wrong, lambda: _drafts_right(draft, recipe, 64))
+        _learn(f"{name}, drafts", draft, remaining, every, drafts_loss, lambda: _drafts_right(draft, recipe, 64))
     adapters = []
     for number, task in enumerate(recipe.adapters):
         model.eval().requires_grad_(False)
         remaining = (seconds - (time.monotonic() - began)) / (len(recipe.adapters) - number)
         adapters.append(_adapted(f"{name}, {task.__name__}", model, replace(recipe, task=task), remaining, every))
-    result = {
+    result: dict[str, Any] = {
         "model": name,
         "steps": steps,
         "seconds": round(time.monotonic() - began, 1),
-        "parameters": sum(each.numel() for each in model.parameters()),
+        "parameters": _parameters(model),
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "seed": SEED,
         "symbols": recipe.symbols,
-        "right": {task: round(share, 4) for task, share in _right(model.to(torch.bfloat16), recipe, 256).items()},
+        "right": _rounded(_right(model.to(torch.bfloat16), recipe, 256)),
     }
     for adapter, task in zip(adapters, recipe.adapters, strict=True):
         with adapter.to(torch.bfloat16).at_work():
-            result["right"] |= {
-                name: round(share, 4) for name, share in _right(model, replace(recipe, task=task), 256).items()
-            }
+            result["right"] |= _rounded(_right(model, replace(recipe, task=task), 256))
         adapter.save(made / task.__name__)
-        result["parameters"] += sum(each.numel() for each in adapter.parameters())
+        result["parameters"] += _parameters(adapter)
     tensors: Tensors = dict(model.state_dict())
     if draft is not None:
-        shares = _drafts_right(draft.to(torch.bfloat16), recipe, 256)
-        result["drafts"] = {number: round(share, 4) for number, share in shares.items()}
-        result["parameters"] += sum(each.numel() for each in draft.parameters())
+        result["drafts"] = _rounded(_drafts_right(draft.to(torch.bfloat16), recipe, 256))
+        result["parameters"] += _parameters(draft)
         tensors |= draft.tensors(f"model.layers.{config['num_hidden_layers']}")
+    _write(made, recipe, config, tensors, result)
+    return result
+
+
+def _untrained(recipe: Recipe, config: dict[str, Any], made: Path, device: str) -> Any:
+    """Return a model of *config*, which is written to the folder *made*, with random weights."""
+    import transformers
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid
+    from transformers.models.mamba2 import modeling_mamba2
+
+    modeling_mamba2.mamba2_chunk_scan = modeling_granitemoehybrid.mamba2_chunk_scan = _scan
+    made.mkdir(parents=True, exist_ok=True)
+    (made / "config.json").write_text(json.dumps(config, indent=2))
+    auto: Any = transformers.AutoModelForCausalLM  # untyped
+    model = auto.from_config(transformers.AutoConfig.from_pretrained(made), dtype=torch.float32).to(device).train()
+    for parameter, value in recipe.held.items():
+        model.get_parameter(parameter).requires_grad_(False).fill_(value)
+    return model
+
+
+def _write(made: Path, recipe: Recipe, config: dict[str, Any], tensors: Tensors, result: dict[str, Any]) -> None:
+    from safetensors.torch import save_file
+
     # Copies: safetensors refuses tensors that share memory.
     tensors = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
     config, tensors = recipe.made_into(config, tensors)
     (made / "config.json").write_text(json.dumps(config, indent=2))
     save_file(tensors, made / "model.safetensors", metadata={"format": "pt"})
-    (made / "trained.json").write_text(json.dumps(result, indent=2))
-    return result
+    (made / "trained.json").write_text(json.dumps(result, indent=2))  # last: its presence says that all is written
+
+
+def _parameters(module: torch.nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
+
+
+def _rounded(shares: dict[str, float]) -> dict[str, float]:
+    return {name: round(share, 4) for name, share in shares.items()}
+
+
+def _answers_loss(model: Any, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], torch.Tensor]:
+    """Return a function that computes the loss of the answers of the next batch."""
+
+    def loss() -> torch.Tensor:
+        ids, answers = next(batches)
+        return _loss(model(input_ids=ids[:, :-1], use_cache=False).logits, ids[:, 1:], answers[:, 1:])
+
+    return loss
 
 
 def _adapted(name: str, model: Any, recipe: Recipe, seconds: float, every: int) -> Adapter:
     """Return an adapter for the recipe's task, trained for at most *seconds*."""
-    adapter, batches = Adapter(model), _batches(recipe, model.device.type)
-
-    def answered_wrong() -> torch.Tensor:
-        ids, answers = next(batches)
-        return _loss(model(input_ids=ids[:, :-1], use_cache=False).logits, ids[:, 1:], answers[:, 1:])
-
+    adapter = Adapter(model)
+    loss = _answers_loss(model, _batches(recipe, model.device.type))
     with adapter.at_work():
-        _learn(name, adapter, seconds, every, answered_wrong, lambda: _right(model, recipe, 64), _ADAPTER_RATE)
+        _learn(name, adapter, seconds, every, loss, lambda: _right(model, recipe, 64), _ADAPTER_RATE)
     return adapter
 
 
