@@ -141,7 +141,7 @@ def test_what_the_double_has_shown_is_recorded_for_every_affected_release(fix: F
 
 @pytest.mark.parametrize("before", ["old\n", ""], ids=["recorded before", "a new page"])
 def test_what_is_recorded_anew_replaces_its_rows_alone(before: str) -> None:
-    found = record_evidence.Found("sums", "1 of 2 numbers wrong", "all 2 equal to eager")
+    found = record_evidence.Outcome("sums", "1 of 2 numbers wrong", "all 2 equal to eager")
     rows = record_evidence.table_rows({"0.17.0": None, "0.17.1": found, "0.18.0": found, "0.18.1": None})
     behind = "<!-- end -->\nb\n<!-- generated: cause -->\nc\n<!-- end -->\n"
     made = record_evidence.with_rows(f"a\n<!-- recorded: cpu double -->\n{before}{behind}", rows)

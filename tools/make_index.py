@@ -32,25 +32,25 @@ class RecordError(Exception):
 
 
 def records() -> dict[str, Fix]:
-    """The `FIX` of each module, by the name of the module."""
+    """Return the `FIX` of each module, by the module's name."""
     names = (module.name for module in iter_modules(fixes.__path__) if not module.name.startswith("_"))
     return {name: import_module(f"{fixes.__name__}.{name}").FIX for name in names}
 
 
-def in_order(found: dict[str, Fix]) -> list[Fix]:
-    """Fixes in the order of the index that is there, new ones behind; it is the order of application and of tables.
+def in_order(by_module: dict[str, Fix]) -> list[Fix]:
+    """Return fixes in the order of the existing index, new ones last: the order of application and of tables.
 
     Raises `RecordError` for one that is not in the module of its name.
     """
-    for module, fix in found.items():
+    for module, fix in by_module.items():
         if fix.name.replace("-", "_") != module:
             raise RecordError(f"{fix.name} is the FIX of fixes/{module}.py: a fix and its module have the same name")
     place = {name: number for number, name in enumerate(_ORDER)}
-    return sorted(found.values(), key=lambda fix: (place.get(fix.name, len(place)), fix.name))
+    return sorted(by_module.values(), key=lambda fix: (place.get(fix.name, len(place)), fix.name))
 
 
 def text(of: Sequence[Fix]) -> str:
-    """The index: a line for each fix, in the order of application."""
+    """Return the index: a line for each fix, in the order of application."""
     return json.dumps([fixes.entry(fix) for fix in of], separators=(",", ":")).replace("},{", "},\n{") + "\n"
 
 

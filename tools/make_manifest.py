@@ -41,7 +41,7 @@ from vllm_graphfix.source.elsewhere import digest as digest_of
 from vllm_graphfix.source.files import Source, SourceError, open_source
 
 COMMON = 20
-"""A name that more files define, of all releases together, does not tell which function is meant."""
+"""A name that more files define, in all releases together, does not identify a function."""
 
 NOTHING = Reach(*4 * (frozenset(),))
 
@@ -51,18 +51,18 @@ class JudgeError(Exception):
 
 
 def order(version: str) -> tuple[int, ...]:
-    """What releases are sorted by."""
+    """Return the sort key of a release."""
     return tuple(map(int, version.split(".")))
 
 
 def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str, Any]:
-    """Digest of every file that one of *fixes* reads, and the verdict of each, of one release."""
+    """Return the digests of the files that *fixes* read in a release, and the verdict of each fix."""
     source = open_source(root)
     files = {path: source.digest(path) or "absent" for fix in fixes for path in fix.reads}
     verdicts: dict[str, Any] = {}
     for fix in fixes:
         try:
-            found, evidence = manifest.examine(fix, source)
+            diagnosis, evidence = manifest.examine(fix, source)
         except Exception as error:
             if isinstance(error, SourceError):
                 raise
@@ -71,16 +71,16 @@ def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str,
             raise JudgeError(
                 f"{fix.name}: diagnose() raises on vLLM {version}: {type(error).__name__}: {error}{place}"
             ) from error
-        if found.verdict is Verdict.UNRECOGNISED:
+        if diagnosis.verdict is Verdict.UNRECOGNISED:
             print(
-                f"{version}: {fix.name} is unrecognised ({found.reason}, {found.where}): look at it before "
+                f"{version}: {fix.name} is unrecognised ({diagnosis.reason}, {diagnosis.where}): look at it before "
                 "committing the manifest"
             )
         verdicts[fix.name] = {
-            "verdict": found.verdict.value,
-            "reason": found.reason,
-            "where": found.where,
-            "shape": found.shape,
+            "verdict": diagnosis.verdict.value,
+            "reason": diagnosis.reason,
+            "where": diagnosis.where,
+            "shape": diagnosis.shape,
             "code": evidence.code,
             "slices": evidence.slices,
         }
@@ -88,12 +88,12 @@ def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str,
 
 
 def search_all(
-    sources: Mapping[str, Source], fixes: Sequence[Fix], kept: dict[str, Any]
+    sources: Mapping[str, Source], fixes: Sequence[Fix], older: dict[str, Any]
 ) -> tuple[dict[str, dict[str, str]], dict[str, str], dict[str, list[str]], dict[Path, set[bytes]]]:
-    """What `source.elsewhere` knows of *sources*; *kept* is what an older manifest says of other releases.
+    """Search *sources* for everything that `source.elsewhere` compares; *older* is a manifest of other releases.
 
-    The replacements in all files, by fix: their values, each with the first release that has it. The subclasses of each
-    class that has a slice. The reach of each fix. The digests of all functions and of the code of all files.
+    Returns the replacements in all files, by fix: their values, each with the first release that has it; the subclasses
+    of each class with a slice; the reach of each fix; and the digests of all functions and of the code of all files.
     """
     full = {fix.name: module_of(fix.name).FIX for fix in FIXES}
     owners = {part.function.rpartition(".")[0] for fix in full.values() for part in fix.surroundings} - {""}
@@ -105,14 +105,15 @@ def search_all(
         searches[version] = Search(source, new)
     hierarchies = [names.bases for search in searches.values() for names in search.names.values() if names]
     subclasses = {
-        owner: family({owner, *kept.get("subclasses", {}).get(owner, "").split()}, hierarchies) - {owner}
+        owner: family({owner, *older.get("subclasses", {}).get(owner, "").split()}, hierarchies) - {owner}
         for owner in sorted(owners)
     }
     parts = {name: (manifest.basis_of_all_clear(fix), fix.wordings) for name, fix in full.items()}
-    first: dict[str, dict[str, str]] = {name: dict(kept.get("elsewhere", {}).get(name, {})) for name in BY_NAME}
-    reach = {name: Reach(*(frozenset(each.split()) for each in names)) for name, names in kept.get("reach", {}).items()}
-    for name, found in reaches_of(sources, searches, {fix.name: full[fix.name] for fix in fixes}).items():
-        reach[name] = _together([found, reach.get(name, NOTHING)])
+    first: dict[str, dict[str, str]] = {name: dict(older.get("elsewhere", {}).get(name, {})) for name in BY_NAME}
+    before = older.get("reach", {}).items()
+    reach = {name: Reach(*(frozenset(each.split()) for each in names)) for name, names in before}
+    for name, of_fix in reaches_of(sources, searches, {fix.name: full[fix.name] for fix in fixes}).items():
+        reach[name] = _together([of_fix, reach.get(name, NOTHING)])
     units: set[bytes] = set()
     code: set[bytes] = set()
     for version, search in searches.items():
@@ -136,7 +137,7 @@ def reaches_of(
     searches: Mapping[str, Search],
     fixes: Mapping[str, Fix],
 ) -> dict[str, Reach]:
-    """The reach of each fix, in all of *sources* together."""
+    """Return the reach of each fix, in all of *sources* together."""
     files_of: dict[str, set[str]] = defaultdict(set)
     for search in searches.values():
         for path, names in search.names.items():
@@ -152,31 +153,31 @@ def reaches_of(
     owners = {part.function.rpartition(".")[0] for fix in fixes.values() for part in fix.surroundings} - {""}
     ancestors = {owner: family({owner}, above) - {owner} for owner in owners}
     common = {name for name, files in files_of.items() if len(files) > COMMON}.union(dir(torch.Tensor))
-    found = dict.fromkeys(fixes, NOTHING)
+    reaches = dict.fromkeys(fixes, NOTHING)
     for source in sources.values():
         afresh = open_source(source.folder)  # its syntax trees take 150 MB
         for name, fix in fixes.items():
             basis = manifest.basis_of_all_clear(fix)
             users = [part for part in fix.surroundings if part not in basis]
-            found[name] = _together([found[name], reach_of(afresh, basis, users, ancestors, files_of, common)])
-    return found
+            reaches[name] = _together([reaches[name], reach_of(afresh, basis, users, ancestors, files_of, common)])
+    return reaches
 
 
 def _together(reaches: Iterable[Reach]) -> Reach:
     return Reach(*(frozenset().union(*names) for names in zip(*reaches, strict=True)))
 
 
-def merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any]) -> dict[str, Any]:
-    """One manifest; *kept* is an older one, which stays except for the fixes and releases that were looked at again."""
+def merged(looked_at: dict[str, dict[str, Any]], older: dict[str, Any]) -> dict[str, Any]:
+    """Return *older*, a manifest, with the fixes and releases of *looked_at* replaced."""
     digests = {
         (path, version): digest
-        for path, known in kept["files"].items()
+        for path, known in older["files"].items()
         for digest, versions in known.items()
         for version in versions.split()
     }
     verdicts = {
         (name, version): {key: value for key, value in entry.items() if key != "releases"}
-        for name, entries in kept["fixes"].items()
+        for name, entries in older["fixes"].items()
         for entry in entries
         for version in entry["releases"]
     }
@@ -205,22 +206,22 @@ def merged(looked_at: dict[str, dict[str, Any]], kept: dict[str, Any]) -> dict[s
 
 
 def make(versions: list[str], root: Path | None = None, *, afresh: bool = False, fixes: Sequence[Fix] = FIXES) -> None:
-    """Look at *versions* and write the manifest; what it says of other releases stays unless it is made *afresh*."""
+    """Examine *versions* and write the manifest; its other releases stay unless it is made *afresh*."""
     looked_at = {}
     folders = {version: root / version if root else release(version) for version in versions}
     for version in versions:
         looked_at[version] = look_at(version, folders[version], fixes)
-        found = looked_at[version]["fixes"]
-        print(f"{version:8}", " ".join(f"{name}={entry['verdict']}" for name, entry in found.items()))
-    kept = json.loads(manifest.PATH.read_text()) if manifest.PATH.exists() and not afresh else {}
-    if kept.get("schema") != manifest.SCHEMA:
-        kept = {"files": {}, "fixes": {}}
+        judged = looked_at[version]["fixes"]
+        print(f"{version:8}", " ".join(f"{name}={entry['verdict']}" for name, entry in judged.items()))
+    older = json.loads(manifest.PATH.read_text()) if manifest.PATH.exists() and not afresh else {}
+    if older.get("schema") != manifest.SCHEMA:
+        older = {"files": {}, "fixes": {}}
     sources = {version: open_source(folder) for version, folder in folders.items()}
     for name in [fix.name for fix in fixes] if set(ALL_RELEASES) <= set(versions) else ():
-        kept.get("elsewhere", {}).pop(name, None)
-        kept.get("reach", {}).pop(name, None)
-    replaced, subclasses, reach, digests = search_all(sources, fixes, kept)
-    made = merged(looked_at, kept) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
+        older.get("elsewhere", {}).pop(name, None)
+        older.get("reach", {}).pop(name, None)
+    replaced, subclasses, reach, digests = search_all(sources, fixes, older)
+    made = merged(looked_at, older) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
     manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
     digests[KNOWN_FILES] = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
     for path, new in digests.items():

@@ -100,7 +100,7 @@ def _behaviour(code: str) -> str:
 
 
 def _filtered(code: str, changed: str | None) -> str | None:
-    """Why a mutant is not tested, or None."""
+    """Return the reason not to test a mutant, or None."""
     try:
         behaviour = _behaviour(changed or "")
     except (SyntaxError, ValueError):
@@ -131,7 +131,7 @@ def _fill(session: Any, module: Path) -> None:
 
 
 def _reads_source(code: str, line: int) -> bool:
-    """Whether the function at *line* takes vLLM's source, and so is a part of a diagnosis."""
+    """Return whether the function at *line* takes vLLM's source, and so is part of a diagnosis."""
     return any(
         isinstance(node, ast.FunctionDef)
         and node.lineno <= line <= (node.end_lineno or 0)
@@ -141,8 +141,8 @@ def _reads_source(code: str, line: int) -> bool:
     )
 
 
-def _test(session: Any, name: str, tests: Tests, told: Path, limit: int | None) -> None:
-    """What has no result yet, or has survived; with a *limit* of 0 mutants are filtered only."""
+def _test(session: Any, name: str, tests: Tests, output: Path, limit: int | None) -> None:
+    """Test mutants without a result, or that survived; with a *limit* of 0 only filter them."""
     from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkResult
 
     path, suite = tests.copy / "vllm_graphfix" / name, SUITES[name]
@@ -163,16 +163,16 @@ def _test(session: Any, name: str, tests: Tests, told: Path, limit: int | None) 
             continue
         try:
             path.write_text(changed)
-            outcome = tests.run(stages, told)
+            outcome = tests.run(stages, output)
         finally:
             path.write_text(code)
         killed = TestOutcome.SURVIVED if outcome == "survived" else TestOutcome.KILLED
         diff = "\n".join(_changed_lines(code, changed))
         session.set_result(
-            item.job_id, WorkResult(WorkerOutcome.NORMAL, outcome + "\n" + told.read_text()[-2000:], killed, diff)
+            item.job_id, WorkResult(WorkerOutcome.NORMAL, outcome + "\n" + output.read_text()[-2000:], killed, diff)
         )
         if outcome != "killed" or number % 20 == 0:
-            print(f"{name} {number}/{len(todo)} {outcome} {_shown(item)} {diff!r}"[:230], flush=True)
+            print(f"{name} {number}/{len(todo)} {outcome} {_place(item)} {diff!r}"[:230], flush=True)
 
 
 def _changed_lines(before: str, after: str) -> Iterator[str]:
@@ -181,7 +181,7 @@ def _changed_lines(before: str, after: str) -> Iterator[str]:
             yield line
 
 
-def _shown(item: Any) -> str:
+def _place(item: Any) -> str:
     mutation = item.mutations[0]
     return f"line {mutation.start_pos[0]}, {mutation.operator_name.partition('/')[2]}"
 
@@ -190,7 +190,7 @@ _FILTERED = ("not chosen", "no behaviour", "no Python", "not made")
 
 
 def _report(name: str, session: Any) -> tuple[str, list[str]]:
-    """A row of a table, and the mutants that survived."""
+    """Return a row of a table, and the mutants that survived."""
     from cosmic_ray.work_item import WorkerOutcome
 
     results = list(session.results)
@@ -200,12 +200,12 @@ def _report(name: str, session: Any) -> tuple[str, list[str]]:
     share = f"{100 * (len(tested) - len(alive)) / len(tested):.0f} %" if tested else ""
     numbers = [session.num_work_items, *(counts[reason] for reason in _FILTERED), len(tested)]
     numbers += [counts["killed"], counts["timed out"], len(alive), share, len(list(session.pending_work_items))]
-    diffs = [f"{name} {_shown(item)}\n{alive[item.job_id].diff}" for item in session.work_items if item.job_id in alive]
+    diffs = [f"{name} {_place(item)}\n{alive[item.job_id].diff}" for item in session.work_items if item.job_id in alive]
     return f"| `{name}` | {' | '.join(map(str, numbers))} |", sorted(diffs)
 
 
 def _copied(destination: Path) -> Path:
-    """The files of the tree that git has or would take, compiled."""
+    """Copy the files of the tree that git has or would add, and compile them."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],  # noqa: S607 - make needs it on the PATH too
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -239,7 +239,7 @@ def main() -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="vllm-graphfix-mutation-") as scratch:
         copy = _copied(Path(scratch) / "copy")
-        told = Path(scratch) / "told"
+        output = Path(scratch) / "told"
         with Tests(copy) as tests:
             rows, survivors = list[str](), list[str]()
             for name in arguments.modules:
@@ -248,8 +248,8 @@ def main() -> None:
                     if not session.num_work_items:
                         _fill(session, module)
                     if not arguments.count:
-                        _prove(name, tests, told)
-                    _test(session, name, tests, told, 0 if arguments.count else arguments.limit)
+                        _prove(name, tests, output)
+                    _test(session, name, tests, output, 0 if arguments.count else arguments.limit)
                     row, alive = _report(name, session)
                     rows.append(row)
                     survivors += alive
@@ -275,28 +275,25 @@ def _cpu_of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _prove(name: str, tests: Tests, told: Path) -> None:
-    """The suite passes on the code as it is, and fails on code that cannot be imported.
-
-    So it is this copy that is tested.
-    """
+def _prove(name: str, tests: Tests, output: Path) -> None:
+    """Check that the suite passes on the code, and fails if it cannot be imported: that it tests this copy."""
     suite, module = SUITES[name], tests.copy / "vllm_graphfix" / name
     for cached in module.parent.glob(f"__pycache__/{module.stem}.*"):
         cached.unlink()
     stages = [stage for stage in (suite.diagnosis, *suite.stages) if stage]
     began = time.monotonic()
     tests.cpu_limit = 300
-    if tests.run(stages, told) != "survived":
-        sys.exit(f"{name}: a test fails without a mutant\n{told.read_text()[-3000:]}")
-    tests.remember_trees(told)
+    if tests.run(stages, output) != "survived":
+        sys.exit(f"{name}: a test fails without a mutant\n{output.read_text()[-3000:]}")
+    tests.remember_trees(output)
     before = _cpu_of_children()
-    tests.run(stages, told)
+    tests.run(stages, output)
     tests.cpu_limit = 3 + round(5 * (_cpu_of_children() - before))
     code = module.read_text()
     for stage in stages:
         try:
             module.write_text("raise RuntimeError('planted')\n")
-            if tests.run([stage], told) != "killed":
+            if tests.run([stage], output) != "killed":
                 sys.exit(f"{name}: {' '.join(stage)} does not import the copy")
         finally:
             module.write_text(code)

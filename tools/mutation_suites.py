@@ -1,4 +1,4 @@
-"""Which tests have to notice a change of a module: suites by the module's name, for `mutate.py`."""
+"""The tests that must notice a change of a module: suites by the module's name, for `mutate.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAYERS = tuple(f"tests/test_{name}.py" for name in ("observers", "counted", "la
 
 
 def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = "nothing_else") -> Suite:
-    """The suite with the fix's scenarios and behaviours on *releases*, one of each shape.
+    """Return the suite with the fix's scenarios and behaviours on *releases*, one of each shape.
 
     *units* and *more* are names of further tests.
     """
@@ -84,18 +84,18 @@ CHOSEN = {
         "capture-state", "0.16.0", "0.17.1", "0.18.1", "0.21.0", units="watched_factory or plan"
     ),
 }
-"""What is run if no module is named."""
+"""The modules that are tested by default."""
 
 
 def _of_other_fixes() -> dict[str, Suite]:
     """On the last release of each of their shapes. From the manifest, since this process has nothing of the package."""
-    found: dict[str, Suite] = {}
+    suites: dict[str, Suite] = {}
     for name, entries in json.loads((ROOT / "vllm_graphfix" / "manifest.json").read_text())["fixes"].items():
         module = f"fixes/{name.replace('-', '_')}.py"
         last = {entry["shape"]: entry["releases"][-1] for entry in entries if entry["verdict"] == "affected"}
         if module not in CHOSEN:
-            found[module] = _of_fix(name, *last.values())
-    return found
+            suites[module] = _of_fix(name, *last.values())
+    return suites
 
 
 SUITES = CHOSEN | _of_other_fixes()

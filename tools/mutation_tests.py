@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mutation_suites import Stage
 
 _LIMIT = 600
-"""Seconds by the clock of a mutant; of CPU it gets five times what the tests take without one."""
+"""Seconds of wall time for a mutant; its CPU time is five times that of the tests without one."""
 
 
 class _SyntaxTrees:
@@ -97,26 +97,26 @@ class Tests:
         import warm_python
         from warm_release import STAND_INS, WarmRelease, patched
 
-        left_out = (*patched(), *STAND_INS)  # FlashMLA's stand-ins come before what looks for it
+        excluded = (*patched(), *STAND_INS)  # FlashMLA's stand-ins come before what looks for it
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_graphfix"]:
             del sys.modules[name]  # `patched` has imported it, and a fork would find it in place of the mutant
         self._held.callback(warm_python.end_kept)
         for root in releases:
-            self._warm[root] = self._held.enter_context(WarmRelease(root, left_out))
+            self._warm[root] = self._held.enter_context(WarmRelease(root, excluded))
 
-    def run(self, stages: Sequence[Stage], told: Path) -> str:
-        """``survived``, ``killed`` or ``timed out``; what pytest says is in *told*."""
-        outcome = self._run(stages, told)
+    def run(self, stages: Sequence[Stage], output: Path) -> str:
+        """Return ``survived``, ``killed`` or ``timed out``; pytest writes to *output*."""
+        outcome = self._run(stages, output)
         while outcome == "killed" and self._wanted.exists():
             self._start([Path(self._wanted.read_text())])
-            outcome = self._run(stages, told)
+            outcome = self._run(stages, output)
         if outcome == "timed out" and self._warm:  # a process of a release may be about to answer one who is not there
             self._held.close()
             self._warm.clear()
         return outcome
 
-    def _run(self, stages: Sequence[Stage], told: Path) -> str:
-        self._wanted = told.with_suffix(".release")
+    def _run(self, stages: Sequence[Stage], log: Path) -> str:
+        self._wanted = log.with_suffix(".release")
         self._wanted.unlink(missing_ok=True)
         child = os.fork()
         if not child:
@@ -124,13 +124,13 @@ class Tests:
             code = 1
             try:
                 resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_limit, self.cpu_limit))
-                output = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
                 os.chdir(self.copy)
                 self.trees.missed.clear()
                 code = _until_failure(stages, self._stage)
-                told.with_suffix(".texts").write_bytes(pickle.dumps(self.trees.missed))
+                log.with_suffix(".texts").write_bytes(pickle.dumps(self.trees.missed))
             finally:
                 os._exit(code)
         return _ending(child)
@@ -138,9 +138,9 @@ class Tests:
     def _stage(self, stage: Stage) -> int:
         return int(self._pytest.main([*_PYTEST.split(), *stage]))
 
-    def remember_trees(self, told: Path) -> None:
-        """Parses what the last run had to parse."""
-        for text in pickle.loads(told.with_suffix(".texts").read_bytes()):  # noqa: S301 - this program's own
+    def remember_trees(self, output: Path) -> None:
+        """Parse the texts that the last run parsed, so that later forks inherit the trees."""
+        for text in pickle.loads(output.with_suffix(".texts").read_bytes()):  # noqa: S301 - this program's own
             self.trees(text)
         gc.collect()
         gc.freeze()

@@ -1,4 +1,4 @@
-"""Adds a new release of vLLM: what can be done without a GPU, and what is to be run on one.
+"""Adds a new release of vLLM: does all that needs no GPU, and lists what to run on one.
 
     python tools/new_release.py [VERSION…] [--no-archive] [--read FIX…] [--report FILE] [--pack OPTION…]
 
@@ -57,7 +57,7 @@ class NewReleaseError(Exception):
 
 
 class Change(NamedTuple):
-    """A fix that is not judged as on the release before, or by other code."""
+    """A fix with another verdict than on the release before, or from other code."""
 
     fix: str
     before: dict[str, Any]
@@ -73,22 +73,22 @@ class Change(NamedTuple):
         return bool(self.verdict != self.before["verdict"])
 
     def functions(self) -> list[str]:
-        """What changed of that which the verdict rests on."""
+        """Return the functions that the verdict rests on and that changed."""
         changed = self.before["slices"].items() ^ self.after["slices"].items()
         return [f"`{place.partition('::')[2] or place.partition('::')[0]}`" for place in sorted(dict(changed))]
 
     def rows(self, version: str, previous: str) -> Iterator[str]:
-        """What there is to look at, and a command that shows what became of the file."""
+        """Yield the change, and a command that shows the difference of the file."""
         where = self.after["where"] or self.before["where"]
-        told = f"- `{self.fix}` was `{self.before['verdict']}`, is `{self.verdict}`: {self.after['reason']}"
-        yield f"{told} ({where})" if where else told
+        line = f"- `{self.fix}` was `{self.before['verdict']}`, is `{self.verdict}`: {self.after['reason']}"
+        yield f"{line} ({where})" if where else line
         if where:
             files = (str(release(each) / where.partition(":")[0]) for each in (previous, version))
             yield f"  `{shlex.join(['diff', '-u', *files])}`"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="such as 0.34.0; default: all that are newer")
     parser.add_argument("--no-archive", action="store_true", help="no archive for a GPU machine")
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def newer() -> list[str]:
-    """Releases of the configured index after the newest known one, oldest first."""
+    """Return the releases of the configured index after the newest known one, oldest first."""
     command = [sys.executable, "-m", "pip", "index", "versions", "vllm", "--json", "--only-binary=:all:"]
     done = subprocess.run([*command, *RELEASE_WHEELS], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -122,7 +122,7 @@ def newer() -> list[str]:
 
 
 def add(version: str, report: list[str], options: argparse.Namespace) -> int:
-    """The exit code; *report* is continued."""
+    """Add one release, append to *report*, and return the exit code."""
     releases = read_releases()
     before = [each for each in releases if _STOCK.fullmatch(version) and order(each) < order(version)]
     if version in releases or not before:
@@ -160,15 +160,15 @@ def add(version: str, report: list[str], options: argparse.Namespace) -> int:
 
 
 def pack(version: str, options: Sequence[str], report: list[str]) -> bool:
-    """Whether there is an archive; *report* is continued."""
+    """Pack an archive for a GPU machine and append to *report*; return whether it succeeded."""
     command = ["pack_gpu.py", version, "--out", str(ARCHIVES / version), *options]
     if run(*command, check=False):
         report += ["Not packed: what was missing is above. Again:", f"`python tools/{shlex.join(command)}`", ""]
         return False
-    if kept := wheel(version):
-        kept.unlink()  # the archive has it
-    said = (ARCHIVES / version / "README").read_text()
-    report += [f"For a GPU machine, `{ARCHIVES / version}`:", "", textwrap.indent(said, "    "), ""]
+    if wheel_file := wheel(version):
+        wheel_file.unlink()  # the archive has it
+    readme = (ARCHIVES / version / "README").read_text()
+    report += [f"For a GPU machine, `{ARCHIVES / version}`:", "", textwrap.indent(readme, "    "), ""]
     return True
 
 
@@ -177,9 +177,9 @@ class Run(NamedTuple):
 
     fix: str
     verdict: str
-    """By its code, as the manifest would record it."""
+    """Verdict by its code, as the manifest would record it."""
     outcome: str
-    """Of `verify`."""
+    """Outcome of `verify`."""
 
     @property
     def agrees(self) -> bool:
@@ -187,7 +187,7 @@ class Run(NamedTuple):
 
 
 def run_new_code(root: Path) -> dict[str, str]:
-    """The outcome of ``verify --device cpu`` of each fix that would not be judged as on a known release."""
+    """Run ``verify --device cpu`` for each fix whose code no known release has; return outcomes by fix."""
     source = open_source(root)
     names = [fix.name for fix in FIXES if not manifest.diagnose(fix, source).known]
     if not names:
@@ -200,7 +200,7 @@ def run_new_code(root: Path) -> dict[str, str]:
 
 
 def _outcome(entry: dict[str, Any]) -> str:
-    """The outcome of *entry*, of `verify`, which runs what is ``fixed`` by its code, but counts it as not patched."""
+    """Return the outcome of *entry*; `verify` also runs code that is ``fixed``, and reports it as not patched."""
     outcome: str = entry["outcome"]
     if entry["diagnosis"] == Verdict.FIXED.value and outcome == "nothing patched":
         return "not decided" if entry["numbers"] is None else "right"
@@ -208,7 +208,7 @@ def _outcome(entry: dict[str, Any]) -> str:
 
 
 class Times:
-    """How long each part took."""
+    """The time that each part took."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -228,7 +228,7 @@ def read_releases() -> list[str]:
 
 
 def write_releases(versions: Sequence[str]) -> None:
-    """Where the releases, and the newest of them, are written by hand."""
+    """Write *versions*, and the newest of them, into the files that name them by hand."""
     in_order = sorted(versions, key=order)
     lines = textwrap.wrap(" ".join(in_order), 106)
     literal = "\n".join(f'    "{line}{" " if line is not lines[-1] else ""}"' for line in lines)
@@ -237,14 +237,14 @@ def write_releases(versions: Sequence[str]) -> None:
 
 
 def changed(judged: dict[str, Any], previous: str) -> list[Change]:
-    """The fixes of which *judged* says otherwise than the manifest of *previous*, or by other code."""
+    """Return the fixes whose verdict or code in *judged* differs from that of *previous* in the manifest."""
     entries = json.loads(manifest.PATH.read_text())["fixes"]
-    found = []
+    changes = []
     for name, after in judged.items():
         before = next(each for each in entries[name] if previous in each["releases"])
         if (after["verdict"], after["code"]) != (before["verdict"], before["code"]):
-            found.append(Change(name, before, after))
-    return found
+            changes.append(Change(name, before, after))
+    return changes
 
 
 def table_of(runs: Sequence[Run]) -> Iterator[str]:
@@ -305,16 +305,16 @@ def to_look_at(changes: Sequence[Change], version: str, previous: str) -> Iterat
 
 
 def named_by_hand(previous: str) -> Iterator[str]:
-    """Lines of pages, outside what is made by tools, that name *previous* as the end of a span."""
+    """Yield lines of pages, outside generated parts, that name *previous* as the end of a span."""
     for page in sorted((PROJECT / "docs").rglob("*.md")):
-        text = _MADE.sub(lambda found: "\n" * found[0].count("\n"), page.read_text())
+        text = _MADE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text())
         for number, line in enumerate(text.splitlines(), 1):
             if re.search(rf"(?:\bto|–|-) v?{re.escape(previous)}\b", line):
                 yield f"{page.relative_to(PROJECT)}:{number}: {textwrap.shorten(line.strip(), 90, placeholder='…')}"
 
 
 def fragment(version: str) -> str:
-    """What the changelog says."""
+    """Return the changelog's fragment for *version*."""
     entries = json.loads(manifest.PATH.read_text())["fixes"].items()
     needed = [
         f"`{name}`"
@@ -328,7 +328,7 @@ def fragment(version: str) -> str:
 
 
 def run(tool: str, *arguments: str, check: bool = True) -> int:
-    """Another tool, in a process of its own, which reads the files that were written; its exit code."""
+    """Run another tool in a process of its own, which reads the files just written; return its exit code."""
     done = subprocess.run([sys.executable, str(TOOLS / tool), *arguments], cwd=PROJECT, check=False)
     if check and done.returncode:
         raise NewReleaseError(f"{tool} ended with exit code {done.returncode}")

@@ -66,7 +66,7 @@ class PackError(Exception):
 
 
 class Wanted(NamedTuple):
-    """What is asked of one package, by all that ask for it."""
+    """All requirements of one package."""
 
     name: NormalizedName
     specifiers: frozenset[str]
@@ -75,8 +75,8 @@ class Wanted(NamedTuple):
     def allows(self, version: Version) -> bool:
         return all(Requirement(f"{self.name}{each}").specifier.contains(version, True) for each in self.specifiers)
 
-    def asked_of_pip(self) -> str:
-        """An index may also offer a CPU build of an exact version of torch, which pip would prefer."""
+    def pip_requirement(self) -> str:
+        """Return the requirement for pip, without CPU builds of an exact version, which pip would prefer."""
         exact = [f"!={each[2:]}+cpu" for each in self.specifiers if re.fullmatch(r"==[^=*+]+", each)]
         return f"{self.name}{','.join(sorted([*self.specifiers, *exact]))}"
 
@@ -92,51 +92,51 @@ class Target(NamedTuple):
     """Names, as patterns, that are packed in any case."""
 
     def has(self, wanted: Wanted) -> bool:
-        """Whether *wanted* need not be packed."""
+        """Return whether the machine satisfies *wanted*, so that it is not packed."""
         version = self.there.get(wanted.name)
         as_it_is = any(fnmatch(wanted.name, each) for each in self.as_it_is)
         brought = any(fnmatch(wanted.name, each) for each in self.brought)
         return not brought and (as_it_is or (version is not None and wanted.allows(version)))
 
     def environment(self) -> dict[str, str]:
-        """What markers are evaluated for."""
+        """Return the environment for markers."""
         system = {"os_name": "posix", "sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
         cpython = {"implementation_name": "cpython", "platform_python_implementation": "CPython"}
         return system | cpython | {"python_version": self.python, "python_full_version": f"{self.python}.0"}
 
 
 class Resolved:
-    """The wheels that are packed, in *folder*, and what the machine has of itself."""
+    """The wheels to pack, in *folder*, and the packages that the machine has."""
 
     def __init__(self, target: Target, folder: Path, find_links: Sequence[str]) -> None:
         self.wheels: dict[NormalizedName, Path] = {}
         self._target, self._folder, self._find_links = target, folder, find_links
         self._wanted: dict[NormalizedName, Wanted] = {}
         self._askers: dict[NormalizedName, dict[str, set[str]]] = {}
-        """Of each package: who asks for which versions of it."""
+        """By package and specifier: the packages that require it."""
 
     def there(self) -> list[str]:
         return sorted(name for name, wanted in self._wanted.items() if self._target.has(wanted))
 
     def add(self, wheel: Path) -> None:
-        """A wheel that is no index's."""
+        """Add a wheel that is not from an index."""
         self.wheels[_named(wheel)[0]] = Path(shutil.copy(wheel, self._folder))
 
     def resolve(self, *roots: str) -> None:
-        """Until nothing that is packed asks for more. Raises `PackError`.
+        """Fetch wheels until all requirements are met. Raises `PackError`.
 
-        There is no way back from a version: a later demand that it does not meet fetches another one, and one that no
-        version meets is an error, which --pin resolves.
+        There is no backtracking: a later requirement that a version does not meet fetches another one, and requirements
+        that no version meets together are an error, which --pin resolves.
         """
-        asked = {("the command line", Requirement(root)) for root in roots}
+        wanted = {("the command line", Requirement(root)) for root in roots}
         followed: set[tuple[str, Requirement]] = set()
-        while more := asked - followed:
+        while more := wanted - followed:
             for asker, requirement in more:
                 self._want(requirement, asker)
             followed |= more
             if missing := [wanted for name, wanted in self._wanted.items() if self._lacks(name, wanted)]:
                 self._fetch(missing)
-            asked |= {(name, each) for name, wheel in self.wheels.items() for each in self._requirements(name, wheel)}
+            wanted |= {(name, each) for name, wheel in self.wheels.items() for each in self._requirements(name, wheel)}
 
     def _want(self, requirement: Requirement, asker: str) -> None:
         name = canonicalize_name(requirement.name)
@@ -154,22 +154,22 @@ class Resolved:
         for wanted in missing:
             self.wheels.pop(wanted.name, Path("none")).unlink(missing_ok=True)
         try:
-            download([each.asked_of_pip() for each in missing], self._folder, self._target.python, self._find_links)
+            download([each.pip_requirement() for each in missing], self._folder, self._target.python, self._find_links)
         except PackError as error:
-            raise PackError("\n".join([str(error), *self._told_of(missing, str(error))])) from None
+            raise PackError("\n".join([str(error), *self._conflicts(missing, str(error))])) from None
         self.wheels |= {_named(wheel)[0]: wheel for wheel in self._folder.glob("*.whl")}
 
-    def _told_of(self, missing: Sequence[Wanted], error: str) -> Iterator[str]:
-        """Who asks for what of each package that *error* names, where it is more than one that does."""
+    def _conflicts(self, missing: Sequence[Wanted], error: str) -> Iterator[str]:
+        """Yield the requirements of each package that *error* names, if it has several."""
         for name in [each.name for each in missing if re.search(rf"\b{each.name}\b", error)]:
-            asked = sorted(self._askers.get(name, {}).items())
-            if len(asked) > 1:
-                said = [f"{what} for {' and '.join(sorted(who))}" for what, who in asked]
-                yield f"{name}: {'; '.join(said)}"
+            demands = sorted(self._askers.get(name, {}).items())
+            if len(demands) > 1:
+                lines = [f"{what} for {' and '.join(sorted(who))}" for what, who in demands]
+                yield f"{name}: {'; '.join(lines)}"
                 yield f"If these do not fit together, --pin an older release of one that asks for {name}"
 
     def _requirements(self, name: NormalizedName, wheel: Path) -> Iterator[Requirement]:
-        """What *wheel* asks for on that machine, with the extras that are asked of it."""
+        """Yield the requirements of *wheel* on that machine, with its required extras."""
         with zipfile.ZipFile(wheel) as packed:
             (path,) = (each for each in packed.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", each))
             metadata = HeaderParser().parsestr(packed.read(path).decode())
@@ -180,15 +180,15 @@ class Resolved:
                 yield requirement
 
 
-def download(asked: Sequence[str], folder: Path, python: str, find_links: Sequence[str]) -> None:
-    """Wheels for that machine, without what they ask for. Raises `PackError`."""
+def download(requirements: Sequence[str], folder: Path, python: str, find_links: Sequence[str]) -> None:
+    """Download wheels for that machine, without their dependencies. Raises `PackError`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--implementation=cp", f"--python-version={python}"]
     command += [f"--platform={tag}" for tag in PLATFORMS] + [f"--find-links={each}" for each in find_links]
     # pip collects a wheel in the temporary folder first, which may be a small memory file system.
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         environment = os.environ | {"TMPDIR": temporary}
-        command += [f"--dest={folder}", *asked]
+        command += [f"--dest={folder}", *requirements]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
@@ -200,7 +200,7 @@ def _named(wheel: Path) -> tuple[NormalizedName, Version]:
 
 
 class Parts:
-    """A stream in files of at most *size* bytes each, and their digests. One file, where *size* is None."""
+    """A stream to files of at most *size* bytes each, and their digests; to one file if *size* is None."""
 
     def __init__(self, folder: Path, size: int | None) -> None:
         self._folder, self._size = folder, size
@@ -228,10 +228,10 @@ class Parts:
             self._file.close()
 
 
-def slimmed(wheel: Path, left_out: Sequence[str]) -> list[str]:
-    """Takes the members that *left_out*, patterns of paths, name from *wheel*; these members."""
+def slimmed(wheel: Path, patterns: Sequence[str]) -> list[str]:
+    """Remove members of *wheel* whose paths match *patterns*; return their paths."""
     with zipfile.ZipFile(wheel) as before:
-        gone = [each for each in before.namelist() if any(fnmatch(each, pattern) for pattern in left_out)]
+        gone = [each for each in before.namelist() if any(fnmatch(each, pattern) for pattern in patterns)]
         if gone:
             smaller = wheel.with_suffix(".smaller")
             with zipfile.ZipFile(smaller, "w", zipfile.ZIP_DEFLATED) as after:
@@ -250,7 +250,7 @@ def slimmed(wheel: Path, left_out: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", metavar="VERSION", help="a release of vLLM, such as 0.34.0")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="made anew")
@@ -263,8 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     there = {}
     for line in options.machine.read_text().splitlines() if options.machine else ():
-        if found := re.fullmatch(r"([\w.-]+)==(\S+)", line):
-            there[canonicalize_name(found[1])] = Version(found[2])
+        if pinned := re.fullmatch(r"([\w.-]+)==(\S+)", line):
+            there[canonicalize_name(pinned[1])] = Version(pinned[2])
     target = Target(options.python, there, options.as_it_is, options.bring)
     if options.out.exists() and any(options.out.iterdir()) and not (options.out / "SHA256SUMS").exists():
         parser.error(f"{options.out} holds something else than an archive")
@@ -279,13 +279,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def pack(options: argparse.Namespace, target: Target) -> str:
-    """Writes the archive; returns what its README says."""
+    """Write the archive; return the text of its README."""
     with tempfile.TemporaryDirectory(dir=options.out) as temporary:
         (wheels := Path(temporary, "wheels")).mkdir()
         resolved = Resolved(target, wheels, [str(cache_folder()), *options.find_links])
         resolved.add(options.plugin or built(Path(temporary, "plugin")))
         resolved.resolve(f"vllm=={options.version}", *options.pin)
-        left_out = [name for wheel in resolved.wheels.values() for name in slimmed(wheel, options.leave_out)]
+        removed = [name for wheel in resolved.wheels.values() for name in slimmed(wheel, options.leave_out)]
         stream = Parts(options.out, options.part_size and options.part_size * 1_000_000)
         with tarfile.open(fileobj=stream, mode="w|") as archive:  # type: ignore[call-overload]
             for wheel in sorted(resolved.wheels.values()):
@@ -295,18 +295,18 @@ def pack(options: argparse.Namespace, target: Target) -> str:
     sums = "".join(f"{digest.hexdigest()}  {name}\n" for name, digest in stream.digests.items())
     (options.out / "SHA256SUMS").write_text(sums)
     (options.out / "unpack.sh").write_text(UNPACK.read_text().replace("@PYTHON@", options.python))
-    said = {
+    parts = {
         "packed": ", ".join(sorted(f"{name} {version}" for name, version in map(_named, resolved.wheels.values()))),
         "there": ", ".join(resolved.there()) or "nothing",
-        "left_out": ", ".join(left_out) or "nothing",
+        "left_out": ", ".join(removed) or "nothing",
     }
-    text = README.format(version=options.version, python=options.python, size=stream.written / 1e6, **said)
+    text = README.format(version=options.version, python=options.python, size=stream.written / 1e6, **parts)
     (options.out / "README").write_text(text)
     return text
 
 
 def built(folder: Path) -> Path:
-    """The wheel of this tree, made from its sdist, so that nothing of an older build gets into it."""
+    """Build the wheel of this tree from its sdist, so that nothing of an older build gets into it."""
     command = [sys.executable, "-m", "build", "--outdir", str(folder), str(PROJECT)]
     if (done := subprocess.run(command, capture_output=True, text=True, check=False)).returncode:
         raise PackError(f"this tree's wheel cannot be built:\n{done.stderr[-600:]}")

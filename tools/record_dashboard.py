@@ -66,19 +66,19 @@ class Panel(NamedTuple):
     targets: Sequence[Target]
     renamed: Mapping[str, str]
     """Columns of a table."""
-    left_out: frozenset[str]
+    excluded: frozenset[str]
 
 
 def panels(dashboard: Path = DASHBOARD) -> list[Panel]:
-    """What the dashboard shows, in its order, rows included."""
-    found = []
+    """Return the panels of the dashboard in order, rows included."""
+    read = []
     for panel in json.loads(dashboard.read_text(encoding="utf-8"))["panels"]:
         targets = [
             Target(with_variables(each["expr"]), each.get("legendFormat", ""), bool(each.get("instant")))
             for each in panel.get("targets", ())
         ]
         organised: dict[str, Any] = panel.get("transformations", [{}])[0].get("options", {})
-        found.append(
+        read.append(
             Panel(
                 panel["title"],
                 panel["type"],
@@ -89,11 +89,11 @@ def panels(dashboard: Path = DASHBOARD) -> list[Panel]:
                 frozenset(organised.get("excludeByName", ())),
             )
         )
-    return found
+    return read
 
 
 def with_variables(query: str) -> str:
-    """*query* as Grafana sends it with All chosen."""
+    """Return *query* as Grafana sends it with All chosen."""
     return query.replace("$__rate_interval", f"{RATE}s").replace("$namespace", ".*").replace("$model_name", ".*")
 
 
@@ -105,7 +105,7 @@ class Prometheus:
         self._engines = engines
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The ``data`` of an answer; raises PrometheusError with what it says."""
+        """Return the ``data`` of an answer. Raises PrometheusError with its error."""
         url = f"{self.address}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310 # our own, on this machine
@@ -122,7 +122,7 @@ class Prometheus:
         return [Series(each["metric"], _points(each["values"])) for each in answer["result"]]
 
     def scraped(self) -> None:
-        """Raises PrometheusError unless every target was scraped at least once and none fails."""
+        """Check the targets. Raises PrometheusError unless each was scraped at least once and none fails."""
         targets = self.get("targets")["activeTargets"]
         if len(targets) < self._engines:
             raise PrometheusError(
@@ -135,7 +135,7 @@ class Prometheus:
                 )
 
     def firing(self) -> list[str]:
-        """Alerts that are pending or firing, with their state and what they are about."""
+        """Return alerts that are pending or firing, with state and labels."""
         return [
             f"{each['labels']['alertname']} ({each['state']}): {each['annotations']['summary']}"
             for each in self.get("alerts")["alerts"]
@@ -148,7 +148,7 @@ def _points(values: Sequence[tuple[float, str]]) -> list[tuple[float, float]]:
 
 @contextmanager
 def prometheus(urls: Sequence[str]) -> Iterator[Prometheus]:
-    """A Prometheus of our own that scrapes *urls* and has our rules; gone afterwards."""
+    """Run a Prometheus that scrapes *urls* with the project's rules, and end it on exit."""
     binary = tool("prometheus")
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
@@ -199,7 +199,7 @@ def _wait_until_ready(running: Prometheus, process: subprocess.Popen[bytes], log
 
 
 class Answer(NamedTuple):
-    """What Prometheus told a panel."""
+    """The series of a panel from Prometheus."""
 
     panel: Panel
     series: Sequence[tuple[str, Series]]
@@ -207,14 +207,14 @@ class Answer(NamedTuple):
 
 
 def ask(running: Prometheus, panel: Panel, start: float, end: float) -> Answer:
-    """Every query of *panel*; raises PrometheusError for one that is refused."""
+    """Send every query of *panel*. Raises PrometheusError for one that is refused."""
     series = []
     for target in panel.targets:
         try:
-            found = running.instant(target.query) if target.instant else running.range(target.query, start, end)
+            answered = running.instant(target.query) if target.instant else running.range(target.query, start, end)
         except PrometheusError as error:
             raise PrometheusError(f"{panel.title}: {error}\n{target.query}") from error
-        series += [(_legend(target.legend, each.labels), each) for each in found if each.points]
+        series += [(_legend(target.legend, each.labels), each) for each in answered if each.points]
     return Answer(panel, series)
 
 
@@ -235,7 +235,7 @@ PALETTE = ("#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0969da", "#cf222e", "#5
 
 
 def picture(answers: Sequence[Answer], start: float, end: float, about: str) -> str:
-    """The dashboard as SVG, from *start* to *end*; *about* says whose figures these are."""
+    """Return the dashboard as SVG, from *start* to *end*; *about* names the servers."""
     height = max((each.panel.place["y"] + each.panel.place["h"]) * UNIT for each in answers) + 34
     drawn = [
         (
@@ -253,9 +253,9 @@ def picture(answers: Sequence[Answer], start: float, end: float, about: str) -> 
     ]
     for answer in answers:
         place = answer.panel.place
-        left, top = place["x"] * WIDTH / 24, place["y"] * UNIT + 30
+        near, top = place["x"] * WIDTH / 24, place["y"] * UNIT + 30
         width, tall = place["w"] * WIDTH / 24 - GAP, place["h"] * UNIT - GAP
-        drawn.append(f'<g transform="translate({left + GAP / 2:.1f} {top:.1f})">')
+        drawn.append(f'<g transform="translate({near + GAP / 2:.1f} {top:.1f})">')
         if answer.panel.kind == "row":
             drawn.append(_text(2, 16, answer.panel.title, size=13, bold=True))
         else:
@@ -281,7 +281,7 @@ def _text(
     )
 
 
-def _shown(value: float, unit: str) -> str:
+def _formatted(value: float, unit: str) -> str:
     if unit == "percentunit":
         value, unit = value * 100, "percent"
     if unit == "s" and value < 1:
@@ -292,7 +292,7 @@ def _shown(value: float, unit: str) -> str:
 
 def _number(answer: Answer, width: float, tall: float) -> list[str]:
     value = answer.series[0][1].points[-1][1]
-    return [_text(width / 2, tall / 2 + 22, _shown(value, answer.panel.unit), size=28, anchor="middle")]
+    return [_text(width / 2, tall / 2 + 22, _formatted(value, answer.panel.unit), size=28, anchor="middle")]
 
 
 def _cut(cell: str) -> str:
@@ -303,7 +303,7 @@ def _table(answer: Answer, width: float, tall: float) -> list[str]:
     columns = [
         name
         for name in ("instance", "fix", "mode", "state", "reason", "vllm", "graphfix")
-        if name not in answer.panel.left_out and any(name in series.labels for _, series in answer.series)
+        if name not in answer.panel.excluded and any(name in series.labels for _, series in answer.series)
     ]
     rows = [
         [*(_cut(series.labels.get(name, "")) for name in columns), f"{series.points[-1][1]:.0f}"]
@@ -322,28 +322,30 @@ def _table(answer: Answer, width: float, tall: float) -> list[str]:
 
 
 def _rounded_up(value: float) -> float:
-    """The upper end of an axis: a number whose half is one that people read, too."""
+    """Return the upper end of an axis: a round number, whose half is round, too."""
     size = 10.0 ** math.floor(math.log10(value))
     return next(size * step for step in (1, 2, 3, 4, 5, 6, 8, 10) if size * step >= value * 0.999)
 
 
 def _lines(answer: Answer, width: float, tall: float, start: float, end: float) -> list[str]:
     top = _rounded_up(max(0, *(value for _, series in answer.series for _, value in series.points)) or 1)
-    left, right, upper, lower = 48, width - 10, 28, tall - 58
+    near, right, upper, lower = 48, width - 10, 28, tall - 58
 
     def x(at: float) -> float:
-        return left + (right - left) * (at - start) / (end - start)
+        return near + (right - near) * (at - start) / (end - start)
 
     def y(value: float) -> float:
         return lower - (lower - upper) * value / top
 
     drawn = [
-        _text(left, lower + 13, f"{start - end:.0f} s", size=10, fill=FAINT),
+        _text(near, lower + 13, f"{start - end:.0f} s", size=10, fill=FAINT),
         _text(right, lower + 13, "now", size=10, fill=FAINT, anchor="end"),
     ]
     for tick in (0, top / 2, top):
-        drawn.append(f'<path d="M{left} {y(tick):.1f}H{right:.1f}" stroke="#eaeef2"/>')
-        drawn.append(_text(left - 5, y(tick) + 4, _shown(tick, answer.panel.unit), size=10, fill=FAINT, anchor="end"))
+        drawn.append(f'<path d="M{near} {y(tick):.1f}H{right:.1f}" stroke="#eaeef2"/>')
+        drawn.append(
+            _text(near - 5, y(tick) + 4, _formatted(tick, answer.panel.unit), size=10, fill=FAINT, anchor="end")
+        )
     at, line = 8.0, tall - 31
     unnamed = 0
     for place, (name, series) in enumerate(answer.series):
@@ -372,7 +374,7 @@ def _lines(answer: Answer, width: float, tall: float, start: float, end: float) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("urls", nargs="+", metavar="URL", help="/metrics of an engine")
     parser.add_argument("--seconds", type=float, default=120, metavar="N", help="how long to scrape (default: 120)")

@@ -30,11 +30,11 @@ PAGES = Path(__file__).parent.parent / "docs" / "fixes"
 PART = re.compile(r"(?<=<!-- recorded: cpu double -->\n).*?(?=<!-- end -->)", re.DOTALL)
 HEAD = "| releases | what is compared | stock | patched |\n|---|---|---|---|\n"
 _LONGEST = 160
-"""Characters of an error that are shown."""
+"""Characters of an error in a cell."""
 
 
-class Found(NamedTuple):
-    """What a release has come to for a fix, as the table says it."""
+class Outcome(NamedTuple):
+    """The result of a fix on a release, as cells of the table."""
 
     compared: str
     stock: str
@@ -53,20 +53,22 @@ def main() -> int:
     wanted = arguments.fixes or known
     with ThreadPoolExecutor(arguments.workers) as pool:
         ran = pool.map(lambda version: verified(version, wanted), arguments.release)
-        found = dict(zip(arguments.release, ran, strict=True))
+        by_release = dict(zip(arguments.release, ran, strict=True))
     for name in wanted:
         page = PAGES / f"{name}.md"
         if not PART.search(text := page.read_text()):
             raise SystemExit(f"{page}: no part `recorded: cpu double`")
-        rows = table_rows(recorded(text) | {version: outcomes.get(name) for version, (outcomes, _) in found.items()})
+        rows = table_rows(
+            recorded(text) | {version: outcomes.get(name) for version, (outcomes, _) in by_release.items()}
+        )
         page.write_text(with_rows(text, rows))
-    proofs = [proof for _, proofs in found.values() for proof in proofs]
+    proofs = [proof for _, proofs in by_release.values() for proof in proofs]
     print(f"{len(proofs)} pairs of a fix and a release, {sum(proofs)} proven")
     return 0 if all(proofs) else 1
 
 
-def verified(version: str, fixes: Sequence[str]) -> tuple[dict[str, Found], list[bool]]:
-    """What is found for those of *fixes* that *version* is affected by, and whether each was proven."""
+def verified(version: str, fixes: Sequence[str]) -> tuple[dict[str, Outcome], list[bool]]:
+    """Verify *fixes* on *version*: the outcomes by fix that it is affected by, and one flag each, true if proven."""
     command = [sys.executable, "-m", "vllm_graphfix", "verify", *fixes, "--device", "cpu", "--json"]
     environment = {name: value for name, value in os.environ.items() if "GRAPHFIX" not in name}
     done = subprocess.run(
@@ -76,14 +78,14 @@ def verified(version: str, fixes: Sequence[str]) -> tuple[dict[str, Found], list
         raise SystemExit(f"vLLM {version}: {done.stderr}")
     print(f"vLLM {version}: exit code {done.returncode}", file=sys.stderr)
     rows = [row for row in json.loads(done.stdout)["fixes"] if row["diagnosis"] == "affected"]
-    return {row["name"]: _found(row) for row in rows}, [row["outcome"] == "proven" for row in rows]
+    return {row["name"]: _outcome(row) for row in rows}, [row["outcome"] == "proven" for row in rows]
 
 
-def _found(row: dict[str, Any]) -> Found:
-    return Found(row["numbers"] or "", _told(row, "stock"), _told(row, "patched"))
+def _outcome(row: dict[str, Any]) -> Outcome:
+    return Outcome(row["numbers"] or "", _numbers(row, "stock"), _numbers(row, "patched"))
 
 
-def _told(row: dict[str, Any], run: str) -> str:
+def _numbers(row: dict[str, Any], run: str) -> str:
     if row[f"{run}_error"]:
         error = " ".join(row[f"{run}_error"].split())
         return f"`{error if len(error) <= _LONGEST else error[: _LONGEST - 1] + '…'}`".replace("|", "\\|")
@@ -93,30 +95,30 @@ def _told(row: dict[str, Any], run: str) -> str:
     return f"{wrong} of {len(eager)} numbers wrong" if wrong else f"all {len(eager)} equal to eager"
 
 
-def recorded(page: str) -> dict[str, Found | None]:
-    """What *page* has of every release."""
-    found: dict[str, Found | None] = dict.fromkeys(ALL_RELEASES)
+def recorded(page: str) -> dict[str, Outcome | None]:
+    """Return the outcomes in the table of *page*, by release."""
+    by_release: dict[str, Outcome | None] = dict.fromkeys(ALL_RELEASES)
     part = PART.search(page)
     for line in part[0].splitlines()[2:] if part else ():
         span, *cells = re.split(r"(?<!\\) \| ", line.removeprefix("| ").removesuffix(" |"))
         first, _, last = span.partition(" – ")
         of = ALL_RELEASES[ALL_RELEASES.index(first) : ALL_RELEASES.index(last or first) + 1]
-        found |= dict.fromkeys(of, Found(*cells))
-    return found
+        by_release |= dict.fromkeys(of, Outcome(*cells))
+    return by_release
 
 
 def with_rows(page: str, rows: Iterable[str]) -> str:
-    """*page* with *rows* for those that were recorded before."""
+    """Return *page* with *rows* in place of those recorded before."""
     return PART.sub(lambda _: HEAD + "".join(f"{row}\n" for row in rows), page, count=1)
 
 
-def table_rows(by_release: dict[str, Found | None]) -> Iterator[str]:
-    """Releases that follow each other and came to the same have one row."""
-    for found, group in groupby(by_release.items(), key=lambda item: item[1]):
-        if found is not None:
+def table_rows(by_release: dict[str, Outcome | None]) -> Iterator[str]:
+    """Yield one row for consecutive releases with equal outcomes."""
+    for outcome, group in groupby(by_release.items(), key=lambda item: item[1]):
+        if outcome is not None:
             versions = [version for version, _ in group]
             span = versions[0] if len(versions) == 1 else f"{versions[0]} – {versions[-1]}"
-            yield f"| {span} | {found.compared} | {found.stock} | {found.patched} |"
+            yield f"| {span} | {outcome.compared} | {outcome.stock} | {outcome.patched} |"
 
 
 if __name__ == "__main__":

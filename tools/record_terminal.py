@@ -42,20 +42,20 @@ def main() -> int:
             arguments = [command, "--vllm", name]
             code, printed = _in_a_terminal([sys.executable, "-m", "vllm_graphfix", *arguments], Path(folder))
             # The picture shows no folder of this machine.
-            shown = printed.replace(str(stock.resolve()), name)
-            _draw(f"vllm-graphfix {' '.join(arguments)}", shown, DOCS / f"{command}.svg")
+            without_folder = printed.replace(str(stock.resolve()), name)
+            _draw(f"vllm-graphfix {' '.join(arguments)}", without_folder, DOCS / f"{command}.svg")
             print(f"docs/{command}.svg: exit code {code}")
             failed |= code
     return failed
 
 
 def _in_a_terminal(command: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Exit code and what was printed; progress goes to standard error, which is not recorded."""
+    """Return exit code and output; progress goes to standard error, which is not recorded."""
     unwanted = ("VLLM_", "NO_COLOR", "COLUMNS")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
-    environment = kept | {"TERM": "xterm-256color", "PYTHONPATH": str(DOCS.parent)}
+    environment = inherited | {"TERM": "xterm-256color", "PYTHONPATH": str(DOCS.parent)}
     printed = bytearray()
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.DEVNULL

@@ -16,7 +16,7 @@ RECORDED = Path(__file__).parent.parent / "tests" / "patched_by_the_last_version
 
 
 def patched() -> dict[str, list[str]]:
-    """The stock releases that have the defect of each fix, by the manifest."""
+    """Return the stock releases with the defect of each fix, by the manifest."""
     return {
         name: [
             version for entry in entries if entry["verdict"] == Verdict.AFFECTED.value for version in entry["releases"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "vllm_graphfix"
 TOOLS = {"commands", "verify", "__main__.py"}
-"""What no process of an engine imports: commands, and what proves."""
+"""Packages that no process of an engine imports: commands and proofs."""
 LOGGER = "vllm.graphfix"
 """The name of a logger, not of a module."""
 _MODULE = re.compile(r"vllm(\.\w+)+")
@@ -47,11 +47,11 @@ def summary() -> Iterator[str]:
     """Yield a row for each folder, and their sum."""
     yield "| folder | modules | lines |"
     yield "|---|---|---|"
-    found = [(path.parts[0] if len(path.parts) > 1 else "(the package)", path) for path in modules()]
-    for folder, group in groupby(sorted(found), key=lambda each: each[0]):
+    by_folder = [(path.parts[0] if len(path.parts) > 1 else "(the package)", path) for path in modules()]
+    for folder, group in groupby(sorted(by_folder), key=lambda each: each[0]):
         paths = [path for _, path in group]
         yield f"| {folder} | {len(paths)} | {sum(map(lines_of, paths)):,} |"
-    yield f"| all | {len(found)} | {sum(lines_of(path) for _, path in found):,} |"
+    yield f"| all | {len(by_folder)} | {sum(lines_of(path) for _, path in by_folder):,} |"
 
 
 def table() -> Iterator[str]:

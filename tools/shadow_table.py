@@ -34,10 +34,10 @@ PAGE = Path(__file__).parent.parent / "docs" / "shadow.md"
 _BLOCK = re.compile(r"(?<=<!-- generated: cache classes -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _SAYS = "def get_kv_cache_spec("
 _BASE = "AttentionLayerBase"
-"""vLLM's own base of all of them."""
+"""vLLM's base class."""
 _RECURRENT = {RECURRENT, "GatedDeltaNetAttention"}
 _WORKERS = ("v1", "worker")
-"""Whose classes collect what layers say."""
+"""The package whose classes collect the descriptions."""
 _OTHER_SPECS = {
     "KVCacheSpec": "a base",
     "AttentionSpec": "a base",
@@ -50,8 +50,8 @@ _OTHER_SPECS = {
 """Specifications that no layer makes."""
 
 
-class Found(NamedTuple):
-    """A class of a release that says what its layers' caches are."""
+class LayerClass(NamedTuple):
+    """A class of a release that describes its layers' caches."""
 
     place: str
     """``module.Class``, without ``vllm.``."""
@@ -59,8 +59,8 @@ class Found(NamedTuple):
     specs: tuple[str, ...]
 
 
-def cache_classes(tree: Path) -> Iterator[Found]:
-    """Those of the vLLM in *tree*."""
+def cache_classes(tree: Path) -> Iterator[LayerClass]:
+    """Yield those of the vLLM in *tree*."""
     for path in sorted((tree / "vllm").rglob("*.py")):
         if "get_kv_cache_spec" not in (text := path.read_text(encoding="utf-8")) or _SAYS not in text:
             continue
@@ -75,34 +75,34 @@ def cache_classes(tree: Path) -> Iterator[Found]:
                 if isinstance(function, ast.FunctionDef) and function.name == "get_kv_cache_spec":
                     specs = re.findall(r"\b([A-Z]\w*Spec)\b", ast.unparse(function))
                     named = dict.fromkeys(spec for spec in specs if spec not in ("KVCacheSpec", "AttentionSpec"))
-                    yield Found(f"{module}.{node.name}", tuple(map(ast.unparse, node.bases)), tuple(named))
+                    yield LayerClass(f"{module}.{node.name}", tuple(map(ast.unparse, node.bases)), tuple(named))
 
 
 def spec_classes(tree: Path) -> set[str]:
-    """The specifications of caches that the vLLM in *tree* has."""
+    """Return the names of the cache specifications of the vLLM in *tree*."""
     text = (tree / "vllm/v1/kv_cache_interface.py").read_text(encoding="utf-8")
     return set(re.findall(r"^class (\w+Specs?)\b", text, re.MULTILINE))
 
 
-def what_is_known(found: Found) -> CacheClass | None:
-    if any(part in OTHER_DEVICES for part in found.place.split(".")):
+def what_is_known(layer: LayerClass) -> CacheClass | None:
+    if any(part in OTHER_DEVICES for part in layer.place.split(".")):
         return CacheClass("", Treatment.REFUSED, "another device than NVIDIA's, not examined")
-    if _RECURRENT & {name.rsplit(".", 1)[-1] for name in (found.place, *found.bases)}:
+    if _RECURRENT & {name.rsplit(".", 1)[-1] for name in (layer.place, *layer.bases)}:
         return OF_A_STATE
-    return known_at(found.place) or known_by_name(found.place.rsplit(".", 1)[-1])
+    return known_at(layer.place) or known_by_name(layer.place.rsplit(".", 1)[-1])
 
 
 def table() -> list[str]:
-    """Its lines. Raises LookupError with the classes that nobody has looked at."""
-    by_place: dict[str, list[tuple[str, Found]]] = {}
+    """Return the lines of the table. Raises LookupError with classes that were not examined."""
+    by_place: dict[str, list[tuple[str, LayerClass]]] = {}
     for release in RELEASES:
-        for found in cache_classes(fetch_vllm.release(release)):
-            by_place.setdefault(found.place, []).append((release, found))
+        for layer in cache_classes(fetch_vllm.release(release)):
+            by_place.setdefault(layer.place, []).append((release, layer))
     if unknown := [place for place, seen in by_place.items() if what_is_known(seen[-1][1]) is None]:
         raise LookupError(f"shadow/cache_classes.py does not know {', '.join(unknown)}: what does a step write there?")
     if gone := CLASSES - by_place.keys():
         raise LookupError(f"no release has {', '.join(sorted(gone))}")
-    of_layers = {spec for seen in by_place.values() for _, found in seen for spec in found.specs}
+    of_layers = {spec for seen in by_place.values() for _, layer in seen for spec in layer.specs}
     specs = {spec: None for release in RELEASES for spec in sorted(spec_classes(fetch_vllm.release(release)))}
     if strange := specs.keys() - of_layers - _OTHER_SPECS.keys():
         raise LookupError(f"no layer is known that makes {', '.join(sorted(strange))}")
@@ -115,7 +115,7 @@ def table() -> list[str]:
     return [*head, *(line for _, line in sorted(rows)), "", *textwrap.wrap(f"No layer makes {others}.", 120)]
 
 
-def _row(place: str, seen: list[tuple[str, Found]]) -> tuple[tuple[int, str], str]:
+def _row(place: str, seen: list[tuple[str, LayerClass]]) -> tuple[tuple[int, str], str]:
     known = what_is_known(seen[-1][1])
     releases = [release for release, _ in seen]
     between = list(RELEASES[RELEASES.index(releases[0]) : RELEASES.index(releases[-1]) + 1])

@@ -35,9 +35,9 @@ ATTACHED = "attached"
 SOURCE = re.findall(r'^Source = "([^"]+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)[0]
 """The project's address."""
 TREE = (f"{SOURCE}/blob/main/", f"{SOURCE.replace('//github.com', '//raw.githubusercontent.com')}/main/")
-"""What the addresses of files of the tree begin with, and those of its pictures."""
+"""Beginnings of the addresses of files of the tree, and of its pictures."""
 LINK = re.compile(rf"(?:(?<=\]\()|(?<=\]: ))(?:{'|'.join(map(re.escape, TREE))}|(?!https?://|#|<))([^)#\s]+)")
-"""What a link to a file of the tree leads to: inline, or as a reference; relative, or by the project's address."""
+"""The target of a link to a file of the tree: inline, or as a reference; relative, or by the project's address."""
 BADGES = re.compile(r"^\[!\[.*\n\n", re.MULTILINE)
 """Pictures of other sites, on a line of their own: the site fetches nothing."""
 THREAD = re.compile(r"(?<!\[)\b(PR|issue) (\d{4,})\b(?![^\[\n]*\]\()")
@@ -57,8 +57,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(PROJECT / source)))
     for file in list(files.documentation_pages()):
-        for found in LINK.finditer(file.content_string):
-            path = in_tree(file.src_uri, found)
+        for match in LINK.finditer(file.content_string):
+            path = in_tree(file.src_uri, match)
             if in_site(path) == f"{ATTACHED}/{path}" and (PROJECT / path).is_file():
                 copy = File.generated(config, in_site(path), abs_src_path=str(PROJECT / path))
                 copy.inclusion = InclusionLevel.NOT_IN_NAV
@@ -69,14 +69,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = posixpath.dirname(page.file.src_uri)
 
-    def led(found: re.Match[str]) -> str:
-        return posixpath.relpath(in_site(in_tree(page.file.src_uri, found)), here or ".")
+    def led(match: re.Match[str]) -> str:
+        return posixpath.relpath(in_site(in_tree(page.file.src_uri, match)), here or ".")
 
     return with_threads(LINK.sub(led, BADGES.sub("", markdown)))
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """*html* with the name of its column on each cell of a table: where the page is narrow, docs/site.css shows it."""
+    """Add the name of its column to each cell of a table, which docs/site.css shows on a narrow page."""
 
     def named(table: re.Match[str]) -> str:
         columns = [re.sub("<[^>]+>", "", column).replace('"', "&quot;") for column in HEAD.findall(table[0])]
@@ -92,25 +92,25 @@ def _named(row: str, columns: list[str]) -> str:
 
 
 def with_threads(markdown: str) -> str:
-    """*markdown* with a link on each thread of upstream that its prose names; code is left as it is."""
+    """Return *markdown* with a link on each upstream thread that its prose, not its code, names."""
     parts = CODE.split(markdown)
-    parts[::2] = (THREAD.sub(lambda found: f"[{found[0]}]({thread(*found.groups())})", text) for text in parts[::2])
+    parts[::2] = (THREAD.sub(lambda match: f"[{match[0]}]({thread(*match.groups())})", text) for text in parts[::2])
     return "".join(parts)
 
 
-def in_tree(page: str, found: re.Match[str]) -> str:
-    """The file of the tree that a `LINK` on *page* of the site names.
+def in_tree(page: str, match: re.Match[str]) -> str:
+    """Return the file of the tree that a `LINK` on *page* of the site names.
 
     It is in `docs/` for a page of docs/, in the root for one of `PAGES`, and for an address.
     """
-    if found[0] != found[1]:
-        return found[1]
+    if match[0] != match[1]:
+        return match[1]
     source = PurePosixPath(SOURCES.get(page, f"docs/{page}"))
-    return posixpath.normpath(posixpath.join(source.parent, found[1]))
+    return posixpath.normpath(posixpath.join(source.parent, match[1]))
 
 
 def in_site(path: str) -> str:
-    """Where the site has a file of the tree."""
+    """Return the path of a file of the tree on the site."""
     if path in PAGES:
         return PAGES[path]
     return path.removeprefix("docs/") if path.startswith("docs/") else f"{ATTACHED}/{path}"

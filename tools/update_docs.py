@@ -1,4 +1,4 @@
-"""Writes what the pages say of fixes and releases anew.
+"""Writes the generated parts of the pages: tables and texts on fixes and releases.
 
 It is taken from the fixes' records, what they say to people (`ABOUT`), their trials and the manifest. A fix without a
 page gets one.
@@ -74,40 +74,40 @@ NEW_PAGE = """# {0}
 <!-- generated: {0}/cause -->
 <!-- end -->
 """
-"""The page of a fix, in the order in which an operator asks: am I hit, what do I do, how is that known, why."""
+"""The page of a fix, in the order of an operator's questions: am I hit, what do I do, how is that known, why."""
 THREAD = re.compile(r"\b(PR|issue) (\d+)\b")
 DEFAULT_RUNNERS = {"0.14.1": "V1", "0.22.0": "V1, V2 for some models", "0.29.0": "V2"}
-"""The model runner that a release takes where nobody chooses one, by the first release that does so."""
+"""The default model runner, by the first release that has it."""
 Row = tuple[str, ...]
 TABLES: dict[str, tuple[Row, Callable[[Fix, About], Row]]] = {
     "summary": (
         ("fix", "what you see without it", "who is affected", "with it"),
-        lambda fix, said: (
+        lambda fix, record: (
             f"{_linked(fix)}{' ¹' if fix.default is Mode.OBSERVE else ''}",
-            said.seen,
+            record.seen,
             briefly(fix.needs()),
-            said.summary,
+            record.summary,
         ),
     ),
     "symptoms": (
         ("what you see", "only with", "look at", "first test"),
-        lambda fix, said: (said.seen, briefly(fix.needs()), _code(fix), said.first_test),
+        lambda fix, record: (record.seen, briefly(fix.needs()), _code(fix), record.first_test),
     ),
-    "needs": (("fix", "it needs all of this"), lambda fix, said: (_code(fix), _needs(fix))),
+    "needs": (("fix", "it needs all of this"), lambda fix, record: (_code(fix), _needs(fix))),
     "engines": (
         ("fix", "model, engine", "where the defect shows"),
-        lambda fix, said: (_code(fix), trial_of(fix.name).engine, trial_of(fix.name).shows_in),
+        lambda fix, record: (_code(fix), trial_of(fix.name).engine, trial_of(fix.name).shows_in),
     ),
     "already-right": (
         ("fix", "what it does where the value is right already"),
-        lambda fix, said: (_linked(fix), said.already_right),
+        lambda fix, record: (_linked(fix), record.already_right),
     ),
     "caches": (
         ("fix", "what the defect may have left in a store", "how sure"),
-        lambda fix, said: (_code(fix), said.in_caches, said.how_sure),
+        lambda fix, record: (_code(fix), record.in_caches, record.how_sure),
     ),
 }
-"""Tables with a row for each fix: what stands above the columns, and the row."""
+"""Tables with a row for each fix: the heads of columns, and a function that makes the row."""
 
 
 def _code(fix: Fix) -> str:
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     try:
-        # All of them are made before the first is written.
+        # Make all pages before writing the first, so that an error writes none.
         pages = [(page, written, updated(written)) for page, written in _written()]
     except DocsError as error:
         print(f"update_docs: {error}", file=sys.stderr)
@@ -151,10 +151,10 @@ def _written() -> Iterator[tuple[Path, str]]:
 
 
 def updated(text: str) -> str:
-    """*text* with every generated part as it should be. Raises `DocsError`."""
+    """Return *text* with its generated parts made again. Raises `DocsError`."""
 
-    def generate(found: re.Match[str]) -> str:
-        name = found[1]
+    def generate(match: re.Match[str]) -> str:
+        name = match[1]
         made: dict[str, Callable[[], Iterator[str]]] = {
             "defects": defects,
             "verdicts": verdict_table,
@@ -178,7 +178,7 @@ def updated(text: str) -> str:
         return "\n".join([f"<!-- generated: {name} -->", *lines, "<!-- end -->"])
 
     text = re.sub(
-        r"(<!-- number of (\w+) -->)\d+", lambda found: f"{found[1]}{numbers().get(found[2], found[2])}", text
+        r"(<!-- number of (\w+) -->)\d+", lambda match: f"{match[1]}{numbers().get(match[2], match[2])}", text
     )
     text = re.sub(r"(<!-- newest release -->)[\d.]*\d", rf"\g<1>{NEWEST}", text)
     return re.sub(r"<!-- generated: (\S+) -->\n.*?<!-- end -->", generate, text, flags=re.DOTALL)
@@ -186,9 +186,9 @@ def updated(text: str) -> str:
 
 @cache
 def numbers() -> dict[str, int]:
-    """How many fixes there are, are observed by default, and are needed by the newest release.
+    """Count all fixes, those observed by default, those that the newest release needs, and those of a choice there.
 
-    And how many of these concern a model runner or a mode that is not the default there.
+    The last are fixes of a model runner or a mode that is not the release's default.
     """
     entries = [(fix, entry) for fix in FIXES for entry in _entries(fix) if NEWEST in entry["releases"]]
     needed = [(fix, str(entry["shape"])) for fix, entry in entries if entry["verdict"] == Verdict.AFFECTED.value]
@@ -207,7 +207,7 @@ def a_row_for_each_fix(columns: Row, row: Callable[[Fix, About], Row]) -> Iterat
 
 
 def defects() -> Iterator[str]:
-    """A row for releases that follow each other and have the same defects."""
+    """Yield a row for consecutive releases with the same defects."""
     yield "| vLLM | has the defects |"
     yield "|---|---|"
     for span, row in _rows(lambda verdict: verdict == Verdict.AFFECTED.value):
@@ -216,36 +216,36 @@ def defects() -> Iterator[str]:
 
 
 def verdict_table() -> Iterator[str]:
-    """A row for each fix: which releases are judged how, in spans of releases that follow each other."""
-    given = {verdict for fix in FIXES for verdict in verdicts(fix).values()}
-    columns = [verdict.value for verdict in Verdict if verdict.value in given]
+    """Yield a row for each fix: spans of consecutive releases by verdict."""
+    occurring = {verdict for fix in FIXES for verdict in verdicts(fix).values()}
+    columns = [verdict.value for verdict in Verdict if verdict.value in occurring]
     yield f"| fix | {' | '.join(columns)} |"
     yield "|---" * (len(columns) + 1) + "|"
     for fix in FIXES:
-        found = verdicts(fix)
+        by_release = verdicts(fix)
         spans: dict[str, list[str]] = {column: [] for column in columns}
-        for verdict, releases in groupby(ALL_RELEASES, key=found.__getitem__):
+        for verdict, releases in groupby(ALL_RELEASES, key=by_release.__getitem__):
             spans[verdict].append(_span(list(releases)))
         yield f"| {_linked(fix)} | {' | '.join(', '.join(spans[column]) for column in columns)} |"
 
 
 def watched() -> Iterator[str]:
-    """Which replays of each fix the shadow check looks at when it is verified, or why it cannot see the defect."""
+    """Yield a row for each fix: the replays that its proof has checked, or why the shadow check cannot see it."""
     runners = {each.name: each for each in RUNNERS}
     yield "| fix | on the CPU double | on a GPU | not watched, because |"
     yield "|---|---|---|---|"
     for fix in FIXES:
         trial = trial_of(fix.name)
-        found = [runners[each.graphs] for each in (trial.watched, *trial.watched_further) if each]
+        graphs = [runners[each.graphs] for each in (trial.watched, *trial.watched_further) if each]
         double = ", ".join(
-            f"drafter on {each.runner}" if each.name.endswith(DRAFTER) else each.runner for each in found
+            f"drafter on {each.runner}" if each.name.endswith(DRAFTER) else each.runner for each in graphs
         )
         engine = any(case.watched for case in (trial.case, *trial.further) if case)
         yield f"| `{fix.name}` | {double} | {'watched' if engine else ''} | {trial.unwatched} |"
 
 
 def runners() -> Iterator[str]:
-    """A row for each fix of one model runner, or of a mode that no release has by default."""
+    """Yield a row for each fix of one model runner, or of a mode that no release has by default."""
     yield "| fix | affected releases | concerned | the default there |"
     yield "|---|---|---|---|"
     for fix in FIXES:
@@ -262,18 +262,18 @@ def runners() -> Iterator[str]:
 
 
 def _concerned(need: Need, release: str, shape: str) -> tuple[str, str]:
-    """What *need* asks for on *release*, and whether nobody has to choose it there."""
+    """Return the precondition *need* on *release*, and ``yes`` if it holds by default there."""
     if need.runners is None:
         return f"`{need.text}`", "no"
-    found, default = need.runners(shape), default_runner_of(release)
-    if len(found) > 1:
+    possible, default = need.runners(shape), default_runner_of(release)
+    if len(possible) > 1:
         return "model runners V1 and V2", "yes"
-    usual = {True: "yes", False: "no"}[default == found[0]] if default in ("V1", "V2") else "of some models"
-    return f"model runner {found[0]}", usual
+    usual = {True: "yes", False: "no"}[default == possible[0]] if default in ("V1", "V2") else "of some models"
+    return f"model runner {possible[0]}", usual
 
 
 def default_runner_of(release: str) -> str:
-    """The model runner that *release* takes where nobody chooses one; a test holds it against the releases' code."""
+    """Return the default model runner of *release*; a test compares it with the releases' code."""
     since = max(first for first in DEFAULT_RUNNERS if _numbers(first) <= _numbers(release))
     return DEFAULT_RUNNERS[since]
 
@@ -288,36 +288,36 @@ def variables() -> Iterator[str]:
     yield from (f"| `{fix.variable}` | `{fix.default.value}` | {fix.ground or 'nothing yet'} |" for fix in FIXES)
 
 
-def _rows(told: Callable[[str], T]) -> Iterator[tuple[str, tuple[T, ...]]]:
-    """Releases that follow each other, and what is *told* of the verdict on each fix, which they have in common."""
+def _rows(column: Callable[[str], T]) -> Iterator[tuple[str, tuple[T, ...]]]:
+    """Yield spans of consecutive releases with the same *column* of every fix's verdict, and these values."""
     releases = sorted(verdicts(FIXES[0]), key=lambda release: tuple(map(int, release.split("."))))
-    found = {fix.name: verdicts(fix) for fix in FIXES}
-    for row, group in groupby(releases, key=lambda release: tuple(told(found[fix.name][release]) for fix in FIXES)):
+    by_fix = {fix.name: verdicts(fix) for fix in FIXES}
+    for row, group in groupby(releases, key=lambda release: tuple(column(by_fix[fix.name][release]) for fix in FIXES)):
         yield _span(list(group)), row
 
 
 def verdicts(fix: Fix) -> dict[str, str]:
-    """Release to verdict, as the manifest has it. Raises `DocsError` where it lacks a release."""
-    found = {release: entry["verdict"] for entry in _entries(fix) for release in entry["releases"]}
-    if missing := [release for release in ALL_RELEASES if release not in found]:
+    """Return verdicts by release from the manifest. Raises `DocsError` if it lacks a release."""
+    by_release = {release: entry["verdict"] for entry in _entries(fix) for release in entry["releases"]}
+    if missing := [release for release in ALL_RELEASES if release not in by_release]:
         raise DocsError(f"the manifest lacks {fix.name} on vLLM {', '.join(missing)}; run `make manifest`")
-    return found
+    return by_release
 
 
 def facts(fix: Fix) -> Iterator[str]:
-    """Who is hit by what *fix* corrects, and what they can do: the beginning of its page."""
-    said = about(fix)
+    """Yield the beginning of the page of *fix*: who is affected, and what they can do."""
+    record = about(fix)
     yield ""
-    yield f"What the fix sees to: {with_threads(said.summary)}."
+    yield f"What the fix sees to: {with_threads(record.summary)}."
     yield ""
     yield "## Am I hit?"
     yield ""
     rows = {
-        "Symptom": said.symptom,
+        "Symptom": record.symptom,
         "Only with": _needs(fix),
-        "Affected": said.releases,
-        "First test": said.first_test,
-        "How to tell": said.detect,
+        "Affected": record.releases,
+        "First test": record.first_test,
+        "How to tell": record.detect,
     }
     yield from _two_columns(rows)
     yield ""
@@ -329,25 +329,27 @@ def facts(fix: Fix) -> Iterator[str]:
     yield ""
     page = "[configuration](../configuration.md#variables-of-the-fixes)"
     yield f"Read when an engine starts; {page} says what each value does."
-    told = re.sub(rf"{fix.variable}=auto|=on", r"`\g<0>`", by_default(fix))
-    told = f"By default {told} ([the rule](../configuration.md#what-is-on-by-default))."
-    yield from wrap(told, 120, break_long_words=False, break_on_hyphens=False)
+    text = re.sub(rf"{fix.variable}=auto|=on", r"`\g<0>`", by_default(fix))
+    text = f"By default {text} ([the rule](../configuration.md#what-is-on-by-default))."
+    yield from wrap(text, 120, break_long_words=False, break_on_hyphens=False)
     for other in fix.together:
         yield f"It goes with [`{other.name}`]({other.name}.md): without that one, {other.because}."
     yield ""
     yield "## Without the plugin"
     yield ""
-    yield from _two_columns({"Workaround": said.workaround, "Not needed from": said.removable.removeprefix("with ")})
+    yield from _two_columns(
+        {"Workaround": record.workaround, "Not needed from": record.removable.removeprefix("with ")}
+    )
     yield ""
 
 
 def cause(fix: Fix) -> Iterator[str]:
-    """Why *fix* is needed, what it does and counts, and the shapes of code that it was written for."""
-    said = about(fix)
+    """Yield the end of the page of *fix*: cause, remedy, events, and the shapes of code that it corrects."""
+    record = about(fix)
     yield ""
     yield "## Cause and remedy"
     yield ""
-    yield from _two_columns({"Cause": said.cause, "Remedy": said.remedy, "Upstream": references(said)})
+    yield from _two_columns({"Cause": record.cause, "Remedy": record.remedy, "Upstream": references(record)})
     yield ""
     yield "| event | one more of it says |"
     yield "|---|---|"
@@ -370,8 +372,8 @@ def _two_columns(rows: dict[str, str]) -> Iterator[str]:
 
 
 def with_threads(text: str) -> str:
-    """*text* with a link on each thread of upstream that it names."""
-    return THREAD.sub(lambda found: f"[{found[0]}]({thread(*found.groups())})", text)
+    """Return *text* with a link on each upstream thread that it names."""
+    return THREAD.sub(lambda match: f"[{match[0]}]({thread(*match.groups())})", text)
 
 
 def _entries(fix: Fix) -> list[dict[str, Any]]:
@@ -381,8 +383,8 @@ def _entries(fix: Fix) -> list[dict[str, Any]]:
         raise DocsError(f"{str(error).partition(';')[0]}; run `make manifest`") from None
     if fix.name not in fixes:
         raise DocsError(f"the manifest lacks {fix.name}; run `make manifest`")
-    found: list[dict[str, Any]] = fixes[fix.name]
-    return found
+    entries: list[dict[str, Any]] = fixes[fix.name]
+    return entries
 
 
 def _span(releases: list[str]) -> str:

@@ -38,14 +38,14 @@ PAGE = ROOT / "docs" / "rollout.md"
 COLUMNS = 110
 PERCENTAGE = 5
 SHADOW = "1/2000"
-"""A CPU has no graphs, so nothing comes to be checked; that it is switched on is real."""
+"""Switched on, though nothing is checked: a CPU has no graphs."""
 SERVE = f"vllm serve /models/{MODEL}"
 QUERY = "sum by (instance, fix, mode, state) (graphfix_fix_ranks)"
 METRICS = r"^graphfix_.*(observing|total|ranks)"
 
 
 class Walk:
-    """Servers that share a status folder, and the commands of somebody who looks at them."""
+    """Servers that share a status folder, and commands that read it."""
 
     def __init__(self, folder: Path, record: float, *, photograph: bool) -> None:
         self.record = record
@@ -69,12 +69,12 @@ class Walk:
                 server.stop()  # so that it takes its records away
 
     def forget(self) -> None:
-        """A stage does not see what a killed server has left in another."""
+        """Empty the status folder, so that a stage does not see records of a server killed in another."""
         shutil.rmtree(self._status)
         self._status.mkdir()
 
     def command(self, *arguments: str) -> str:
-        """`vllm-graphfix` with *arguments*, what it printed, and its exit code unless that is 0."""
+        """Run `vllm-graphfix` with *arguments*; return its output, and its exit code unless that is 0."""
         done = subprocess.run(
             # As wide as the page, which a pipe is not.
             [
@@ -94,7 +94,7 @@ class Walk:
         return f"$ vllm-graphfix {' '.join(arguments)}\n{self.readable(done.stdout)}{code}"
 
     def readable(self, printed: str) -> str:
-        """*printed* without the names of this machine, its user and its folders."""
+        """Return *printed* without the names of this machine, its user and its folders."""
         names = {
             str(self._installed.model): f"/models/{MODEL}",
             str(cpu_release()): "/venv/lib/python3/site-packages",
@@ -135,7 +135,7 @@ def canary(walk: Walk) -> dict[str, str]:
         for server in (patched, stock):
             _wait_for_metrics(server)
         seen = walk.command("fleet")
-        asked = "\n".join(
+        metrics = "\n".join(
             _metrics(server, "^graphfix_(canary|rollout)", port) for port, server in ((8000, patched), (8001, stock))
         )
         if walk.record:
@@ -150,7 +150,7 @@ def canary(walk: Walk) -> dict[str, str]:
             ),
         ]
     )
-    return {"canary": f"{started}\n{seen}\n{asked}"}
+    return {"canary": f"{started}\n{seen}\n{metrics}"}
 
 
 def everywhere_and_off(walk: Walk) -> dict[str, str]:
@@ -165,10 +165,12 @@ def everywhere_and_off(walk: Walk) -> dict[str, str]:
         answered = time.monotonic() - start
         _wait_for_metrics(server)
         seen_off = walk.command("fleet")
-    told = f"# {answered:.0f} s from the signal to the first answer, {ended:.0f} of them until the old server had ended"
+    timing = (
+        f"# {answered:.0f} s from the signal to the first answer, {ended:.0f} of them until the old server had ended"
+    )
     return {
         "all": f"$ VLLM_GRAPHFIX=on {SERVE} &\n{seen}",
-        "off": f"$ kill -TERM %1; wait %1; VLLM_GRAPHFIX=off {SERVE} &\n{told}\n{seen_off}",
+        "off": f"$ kill -TERM %1; wait %1; VLLM_GRAPHFIX=off {SERVE} &\n{timing}\n{seen_off}",
     }
 
 
@@ -197,13 +199,13 @@ STAGES: dict[str, Callable[[Walk], dict[str, str]]] = {
 
 
 def _metrics(server: Server, pattern: str, port: int = 8000) -> str:
-    """The lines of /metrics that *pattern* is found in; the user's server listens on *port*."""
+    """Return the lines of /metrics that match *pattern*, as of a server on *port*."""
     lines = [line for line in server.metrics().splitlines() if re.search(pattern, line)]
     return "\n".join([f"$ curl -s localhost:{port}/metrics | grep -E '{pattern}'", *lines])
 
 
 def _wait_for_metrics(server: Server) -> None:
-    """Until its ranks' records have been read: that happens every few seconds."""
+    """Wait until the server has read its ranks' records, which it does every few seconds."""
     until = time.monotonic() + 60
     while "graphfix_ranks_agreeing " not in server.metrics() and time.monotonic() < until:
         time.sleep(1)
@@ -211,18 +213,18 @@ def _wait_for_metrics(server: Server) -> None:
 
 @contextlib.contextmanager
 def _load(server: Server) -> Iterator[None]:
-    """Two clients that ask for completions, some of which end before their limit."""
+    """Run two clients that ask for completions, some of which end before their limit."""
     done = threading.Event()
 
     def ask(client: int) -> None:
         number = client
         while not done.wait(0.3):
             number += 2
-            asked = {"model": MODEL, "prompt": [3 + number % 90, 4, 5], "max_tokens": 24 + number % 40}
-            asked |= {"temperature": 1, "seed": number, "stop": [" w77"] if number % 3 else []}
+            body = {"model": MODEL, "prompt": [3 + number % 90, 4, 5], "max_tokens": 24 + number % 40}
+            body |= {"temperature": 1, "seed": number, "stop": [" w77"] if number % 3 else []}
             request = urllib.request.Request(
                 f"http://127.0.0.1:{server.port}/v1/completions",
-                json.dumps(asked).encode(),
+                json.dumps(body).encode(),
                 {"Content-Type": "application/json"},
             )
             with urllib.request.urlopen(request, timeout=120) as answer:  # noqa: S310 # our own, on this machine
@@ -240,7 +242,7 @@ def _load(server: Server) -> Iterator[None]:
 
 
 def _dashboard(walk: Walk, servers: Sequence[Server]) -> None:
-    """docs/dashboard.svg, and docs/prometheus.png if that is wanted."""
+    """Write docs/dashboard.svg, and docs/prometheus.png with --photograph."""
     urls = [f"http://127.0.0.1:{server.port}/metrics" for server in servers]
     with record_dashboard.prometheus(urls) as running:
         start = time.time()
@@ -249,8 +251,8 @@ def _dashboard(walk: Walk, servers: Sequence[Server]) -> None:
         end = time.time()
         answers = [record_dashboard.ask(running, panel, start, end) for panel in record_dashboard.panels()]
         if walk.photograph:
-            asked = urllib.parse.urlencode({"g0.expr": QUERY, "g0.tab": 1})
-            _photograph(f"{running.address}/classic/graph?{asked}", ROOT / "docs" / "prometheus.png")
+            query = urllib.parse.urlencode({"g0.expr": QUERY, "g0.tab": 1})
+            _photograph(f"{running.address}/classic/graph?{query}", ROOT / "docs" / "prometheus.png")
         print(*(running.firing() or ["no alert"]), sep="\n")
     about = f"two servers of vLLM 0.21.0 on a CPU, one in a rollout of {PERCENTAGE} %"
     (ROOT / "docs" / "dashboard.svg").write_text(record_dashboard.picture(answers, start, end, about))
@@ -272,7 +274,7 @@ def _photograph(address: str, into: Path) -> None:
 
 
 def written(page: str, parts: dict[str, str]) -> str:
-    """*page* with *parts* in their places; raises KeyError for one that has none."""
+    """Return *page* with *parts* in their places. Raises KeyError for a part without one."""
     for name, text in parts.items():
         before, start, rest = page.partition(f"<!-- walked: {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
