@@ -34,8 +34,8 @@ Run = Callable[..., dict[str, Any]]
 
 
 def test_a_case_runs_on_the_newest_affected_release_and_the_first_fixed_one_after_it() -> None:
-    given = sites("0.22.1", "0.18.1", "0.33.0", "0.20.0", "0.21.0")
-    plans = [plan(case, given) for case in CASES]
+    installed = sites("0.22.1", "0.18.1", "0.33.0", "0.20.0", "0.21.0")
+    plans = [plan(case, installed) for case in CASES]
     releases = {made.case.name: {c.name: c.site.release for c in made.configurations} for made in plans if made}
     assert {name: (on["stock"], on["fixed"]) for name, on in releases.items()} == {
         "mla": ("0.21.0", "0.22.1"),
@@ -63,11 +63,11 @@ def test_without_a_fixed_release_its_engine_is_listed_as_not_run() -> None:
     assert made.not_run == ("no release with the upstream fix was given",)
 
 
-def test_a_case_that_concerns_no_given_release_has_no_plan() -> None:
+def test_a_case_that_concerns_no_release_at_hand_has_no_plan() -> None:
     assert plan(MLA_FP8, sites("0.21.0", "0.22.1")) is None
 
 
-def test_a_folder_with_another_release_than_said_is_refused() -> None:
+def test_a_folder_with_another_release_than_named_is_refused() -> None:
     with pytest.raises(ValueError, match=r"holds vLLM 0\.21\.0, not 0\.22\.1"):
         find_sites([f"0.22.1={release_root('0.21.0')}"])
 
@@ -81,12 +81,12 @@ def test_only_the_patched_engine_loads_the_plugin() -> None:
 
 
 def test_an_engine_finds_its_own_vllm_first_and_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = sites("0.21.0", "0.22.1")
+    installed = sites("0.21.0", "0.22.1")
     other = str(release_root("0.22.1"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([other, "somewhere-else"]))
-    made = plan(MLA, given)
+    made = plan(MLA, installed)
     assert made is not None
-    path = made["stock"].environment(MLA, given, Path())["PYTHONPATH"].split(os.pathsep)
+    path = made["stock"].environment(MLA, installed, Path())["PYTHONPATH"].split(os.pathsep)
     assert path == [str(release_root("0.21.0").resolve()), "somewhere-else"]
 
 
@@ -167,12 +167,12 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         engine.end()
 
 
-def test_an_engine_that_does_not_answer_in_time_is_given_up(started: Callable[[str], EngineProcess]) -> None:
+def test_an_engine_that_does_not_answer_in_time_raises(started: Callable[[str], EngineProcess]) -> None:
     with pytest.raises(DiedError, match="did not answer in time"):
         started("hangs").ready(0.1)
 
 
-def test_the_start_of_an_engine_ends_when_it_answers_and_not_when_it_is_asked_for(
+def test_the_start_of_an_engine_ends_when_it_answers_and_not_when_it_is_awaited(
     started: Callable[[str], EngineProcess],
 ) -> None:
     before = time.monotonic()
@@ -183,7 +183,7 @@ def test_the_start_of_an_engine_ends_when_it_answers_and_not_when_it_is_asked_fo
     assert engine.ready(60).seconds <= answered - before
 
 
-def test_a_crash_is_told_in_the_words_of_the_log(started: Callable[[str], EngineProcess]) -> None:
+def test_a_crash_is_reported_in_the_words_of_the_log(started: Callable[[str], EngineProcess]) -> None:
     engine = started("crashes at batch 8")
     engine.ready(60)
     engine.tell(8, 9)
@@ -234,9 +234,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     ) -> dict[str, Any]:
         monkeypatch.setenv("ENGINE_WORKER_STAND_IN", json.dumps(behaviours))
         monkeypatch.setattr("vllm_graphfix.verify.engine.device.find", lambda: device)
-        given = [part for site in sites(*releases) for part in ("--site", f"{site.release}={site.folder}")]
+        options = [part for site in sites(*releases) for part in ("--site", f"{site.release}={site.folder}")]
         monkeypatch.setattr(
-            sys, "argv", ["engine_cost.py", *given, "--out", str(tmp_path), "--tokens", "5", *arguments]
+            sys, "argv", ["engine_cost.py", *options, "--out", str(tmp_path), "--tokens", "5", *arguments]
         )
         engine_cost.main()
         result: dict[str, Any] = json.loads((tmp_path / engine_run.RESULT).read_text())
@@ -327,11 +327,11 @@ def test_the_engines_of_a_step_are_compared_with_themselves(run: Run) -> None:
 
 
 def test_each_case_of_a_step_has_a_share_of_the_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-    monkeypatch.setattr(engine_run.Benchmark, "_steps", lambda self, made, engines, seconds: given.append(seconds))
+    shares: list[float] = []
+    monkeypatch.setattr(engine_run.Benchmark, "_steps", lambda self, made, engines, seconds: shares.append(seconds))
     monkeypatch.setattr(engine_run.Benchmark, "_remaining", lambda self: 120.0)
     run({}, "--steps", "--limit", "120", releases=("0.33.0",))
-    assert given == [30.0, 40.0, 60.0, 120.0]
+    assert shares == [30.0, 40.0, 60.0, 120.0]
 
 
 def test_where_time_is_up_nothing_more_is_begun(run: Run) -> None:

@@ -29,7 +29,7 @@ def measured(**seconds: float) -> dict[str, Any]:
     """A case with one round of batch 1, in which the engines took *seconds*."""
     made = plan(MLA, sites("0.21.0", "0.22.1"))
     assert made is not None
-    told = {"compilation_mode": "VLLM_COMPILE", "cudagraph_mode": "FULL_AND_PIECEWISE", "active": ["capture-state"]}
+    facts = {"compilation_mode": "VLLM_COMPILE", "cudagraph_mode": "FULL_AND_PIECEWISE", "active": ["capture-state"]}
     return {
         "name": "mla",
         "title": "MLA",
@@ -44,7 +44,7 @@ def measured(**seconds: float) -> dict[str, Any]:
                 "graphs": c.graphs,
                 "attempt": 0,
                 "failure": None,
-                "told": dict(told),
+                "told": dict(facts),
             }
             for c in made.configurations
         ],
@@ -77,8 +77,8 @@ def test_patched_may_be_slower_than_stock_by_one_percent(patched: float, met: bo
 
 @pytest.mark.parametrize(("patched", "met"), [(2.0, True), (3.0, False)])
 def test_patched_is_to_be_half_as_fast_again_as_eager(patched: float, met: bool) -> None:
-    (found,) = (t for t in engine_figures.targets(measured(eager=4.0, patched=patched)) if "eager" in t.what)
-    assert found.met is met
+    (target,) = (t for t in engine_figures.targets(measured(eager=4.0, patched=patched)) if "eager" in t.what)
+    assert target.met is met
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_a_table_for_a_page_has_a_line_for_each_engine() -> None:
 def step_measured(**ratios: Ratio) -> dict[str, Any]:
     """A case of `--steps` of batch 1, with the ratios of its engines."""
     (made,) = step_plans(sites("0.33.0"), STEPS[:1])
-    told = {"compilation_mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY", "active": ["capture-state"]}
+    facts = {"compilation_mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY", "active": ["capture-state"]}
     engines: list[dict[str, Any]] = [
-        {"name": c.name, "label": c.label, "graphs": c.graphs, "attempt": 0, "failure": None, "told": told}
+        {"name": c.name, "label": c.label, "graphs": c.graphs, "attempt": 0, "failure": None, "told": facts}
         for c in made.configurations
     ]
     for engine in engines:

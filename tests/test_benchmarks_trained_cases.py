@@ -66,54 +66,54 @@ def test_what_cannot_be_run_is_listed_with_its_reason(
 ) -> None:
     site = f"{release}={release_root(release)}"
     assert run(monkeypatch, "--out", str(tmp_path), "--site", site, "--only", f"{case}@{release}") == 2
-    (found,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
-    assert (found["case"], found["release"]) == (case, release)
-    assert found["not_run"].startswith(why)
+    (result,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
+    assert (result["case"], result["release"]) == (case, release)
+    assert result["not_run"].startswith(why)
 
 
-def test_another_release_of_a_case_than_was_asked_for_is_not_mentioned(
+def test_another_release_of_a_case_than_was_chosen_is_not_mentioned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    given = [part for release in ("0.21.0", "0.33.0") for part in ("--site", f"{release}={release_root(release)}")]
-    run(monkeypatch, "--out", str(tmp_path), *given, "--only", "chat@0.21.0")
+    options = [part for release in ("0.21.0", "0.33.0") for part in ("--site", f"{release}={release_root(release)}")]
+    run(monkeypatch, "--out", str(tmp_path), *options, "--only", "chat@0.21.0")
     runs = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
     assert [each["release"] for each in runs] == ["0.21.0"]
 
 
-def test_only_the_second_pass_is_asked_in_waves() -> None:
+def test_only_the_second_pass_is_sent_in_waves() -> None:
     from measuring.in_waves import ThenInWaves
 
     class Engine:
         def __init__(self) -> None:
-            self.asked: list[list[int]] = []
+            self.batches: list[list[int]] = []
 
         def generate(self, prompts: list[int], sampling: list[int], **_: Any) -> list[int]:
-            self.asked.append(prompts)
+            self.batches.append(prompts)
             return [prompt * 10 for prompt in prompts]
 
     engine: Any = Engine()
     ThenInWaves({}, lambda: None).in_the_engine(engine)
     answers = [engine.generate([1, 2, 3, 4], [0] * 4) for _ in range(2)]
     assert answers == [[10, 20, 30, 40]] * 2
-    assert engine.asked == [[1, 2, 3, 4], [1, 2, 3], [4]]
+    assert engine.batches == [[1, 2, 3, 4], [1, 2, 3], [4]]
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("InWaves", [3, 3, 3]), ("InFours", [4, 4, 1]), ("InEights", [8, 1])])
-def test_a_wave_is_asked_with_its_own_adapters(name: str, sizes: list[int]) -> None:
+def test_a_wave_is_sent_with_its_own_adapters(name: str, sizes: list[int]) -> None:
     class Engine:
         def __init__(self) -> None:
-            self.asked: list[int] = []
+            self.sizes: list[int] = []
 
         def generate(self, prompts: list[int], sampling: list[int], *, lora_request: list[int], **_: Any) -> list[int]:
             assert lora_request == prompts == sampling
-            self.asked.append(len(prompts))
+            self.sizes.append(len(prompts))
             return prompts
 
     engine: Any = Engine()
     probe_of(f"measuring.in_waves:{name}")({}, lambda: None).in_the_engine(engine)
-    given = list(range(9))
-    assert engine.generate(given, given, lora_request=given, use_tqdm=False) == given
-    assert engine.asked == sizes
+    nine = list(range(9))
+    assert engine.generate(nine, nine, lora_request=nine, use_tqdm=False) == nine
+    assert engine.sizes == sizes
 
 
 def case_of(name: str) -> Trained:
@@ -151,36 +151,36 @@ def test_requests_of_each_adapter_and_of_none_are_in_every_batch_and_end_togethe
     assert stock.arguments["specialize_active_lora"]
     tasks: dict[str | None, Callable[[list[str]], list[str]]] = {
         None: sorted,
-        "llama/sort_down": lambda told: sorted(told, reverse=True),
+        "llama/sort_down": lambda letters: sorted(letters, reverse=True),
         "llama/repeat": list,
     }
     for question in case.questions(models):
         assert question.right is not None
-        told = question.prompt[:-1].split(",")
-        assert question.right.rstrip(".") == "".join(tasks[question.adapter](told))
-        assert len(told) > 1, "an adapter's answer is another one than the model's"
+        letters = question.prompt[:-1].split(",")
+        assert question.right.rstrip(".") == "".join(tasks[question.adapter](letters))
+        assert len(letters) > 1, "an adapter's answer is another one than the model's"
     rehearsed = case.jobs(models, "/site", rehearse=True)[0]
     assert set(rehearsed.adapters) == folders
     assert len(rehearsed.prompts) == 3
 
 
-def test_passages_are_asked_as_their_defects_show(tmp_path: Path) -> None:
+def test_prompts_of_passages_show_their_defects(tmp_path: Path) -> None:
     llama, mamba, scored = (case_of(name) for name in ("llama-docs", "mamba2-docs", "llama-docs-scored"))
     _, stock, _ = llama.jobs(tmp_path, "/site")
     largest = max(llama.case.graphs["cudagraph_capture_sizes"])
     assert stock.arguments["max_num_seqs"] * len(stock.prompts[0]) > largest, "the first prompts are in no graph"
     assert stock.arguments["attention_config"] == {"backend": "FLASH_ATTN"}
     assert {len(question.ids) for question in mamba.questions(tmp_path)} == {1}
-    asked, (_, stock, _) = scored.questions(tmp_path), scored.jobs(tmp_path, "/site")
+    questions, (_, stock, _) = scored.questions(tmp_path), scored.jobs(tmp_path, "/site")
     sizes = scored.case.graphs["cudagraph_capture_sizes"]
     assert stock.prompt_logprobs
     assert stock.arguments["speculative_config"]["model"] == stock.arguments["model"]
-    assert {len(question.ids) for question in asked} <= set(sizes)
-    assert max(len(question.ids) for question in asked) < max(sizes), "a draft model is given one token more"
-    assert all(question.unscored < len(question.ids) for question in asked)
+    assert {len(question.ids) for question in questions} <= set(sizes)
+    assert max(len(question.ids) for question in questions) < max(sizes), "a draft model is given one token more"
+    assert all(question.unscored < len(question.ids) for question in questions)
     drafted = case_of("mla-mtp-docs-scored")
-    assert drafted.questions(tmp_path) == asked
-    assert {len(question.ids) for question in asked} <= set(drafted.case.graphs["cudagraph_capture_sizes"])
+    assert drafted.questions(tmp_path) == questions
+    assert {len(question.ids) for question in questions} <= set(drafted.case.graphs["cudagraph_capture_sizes"])
     mtp = case_of("mla-mtp-docs").jobs(tmp_path, "/site")[1]
     assert mtp.prompts == tuple(tuple(prompt.encode()) for prompt, _ in BEGUN)
     assert mtp.arguments["speculative_config"]["method"] == "mtp"
@@ -191,12 +191,12 @@ def test_walks_beside_steps_of_an_idle_rank_are_no_longer_than_those_of_the_trai
     tmp_path: Path, symbols: int
 ) -> None:
     models = in_models(tmp_path, "mamba2", symbols)
-    asked = case_of("mamba2-idle").questions(models)
+    questions = case_of("mamba2-idle").questions(models)
     recipe = trained_recipes.RECIPES["mamba2"]
     length = recipe.width * symbols + 2 + symbols
-    assert all(len(question.ids) + question.tokens <= length for question in asked)
-    for at in range(0, len(asked), 4):
-        singer, *walks = asked[at : at + 4]
+    assert all(len(question.ids) + question.tokens <= length for question in questions)
+    for at in range(0, len(questions), 4):
+        singer, *walks = questions[at : at + 4]
         assert singer.prompt + (singer.right or "") == singer.prompt[0] + song(singer.prompt[0])
         assert len(singer.ids) > 1, "no prompt of one token"
         # The last one of those that go on takes the first row.
@@ -239,11 +239,11 @@ def test_prompts_of_a_state_for_each_block_go_on_in_a_second_one_and_end_there(t
 @pytest.mark.parametrize("name", ["deepseek-v4-chorus", "deepseek-v4-stride-chorus", "deepseek-v4-docs"])
 def test_singers_of_one_batch_have_prompts_and_answers_of_one_length(tmp_path: Path, name: str) -> None:
     models = in_models(tmp_path, case_of(name).case.model, 40)
-    asked = case_of(name).questions(models)
-    assert len({question.prompt[0] for question in asked}) == len(asked) == 24
-    for at in range(0, len(asked), 8):
-        assert len({(len(question.ids), question.tokens) for question in asked[at : at + 8]}) == 1
-    assert all(len(question.ids) < 128 < len(question.ids) + question.tokens for question in asked)
+    questions = case_of(name).questions(models)
+    assert len({question.prompt[0] for question in questions}) == len(questions) == 24
+    for at in range(0, len(questions), 8):
+        assert len({(len(question.ids), question.tokens) for question in questions[at : at + 8]}) == 1
+    assert all(len(question.ids) < 128 < len(question.ids) + question.tokens for question in questions)
 
 
 def test_what_a_cpu_engine_cannot_run_is_not_rehearsed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -258,8 +258,8 @@ def test_what_a_cpu_engine_cannot_run_is_not_rehearsed(monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(trained.Benchmark, "_training", lambda *_: nullcontext({}))
     assert run(monkeypatch, *options) == 2
-    (told,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
-    assert told["not_run"] == "a CPU engine cannot run it"
+    (result,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
+    assert result["not_run"] == "a CPU engine cannot run it"
     ranks = case_of("llama-dcp-sort").jobs(in_models(tmp_path, "llama-one-head", 12), "/site", rehearse=True)
     assert not any("parallel" in name for job in ranks for name in job.arguments)
 
@@ -269,20 +269,20 @@ def test_a_case_of_two_gpus_is_not_run_on_one(monkeypatch: pytest.MonkeyPatch, t
     options = ("--out", str(tmp_path), "--site", site, "--only", "llama-dcp-sort")
     monkeypatch.setattr(trained.Benchmark, "_training", lambda *_: nullcontext({}))
     assert run(monkeypatch, *options) == 2
-    (told,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
-    assert told["not_run"] == "needs 2 GPUs"
+    (result,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
+    assert result["not_run"] == "needs 2 GPUs"
     assert run(monkeypatch, *options, device=replace(GPU, count=2)) == 2
-    (told,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
-    assert told["not_run"].startswith("the model could not be trained")
+    (result,) = json.loads((tmp_path / trained.RESULT).read_text())["runs"]
+    assert result["not_run"].startswith("the model could not be trained")
 
 
 def test_scored_prompts_that_end_in_their_answer_are_as_long_as_graphs_are_large(tmp_path: Path) -> None:
     (tmp_path / "mla-mtp").mkdir()
     (tmp_path / "mla-mtp" / "trained.json").write_text('{"symbols": 62}')
     scored = case_of("mla-mtp-scored")
-    asked = scored.questions(tmp_path)
-    assert {len(question.ids) for question in asked} <= set(scored.case.graphs["cudagraph_capture_sizes"])
-    for question in asked:
+    questions = scored.questions(tmp_path)
+    assert {len(question.ids) for question in questions} <= set(scored.case.graphs["cudagraph_capture_sizes"])
+    for question in questions:
         prompt, answer = question.prompt[: question.unscored], question.prompt[question.unscored :]
         assert prompt.endswith(":")
         assert answer.rstrip(".") == "".join(sorted(prompt[:-1].split(",")))
@@ -313,8 +313,8 @@ def ended(
         Answer(tuple(text.encode()), tuple({token: logprob, 0: -9.0} for token in text.encode())) for text in texts
     )
     states = {"0": {"mamba-padding": "active" if mode == "patched" else "off"}}
-    said = Said((answers,), states, {}, drafts, {}, 1.0, cudagraph_mode="FULL")
-    return Ended(Job(mode, EAGER), None if error else said, error, Path("log"), 2.0)
+    output = Said((answers,), states, {}, drafts, {}, 1.0, cudagraph_mode="FULL")
+    return Ended(Job(mode, EAGER), None if error else output, error, Path("log"), 2.0)
 
 
 def figures_of(stock: Ended, kind: str = EXACT, patched: Ended | None = None) -> dict[str, Any]:
@@ -335,40 +335,40 @@ def test_answers_are_counted_whole_and_in_characters() -> None:
 
 
 def test_the_pair_of_texts_is_that_of_the_first_corrupt_prompt() -> None:
-    told = trained_figures.pair(figures_of(ended("stock", ("abc", "bxa"))))
-    assert told is not None
-    assert (told["prompt"], told["eager"], told["stock"], told["patched"]) == ("q", "bca", "bxa", "bca")
+    texts = trained_figures.pair(figures_of(ended("stock", ("abc", "bxa"))))
+    assert texts is not None
+    assert (texts["prompt"], texts["eager"], texts["stock"], texts["patched"]) == ("q", "bca", "bxa", "bca")
     assert trained_figures.pair(figures_of(ended("stock", ("abc", "bca")))) is None
 
 
 def test_a_crash_on_stock_is_a_result_and_one_with_the_fixes_is_a_failure() -> None:
-    found = figures_of(ended("stock", (), error="CUDA error: an illegal memory access"))
-    assert trained_figures.is_good(found)
-    assert "CUDA error: an illegal memory access" in trained_figures.markdown({"runs": [found], "models": {}})
-    found["modes"]["patched"] = {"error": "out of memory", "seconds": 1.0}
-    assert not trained_figures.is_good(found)
+    figures = figures_of(ended("stock", (), error="CUDA error: an illegal memory access"))
+    assert trained_figures.is_good(figures)
+    assert "CUDA error: an illegal memory access" in trained_figures.markdown({"runs": [figures], "models": {}})
+    figures["modes"]["patched"] = {"error": "out of memory", "seconds": 1.0}
+    assert not trained_figures.is_good(figures)
 
 
 def test_an_engine_without_its_fix_at_work_is_a_failure() -> None:
-    found = figures_of(ended("stock", ("abc", "bca")))
-    found["modes"]["patched"]["state"] = "off"
-    assert not trained_figures.is_good(found)
+    figures = figures_of(ended("stock", ("abc", "bca")))
+    figures["modes"]["patched"]["state"] = "off"
+    assert not trained_figures.is_good(figures)
 
 
 def test_on_a_vllm_without_the_defect_no_fix_has_to_be_at_work() -> None:
-    found = figures_of(ended("stock", ("abc", "bca"))) | {"affected": False}
-    found["modes"]["patched"]["state"] = "fixed"
-    assert trained_figures.is_good(found)
-    found["modes"]["patched"]["corrupt"] = [0]
-    assert not trained_figures.is_good(found)
+    figures = figures_of(ended("stock", ("abc", "bca"))) | {"affected": False}
+    figures["modes"]["patched"]["state"] = "fixed"
+    assert trained_figures.is_good(figures)
+    figures["modes"]["patched"]["corrupt"] = [0]
+    assert not trained_figures.is_good(figures)
 
 
 def test_drafts_that_are_accepted_less_often_than_without_graphs_are_a_failure() -> None:
     stock = ended("stock", ("abc", "bca"), drafts=(1, 4))
-    found = figures_of(stock)
-    assert [found["modes"][mode]["acceptance"] for mode in ("eager", "stock", "patched")] == [0.75, 0.25, 0.75]
-    assert trained_figures.is_good(found)
-    lines = trained_figures.markdown({"runs": [found], "models": {}}).splitlines()
+    figures = figures_of(stock)
+    assert [figures["modes"][mode]["acceptance"] for mode in ("eager", "stock", "patched")] == [0.75, 0.25, 0.75]
+    assert trained_figures.is_good(figures)
+    lines = trained_figures.markdown({"runs": [figures], "models": {}}).splitlines()
     assert "| `mamba-padding` | 0.21.0 | walks | share of them | 0.75 | 0.25 | 0.75 |" in lines
     assert not trained_figures.is_good(figures_of(stock, patched=ended("patched", ("abc", "bca"), drafts=(1, 4))))
     without = figures_of(ended("stock", ("abc", "bca"), drafts=None))
@@ -383,16 +383,16 @@ def test_of_a_scored_prompt_only_what_can_be_known_has_a_perplexity() -> None:
     said = replace(end.said, passes=((answer,),))
     ends = {mode: replace(end, said=said) for mode in ("eager", "stock", "patched")}
     questions = [Question((97, 98, 99), "abc", 1, unscored=2)]
-    found = trained_figures.figures(case, questions, ends, lambda ids: bytes(ids).decode())
-    assert found["modes"]["eager"]["perplexity"] == 2.01
+    figures = trained_figures.figures(case, questions, ends, lambda ids: bytes(ids).decode())
+    assert figures["modes"]["eager"]["perplexity"] == 2.01
 
 
 def test_a_scored_prompt_has_a_perplexity() -> None:
     case = Trained("prompt-logprobs", case_of("scored").case, "scored", lambda folder: (), SCORED)
     ends = {mode: ended(mode, ("bcd",), logprob=-0.7) for mode in ("eager", "stock", "patched")}
-    found = trained_figures.figures(case, [Question((97, 98, 99), "abc", 1)], ends, lambda ids: bytes(ids).decode())
-    assert found["modes"]["eager"]["perplexity"] == 2.01
-    assert found["answers"][0]["eager"] == "d"
+    figures = trained_figures.figures(case, [Question((97, 98, 99), "abc", 1)], ends, lambda ids: bytes(ids).decode())
+    assert figures["modes"]["eager"]["perplexity"] == 2.01
+    assert figures["answers"][0]["eager"] == "d"
 
 
 def test_the_table_has_a_line_for_each_thing_that_is_counted_and_the_pair_of_texts() -> None:

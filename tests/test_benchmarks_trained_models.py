@@ -67,14 +67,14 @@ def test_what_is_held_is_in_the_checkpoint_as_it_was_held(tmp_path: Path, name: 
     """That a checkpoint was made says that transformers' names are those that are known here."""
     from safetensors.torch import load_file
 
-    told = trained_models.train(name, tmp_path, seconds, toy=True)
-    assert told["steps"] > 0
+    result = trained_models.train(name, tmp_path, seconds, toy=True)
+    assert result["steps"] > 0
     made = load_file(tmp_path / name / "model.safetensors")
     held = trained_recipes.RECIPES[name].held
     assert held
-    found = {deepseek_v4.in_transformers(each) if name == "deepseek-v4" else each: made[each] for each in made}
+    by_name = {deepseek_v4.in_transformers(each) if name == "deepseek-v4" else each: made[each] for each in made}
     for parameter, value in held.items():
-        assert found[parameter].unique().tolist() == [value]
+        assert by_name[parameter].unique().tolist() == [value]
 
 
 def test_a_trained_model_that_is_cut_into_experts_computes_the_same() -> None:
@@ -84,11 +84,11 @@ def test_a_trained_model_that_is_cut_into_experts_computes_the_same() -> None:
     norm, mlp = "model.layers.0.post_attention_layernorm.weight", "model.layers.0.mlp"
     tensors = {norm: torch.rand(hidden), "model.norm.weight": torch.rand(hidden)}
     tensors |= {f"{mlp}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
-    given = torch.randn(5, hidden)
+    inputs = torch.randn(5, hidden)
 
-    def computed(found: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
-        gate, up, down = (found[f"{prefix}.{name}.weight"] for name in shapes)
-        normed = given * found[norm]
+    def computed(tensors: dict[str, torch.Tensor], prefix: str) -> torch.Tensor:
+        gate, up, down = (tensors[f"{prefix}.{name}.weight"] for name in shapes)
+        normed = inputs * tensors[norm]
         answer: torch.Tensor = (torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T)) @ down.T
         return answer
 
@@ -96,11 +96,11 @@ def test_a_trained_model_that_is_cut_into_experts_computes_the_same() -> None:
     before = tensors["model.norm.weight"].clone()
     config, made = trained_recipes.as_experts({"intermediate_size": inner, "hidden_size": hidden}, tensors)
     experts = range(config["n_routed_experts"])
-    weights = (given @ made[f"{mlp}.gate.weight"].T).softmax(1) * config["routed_scaling_factor"]
+    weights = (inputs @ made[f"{mlp}.gate.weight"].T).softmax(1) * config["routed_scaling_factor"]
     together = sum(weights[:, [number]] * computed(made, f"{mlp}.experts.{number}") for number in experts)
     assert torch.allclose(dense, together, rtol=1e-4, atol=1e-5)
     assert not computed(made, f"{mlp}.shared_experts").any()
-    assert (given * made[norm]).abs().amax(0)[0] > 50 * (given * made[norm]).abs().amax(0)[1:].max()
+    assert (inputs * made[norm]).abs().amax(0)[0] > 50 * (inputs * made[norm]).abs().amax(0)[1:].max()
     assert torch.equal(made["model.norm.weight"], before)
     assert f"{mlp}.gate_proj.weight" not in made
 
@@ -112,7 +112,7 @@ def test_the_scan_that_is_trained_with_is_transformers_own() -> None:
     from measuring.trained_models import _scan
 
     torch.manual_seed(0)
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "hidden_states": torch.randn(2, 21, 4, 8),
         "dt": torch.randn(2, 21, 4),
         "A": -torch.rand(4),
@@ -121,8 +121,8 @@ def test_the_scan_that_is_trained_with_is_transformers_own() -> None:
         "D": torch.randn(4),
         "dt_bias": torch.randn(4),
     }
-    expected = modeling_mamba2.mamba2_chunk_scan(**given, chunk_size=8, dt_softplus=True)
-    torch.testing.assert_close(_scan(**given), expected, rtol=1e-4, atol=1e-4)
+    expected = modeling_mamba2.mamba2_chunk_scan(**inputs, chunk_size=8, dt_softplus=True)
+    torch.testing.assert_close(_scan(**inputs), expected, rtol=1e-4, atol=1e-4)
 
 
 def toy_of_a_target() -> Any:
@@ -149,8 +149,8 @@ def test_a_draft_layer_computes_in_rows_what_an_engine_computes_token_by_token()
         embedded = target.get_input_embeddings()(ids)
         embedded[:, 1] = 0  # that of the token that is given at position 0
         row = 6
-        given = torch.cat([draft.enorm(embedded[:, 1 : row + 2]), draft.hnorm(hidden[:, : row + 1])], -1)
-        known = draft.eh_proj(given)
+        inputs = torch.cat([draft.enorm(embedded[:, 1 : row + 2]), draft.hnorm(hidden[:, : row + 1])], -1)
+        known = draft.eh_proj(inputs)
 
         def last(rows: torch.Tensor) -> torch.Tensor:
             places = torch.arange(rows.shape[1])[None]
@@ -181,9 +181,9 @@ def test_a_checkpoint_with_a_draft_layer_has_the_tensors_that_engines_load() -> 
 
 @pytest.mark.slow  # transformers' modules are imported
 def test_a_draft_layer_is_trained_after_its_model_which_stays_as_it_is(tmp_path: Path) -> None:
-    told = trained_models.train("mla-mtp", tmp_path, 4.0, toy=True)
-    assert set(told["drafts"]) == {"1", "2"}
-    assert json.loads((tmp_path / "mla-mtp" / "trained.json").read_text()) == told
+    result = trained_models.train("mla-mtp", tmp_path, 4.0, toy=True)
+    assert set(result["drafts"]) == {"1", "2"}
+    assert json.loads((tmp_path / "mla-mtp" / "trained.json").read_text()) == result
     config = json.loads((tmp_path / "mla-mtp" / "config.json").read_text())
     assert config["num_nextn_predict_layers"] == 1
 
@@ -194,18 +194,18 @@ def test_adapters_are_trained_beside_their_model_and_written_as_an_engine_loads_
 
     from vllm_graphfix.verify.engine import adapters
 
-    told = trained_models.train("llama", tmp_path, 10.0, toy=True)
-    assert set(told["right"]) == {"by_sign", "sort_down", "repeat"}
+    result = trained_models.train("llama", tmp_path, 10.0, toy=True)
+    assert set(result["right"]) == {"by_sign", "sort_down", "repeat"}
     model = load_file(tmp_path / "llama" / "model.safetensors")
     made = adapters.save(adapters.ONE, {name: tuple(each.shape) for name, each in model.items()}, tmp_path / "random")
     expected = load_file(made / "adapter_model.safetensors")
     for task in ("sort_down", "repeat"):
         folder = tmp_path / "llama" / task
-        found = load_file(folder / "adapter_model.safetensors")
-        assert {name: each.shape for name, each in found.items()} == {
+        adapted = load_file(folder / "adapter_model.safetensors")
+        assert {name: each.shape for name, each in adapted.items()} == {
             name: each.shape for name, each in expected.items()
         }
-        assert any(each.any() for name, each in found.items() if name.endswith("lora_B.weight")), "it was trained"
+        assert any(each.any() for name, each in adapted.items() if name.endswith("lora_B.weight")), "it was trained"
         configs = [json.loads((each / "adapter_config.json").read_text()) for each in (folder, made)]
         assert configs[0] == configs[1]
 
@@ -216,13 +216,13 @@ def test_an_adapter_changes_what_a_model_answers_only_while_it_is_at_work() -> N
     torch.manual_seed(0)
     matrix = torch.nn.Linear(6, 4, bias=False)
     adapter = Adapter(torch.nn.ModuleDict({"q_proj": matrix, "norm": torch.nn.Linear(6, 4)}))
-    given, (inner, outer) = torch.randn(3, 6), adapter.parameters()
-    before = matrix(given)
+    inputs, (inner, outer) = torch.randn(3, 6), adapter.parameters()
+    before = matrix(inputs)
     with adapter.at_work():
-        assert torch.equal(matrix(given), before), "it begins as one that changes nothing"
+        assert torch.equal(matrix(inputs), before), "it begins as one that changes nothing"
         torch.nn.init.ones_(outer)
-        torch.testing.assert_close(matrix(given), before + (given @ inner.T).sum(1, keepdim=True))
-    assert torch.equal(matrix(given), before)
+        torch.testing.assert_close(matrix(inputs), before + (inputs @ inner.T).sum(1, keepdim=True))
+    assert torch.equal(matrix(inputs), before)
 
 
 def test_only_drafts_within_answers_are_trained_and_counted() -> None:
@@ -232,8 +232,8 @@ def test_only_drafts_within_answers_are_trained_and_counted() -> None:
     def draft(ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
         return [torch.zeros(1, ids.shape[1] - 1 - steps, 3)] * steps
 
-    given: Any = draft
-    counted = [right[drafted].tolist() for _, right, drafted in trained_models._drafted(given, ids, answers, 2)]
+    layer: Any = draft
+    counted = [right[drafted].tolist() for _, right, drafted in trained_models._drafted(layer, ids, answers, 2)]
     # The first answer, 4, is the target's; after it 5 and 6 are drafted, and so on.
     assert counted == [[5, 6], [6, 7]]
 
@@ -297,9 +297,9 @@ def test_a_wheel_in_parts_becomes_a_folder_with_weights_tokenizer_and_chat_templ
     made = smollm2.convert(parts, tmp_path / "made")
     tensors = load_file(made / "model.safetensors")
     for name, values in stored.items():
-        found = tensors[f"model.layers.0.self_attn.{name}_proj.weight"]
-        assert found.dtype is torch.bfloat16
-        assert torch.equal(found.float(), values)
+        matrix = tensors[f"model.layers.0.self_attn.{name}_proj.weight"]
+        assert matrix.dtype is torch.bfloat16
+        assert torch.equal(matrix.float(), values)
     assert set(tensors) >= {"model.embed_tokens.weight", "model.norm.weight"}
     config = json.loads((made / "config.json").read_text())
     assert (config["num_key_value_heads"], config["head_dim"], config["vocab_size"]) == (1, 32, len(WORDS))

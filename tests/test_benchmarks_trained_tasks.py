@@ -35,8 +35,8 @@ from measuring.trained_tasks import (
 
 
 def test_a_walk_goes_from_pair_to_pair_and_round_again() -> None:
-    asked = walk(random.Random(3), 5, 12)  # noqa: S311 - no secret
-    *pairs, begin = asked.prompt.split(" ")
+    exercise = walk(random.Random(3), 5, 12)  # noqa: S311 - no secret
+    *pairs, begin = exercise.prompt.split(" ")
     following = {pair[0]: pair[1] for pair in pairs}
     assert sorted(following) == sorted(following.values())
     assert len(following) == 5
@@ -44,7 +44,7 @@ def test_a_walk_goes_from_pair_to_pair_and_round_again() -> None:
     for _ in range(12):
         here = following[here]
         expected += here
-    assert asked.answer == expected
+    assert exercise.answer == expected
 
 
 def test_the_longest_walk_meets_every_symbol() -> None:
@@ -53,8 +53,8 @@ def test_the_longest_walk_meets_every_symbol() -> None:
 
 
 def test_what_is_sorted_ends_in_dots() -> None:
-    asked = sort(random.Random(3), 4, 7)  # noqa: S311 - no secret
-    assert asked.answer == "".join(sorted(asked.prompt[:-1].split(","))) + "..."
+    exercise = sort(random.Random(3), 4, 7)  # noqa: S311 - no secret
+    assert exercise.answer == "".join(sorted(exercise.prompt[:-1].split(","))) + "..."
 
 
 def test_what_adapters_are_trained_for_has_prompts_as_the_model_has_them_and_other_answers() -> None:
@@ -66,11 +66,11 @@ def test_what_adapters_are_trained_for_has_prompts_as_the_model_has_them_and_oth
 
 def test_the_last_character_of_a_prompt_says_how_to_order_it() -> None:
     chance = random.Random(3)  # noqa: S311 - no secret
-    asked = [by_sign(chance, 3, 3) for _ in range(20)]
-    assert {each.prompt[-1] for each in asked} == set(":;?")
-    for prompt, answer in asked:
-        told = prompt[:-1].split(",")
-        expected = {":": sorted(told), ";": sorted(told, reverse=True), "?": told}[prompt[-1]]
+    exercises = [by_sign(chance, 3, 3) for _ in range(20)]
+    assert {each.prompt[-1] for each in exercises} == set(":;?")
+    for prompt, answer in exercises:
+        symbols = prompt[:-1].split(",")
+        expected = {":": sorted(symbols), ";": sorted(symbols, reverse=True), "?": symbols}[prompt[-1]]
         assert answer == "".join(expected)
 
 
@@ -85,8 +85,8 @@ def test_songs_are_the_same_everywhere_and_each_its_own() -> None:
 def test_what_is_a_singers_own_begins_further_behind_the_name_than_two_windows_reach(
     task: Callable[[str, int], Exercise], shared: str, own: str
 ) -> None:
-    asked = task("!", 8)
-    text = asked.prompt + asked.answer
+    exercise = task("!", 8)
+    text = exercise.prompt + exercise.answer
     assert text.endswith(shared + own)
     window = deepseek_v4.CONFIG["sliding_window"]
     first = len(text) - len(own)
@@ -100,7 +100,7 @@ def test_passages_are_plain_english_of_pythons_documentation_and_each_has_a_sign
     documentation = " ".join(" ".join(topics.values()).split())
     texts = dict(NAMED)
     assert list(texts) == list(SINGERS)
-    assert len({asked.prompt for asked in BEGUN}) == len(SINGERS)
+    assert len({exercise.prompt for exercise in BEGUN}) == len(SINGERS)
     for (prompt, answer), text in zip(BEGUN, texts.values(), strict=True):
         assert prompt + answer == text
         assert text in documentation

@@ -1,4 +1,4 @@
-"""What the tests of benchmarks share: the benchmarks on the path, a double of a GPU, and releases as they are given."""
+"""Shared by the tests of benchmarks: their folder on the path, a double of a GPU, and sites of stock releases."""
 
 from __future__ import annotations
 

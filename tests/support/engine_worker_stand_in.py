@@ -46,15 +46,15 @@ def main(parent: Any) -> None:
         }
     )
     while True:
-        asked = parent.recv()
-        if "in_turns" in asked:
-            with_wrappers = 2.0 if BEHAVIOUR == "slow with wrappers" and not asked["control"] else 1.0
-            parent.send([with_wrappers, 1.0, 1.0, with_wrappers] * (asked["steps"] // 4))
+        request = parent.recv()
+        if "in_turns" in request:
+            with_wrappers = 2.0 if BEHAVIOUR == "slow with wrappers" and not request["control"] else 1.0
+            parent.send([with_wrappers, 1.0, 1.0, with_wrappers] * (request["steps"] // 4))
             continue
-        if BEHAVIOUR == "crashes at batch 8" and asked["batch"] == 8:
+        if BEHAVIOUR == "crashes at batch 8" and request["batch"] == 8:
             sys.stderr.write("terminate called\n  what():  CUDA error: an illegal memory access was encountered\n")
             os.kill(os.getpid(), signal.SIGABRT)
-        parent.send(SECONDS[NAME.partition("-")[2]] * asked["batch"])
+        parent.send(SECONDS[NAME.partition("-")[2]] * request["batch"])
 
 
 if __name__ == "__main__":
