@@ -14,16 +14,14 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 
-def begin(serve: Callable[[Any, dict[str, Any]], int | None], *, above: bool = False) -> NoReturn:
+def begin(serve: Callable[[Any, dict[str, Any]], int | None]) -> NoReturn:
     """Call *serve* with the pipe and the first message, the order, and exit with the code that it returns.
 
     The command line's argument is the pipe's descriptor. EOFError is a normal end: the parent closed the pipe. Any
-    other error is sent as the last answer, ``{"error": …}``. *above* puts the parent folder at the end of the path.
+    other error is sent as the last answer, ``{"error": …}``.
     """
     here = os.path.realpath(os.path.dirname(__file__))  # noqa: PTH120 - a stock engine must not pay for pathlib
     sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != here]
-    if above:
-        sys.path.append(os.path.dirname(here))  # noqa: PTH120
     descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)  # or processes that the engine starts would hold the pipe open
     code = _served(serve, Connection(descriptor))
