@@ -92,6 +92,10 @@ class Outcome(NamedTuple):
     unchecked: str | None
 
 
+class ProcessEndedError(BaseException):
+    """Stands for the end of a rank's process."""
+
+
 class GraphMode(NamedTuple):
     """As vLLM's enumeration has it."""
 
@@ -127,6 +131,13 @@ def started(
     shared.set_timeout(timedelta(seconds=5))
     barrier, outcomes, stopped = threading.Barrier(world_size), dict[int, Outcome](), threading.Event()
     compare, hours = rank_agreement.compare, itertools.count(1)
+
+    def end_the_engine() -> None:
+        stopped.set()
+        barrier.abort()
+
+    def end_process() -> None:
+        raise ProcessEndedError
 
     def run(rank: int) -> None:
         fault.here.rank, fault.here.phase = rank, None
@@ -188,11 +199,15 @@ def started(
             what = "serves"
         except threading.BrokenBarrierError:
             what = "is ended" if stopped.is_set() else "hangs"
+        except ProcessEndedError:
+            what = f"GraphfixError: {me.gate._status_record.problem}"
+            end_the_engine()
         except Exception as error:
-            ended = stopped.is_set() and "No report within" in str(error)
-            what = "is ended" if ended else f"{type(error).__name__}: {error}"
-            stopped.set()
-            barrier.abort()
+            timed_out = "No report within" in str(error)
+            what = ("is ended" if stopped.is_set() else "hangs") if timed_out else f"{type(error).__name__}: {error}"
+            # vLLM's executor takes results in the order of ranks: an error of rank 1 ends nothing while rank 0 runs.
+            if rank == 0:
+                end_the_engine()
         fault.here.phase = None
         record: Any = me.gate._status_record
         tokens = frozenset(key.num_tokens for key in keys)
@@ -215,6 +230,7 @@ def started(
         patch.setattr(Fault, "current", fault)
         patch.setattr(distributed_c10d, "_get_default_store", lambda: shared)
         patch.setattr(capture_gate, "world", lambda: (fault.here.rank, world_size))
+        patch.setattr(capture_gate, "exit_process", end_process)
         patch.setattr(rank_agreement, "compare", compare_and_note)
         patch.setattr(rank_agreement, "time", SimpleNamespace(monotonic=now))
         patch.setattr(rank_agreement, "_LAST_READERS", 0.1)

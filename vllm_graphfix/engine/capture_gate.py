@@ -15,6 +15,7 @@ all of them do the same about what failed on any.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,7 @@ has."""
 _PROFILING, _WARM_UP = "profiling", "warm-up"
 """The stages at which ranks are compared before a capture: one that measures graphs, and the one that serves."""
 _NOT_COMPARED = "whether its ranks agree is not known"
+_EXIT_CODE = 70
 _STOCK = "To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes."
 _UNCHECKED = "To go on without this check, leave every fix at auto: VLLM_GRAPHFIX=on, and no fix on."
 _WHAT_TO_DO = (
@@ -181,11 +183,25 @@ class CaptureGate:
             problem = self._stop_or_go_on(_BEFORE, consequence, failure)
             if problem is not None:
                 guarded(self._leave_end)  # or the others wait for this rank's report after the capture
+                guarded(self._leave_stop, _WARM_UP if stage == _CAPTURE else _PROFILING, failure)
             elif self._status_record.unchecked is not None and not _is_elastic(subject):
                 guarded(self._leave_unchecked, _WARM_UP if stage == _CAPTURE else _PROFILING, failure)
         guarded(self._say, problem)
         if problem is not None:
+            if failure is not None:
+                guarded(self._end_process, problem)
             raise GraphfixError(problem)
+
+    def _end_process(self, problem: str) -> None:
+        """End the process of a rank that stops because of an error of its own, which the other ranks do not share.
+
+        To raise is not enough: vLLM's executor takes the ranks' results in their order and waits without limit for rank
+        0, which may have gone on into a collective with this rank. It notices at once that a process has ended.
+        """
+        rank, _ = world()
+        if rank > 0:
+            logger.error("graphfix: %s", problem)
+            exit_process()
 
     def _say(self, problem: str | None) -> None:
         """Puts into the record that the gate lets this rank through, or the *problem* for which it stops."""
@@ -271,6 +287,14 @@ class CaptureGate:
         if stage == _WARM_UP:
             self._to_compare_again = store, rank, world_size
         rank_agreement.leave_unchecked(store, stage, rank, f"{type(error).__name__}: {error}")
+
+    def _leave_stop(self, stage: str, error: Exception) -> None:
+        """Stop the other ranks that wait at *stage* for a report that this one has not left."""
+        from vllm_graphfix.engine import rank_agreement
+
+        rank, world_size = world()
+        if world_size > 1:
+            rank_agreement.leave_stop(common_store(), stage, rank, f"{type(error).__name__}: {error}")
 
     def _compare_ranks(self, subject: Any, stage: str) -> str | None:
         """Compares the ranks; returns what stops the engine, or None."""
@@ -361,6 +385,9 @@ class CaptureGate:
             together = self._to_compare_again is not None
             consequence = "what failed while CUDA graphs were captured is not known"
             problem = problem or self._stop_or_go_on(_AFTER, consequence, error, together=together)
+            if problem is not None:
+                guarded(self._say, problem)
+                guarded(self._end_process, problem)
         guarded(self._say, problem)
         if problem is not None:
             raise GraphfixError(problem)
@@ -435,6 +462,11 @@ class CaptureGate:
         from vllm_graphfix.engine.own_report import own_report
 
         return own_report(self._context)
+
+
+def exit_process() -> None:
+    """End this process without its clean-up, which may wait for a collective."""
+    os._exit(_EXIT_CODE)
 
 
 def _with_earlier_followers(found: Agreement, earlier: Agreement | None) -> Agreement:

@@ -153,10 +153,15 @@ def leave_unchecked(store: Any, stage: str, rank: int, why: str) -> None:
     with_one_retry(store.set, f"{stage}/unchecked/{rank}", one_line(why))
 
 
-def _unchecked(store: Any, place: str, ranks: list[int]) -> dict[int, str]:
-    """Those of *ranks* that have called `leave_unchecked` for the stage of *place*, with the error that they named."""
+def leave_stop(store: Any, stage: str, rank: int, why: str) -> None:
+    """Stop ranks that wait at *stage* for a report of *rank*, which stops because of the error *why*."""
+    with_one_retry(store.set, f"{stage}/stops/{rank}", one_line(why))
+
+
+def _notes(store: Any, kind: str, place: str, ranks: list[int]) -> dict[int, str]:
+    """Return the errors of those *ranks* that called `leave_unchecked`, or `leave_stop`, for the stage of *place*."""
     stage = place.rpartition("-")[0]
-    keys = {rank: f"{stage}/unchecked/{rank}" for rank in ranks}
+    keys = {rank: f"{stage}/{kind}/{rank}" for rank in ranks}
     return {rank: one_line(store.get(key).decode(errors="replace")) for rank, key in keys.items() if store.check([key])}
 
 
@@ -177,8 +182,9 @@ def compare(
     """
     missing = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
     heard = [other for other in range(world_size) if other not in missing]
-    unchecked = _unchecked(store, stage, missing)
-    silent = [other for other in missing if other not in unchecked]
+    unchecked, stopping = _notes(store, "unchecked", stage, missing), _notes(store, "stops", stage, missing)
+    # Nobody has waited for the others once a rank stops.
+    silent = [] if stopping else [other for other in missing if other not in unchecked]
     digests = store.multi_get([f"{stage}/{other}" for other in heard])
     if len(set(digests)) == 1 and not missing and not (report.fault or _needs_action(report)):
         first = _read_report(store, f"{stage}/word/0") or report
@@ -188,6 +194,9 @@ def compare(
     spoke = {other: said for other, said in reports.items() if said is not None}
     foreign = [other for other, said in reports.items() if said is None]
     difference = _difference(spoke, silent, foreign, timeout, silent_host)
+    if stopping:
+        errors = "; ".join(f"rank {other}: {why.rstrip('.')}" for other, why in stopping.items())
+        difference = " ".join(filter(None, (difference, f"Stopped by an error of its own: {errors}.")))
     failing = {other: said for other, said in spoke.items() if _needs_action(said)}
     if difference is not None or failing:
         _wait_for_readers(store, stage, rank, heard)
@@ -249,7 +258,9 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
                 store.wait([f"{stage}/{rank}" for rank in missing], timedelta(seconds=min(left, _SLICE)))
             except RuntimeError:  # DistStoreError, when time is up; a store that is gone says so again in the next line
                 missing = [rank for rank in missing if not store.check([f"{stage}/{rank}"])]
-                if store.check([f"{stage}/ended"]) or len(_unchecked(store, stage, missing)) == len(missing):
+                if store.check([f"{stage}/ended"]) or _notes(store, "stops", stage, missing):
+                    return missing
+                if len(_notes(store, "unchecked", stage, missing)) == len(missing):
                     return missing
             else:
                 return []
