@@ -105,13 +105,26 @@ class Diagnosis(NamedTuple):
     ``VLLM_GRAPHFIX_X=on:TREE`` names it. Only who has run it can know whether it has the defect."""
 
     @classmethod
-    def unrecognised(cls, what: str, place: "Function | str") -> "Diagnosis":
-        """A diagnosis of code that is not recognised.
+    def absent(cls, reason: str) -> "Diagnosis":
+        return cls(Verdict.ABSENT, reason)
+
+    @classmethod
+    def fixed(cls, reason: str, where: str, shape: str = "") -> "Diagnosis":
+        return cls(Verdict.FIXED, reason, where, shape)
+
+    @classmethod
+    def affected(cls, reason: str, where: str, shape: str) -> "Diagnosis":
+        return cls(Verdict.AFFECTED, reason, where, shape)
+
+    @classmethod
+    def unrecognised(cls, what: str, place: "Function | str", *, defect_seen: bool = False) -> "Diagnosis":
+        """Diagnose code that is not recognised.
 
         *what* is "… in a way" or the like; *place* is a function, or the path of a file where no function is known.
         """
         where = f"{place}:1" if isinstance(place, str) else place.where
-        return cls(Verdict.UNRECOGNISED, f"{what} that this plugin does not recognise", where)
+        reason = f"{what} that this plugin does not recognise"
+        return cls(Verdict.UNRECOGNISED, reason, where, defect_seen=defect_seen)
 
     @property
     def needs_action(self) -> bool:

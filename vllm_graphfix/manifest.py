@@ -316,9 +316,8 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
     values |= {f"{place}()": takes for place, takes in _signatures(source, targets)}
     missing = [path for path, name in map(_place_of, targets) if name.partition(".")[0] not in source.names(path)]
     if missing:
-        found = Diagnosis.unrecognised("what is patched is defined in a way", missing[0])._replace(
-            shape=found.shape, defect_seen=True
-        )
+        unknown = Diagnosis.unrecognised("what is patched is defined in a way", missing[0], defect_seen=True)
+        found = unknown._replace(shape=found.shape)
     # What a remedy alone rests on may be a slice of a whole runner, of which the rest does not matter.
     whole = {
         part.place: slices.fingerprint(source, part._replace(names=""))
@@ -326,10 +325,9 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
         if part.function and part.only_for is not Verdict.FIXED
     }
     if source.replaced and found.verdict is not Verdict.UNRECOGNISED:
-        name = source.replaced[0].qualname
-        seen = found.verdict is Verdict.AFFECTED
-        found = Diagnosis.unrecognised(f"{name} is decorated or replaced in a way", source.replaced[0])
-        found = found._replace(defect_seen=seen)
+        function, seen = source.replaced[0], found.verdict is Verdict.AFFECTED
+        in_a_way = f"{function.qualname} is decorated or replaced in a way"
+        found = Diagnosis.unrecognised(in_a_way, function, defect_seen=seen)
     return found, Evidence(values, slices.joined(values, whole), needed(surroundings, found.verdict, values))
 
 

@@ -63,13 +63,13 @@ BASE_ROWS_UNCOUNTED = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find how many programs kernels are launched with: as many as the list has entries, one more, or all."""
     if not source.says(_CONFIG, "specialize_active_lora"):
-        return Diagnosis(Verdict.ABSENT, "one graph for any number of adapters")
+        return Diagnosis.absent("one graph for any number of adapters")
     listed = source.function(_META, "LoRAKernelMeta.prepare_tensors")
     args = source.function(_META, "LoRAKernelMeta.meta_args")
     if listed is not None and args is not None:
         everything = args.only(_ALL)
         if everything and args.always(_ALL) and args.assigned("num_active_loras") == 1:
-            return Diagnosis(Verdict.FIXED, "kernels have programs for all adapters and none", args.at(everything))
+            return Diagnosis.fixed("kernels have programs for all adapters and none", args.at(everything))
         shape = next((name for name, (_, handed) in _SHAPES.items() if len(args.find(handed)) == 1), None)
         counted = [part for pattern in _COUNTED for part in listed.find(pattern)]
         room = [part for pattern in _ROOM for part in listed.find(pattern)]
@@ -82,10 +82,9 @@ def diagnose(source: Source) -> Diagnosis:
             and listed.in_one_block(*counted, *room, *handed_on)
         )
         if shape and is_effective:
-            return Diagnosis(Verdict.FIXED, "kernels have a program for rows without an adapter", listed.at(room[0]))
+            return Diagnosis.fixed("kernels have a program for rows without an adapter", listed.at(room[0]))
         if shape and len(counted) == 1 and not room:
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "a graph is chosen by the number of adapters, and its kernels walk a list that also has rows without "
                 "one",
                 listed.at(counted[0]),

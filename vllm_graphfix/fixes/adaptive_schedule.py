@@ -55,7 +55,7 @@ SCHEDULE_OF_A_SHORTER_STEP = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the longest query that the batch of a step has, and the choice of a graph by the step's own one."""
     if not source.says(_RUNNER, "adaptive_verification") and not source.says(_GRAPHS, "varlen_decode"):
-        return Diagnosis(Verdict.ABSENT, "full graphs of decodes have a fixed number of tokens a request")
+        return Diagnosis.absent("full graphs of decodes have a fixed number of tokens a request")
     prepare, execute = source.function(_RUNNER, _PREPARE), source.function(_RUNNER, "GPUModelRunner.execute_model")
     build, graphs = source.function(_BACKEND, "FlashAttentionMetadataBuilder.build"), source.module(_GRAPHS)
     made = prepare and prepare.only(_MADE.format("..."))
@@ -64,14 +64,13 @@ def diagnose(source: Source) -> Diagnosis:
         chosen_for_the_step = execute.only(_PREPARED) is not None and execute.only(_DISPATCHED) is not None
         read_as_it_is = build.only(_READ) is not None and build.assigned(_LONGEST) == 1
         if chosen_for_the_step and read_as_it_is and ast.unparse(longest) == _OF_THE_STEP:
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "builders are told of the step's longest query, and a graph launches kernels for that of its capture",
                 prepare.at(longest),
                 "longest-of-the-step",
             )
         if chosen_for_the_step and ast.unparse(longest) in _OF_THE_GRAPH:
-            return Diagnosis(Verdict.FIXED, "builders are told of the longest query of the graph", prepare.at(longest))
+            return Diagnosis.fixed("builders are told of the longest query of the graph", prepare.at(longest))
     return Diagnosis.unrecognised(
         "the longest query of a step with adaptive verification is told in a way", prepare or _RUNNER
     )

@@ -60,17 +60,15 @@ def diagnose(source: Source) -> Diagnosis:
     """Find the width of rows that the builder chooses, and how rows lie in their buffer."""
     path = _BACKEND if source.read(_BACKEND) is not None else _BACKEND_BEFORE
     if not source.says(path, _ROWS):
-        return Diagnosis(Verdict.ABSENT, "no attention over entries of 128 tokens each, as in DeepSeek V4")
+        return Diagnosis.absent("no attention over entries of 128 tokens each, as in DeepSeek V4")
     builds = (source.function(path, f"{builder}.{_METHOD}") for builder in _BUILDERS)
     build, rows = next(filter(None, builds), None), source.function(path, _ROWS)
     if build is not None and rows is not None:
         remedy = _at_the_buffers_stride(rows)
         if remedy is not None:
-            return Diagnosis(
-                Verdict.FIXED, "rows are as far apart as in their buffer, however many entries they have", remedy
-            )
+            return Diagnosis.fixed("rows are as far apart as in their buffer, however many entries they have", remedy)
         if build.gives(f"{_ROWS}(...)", "max_compressed_tokens=self.c128a_max_compressed"):
-            return Diagnosis(Verdict.FIXED, "each row has room for the longest request", build.where)
+            return Diagnosis.fixed("each row has room for the longest request", build.where)
         width = build.only(_WIDTH)
         by_width = build.gives(f"{_ROWS}(...)", "max_compressed_tokens=active_topk_width")
         # Of the batch's length as the builder has it, and the only width.
@@ -78,8 +76,7 @@ def diagnose(source: Source) -> Diagnosis:
             "cm"
         )
         if width and by_width and by_length and rows.only(_PACKED) and build.qualname == _TARGET:
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "rows are packed as closely as the longest request of the batch allows, and graphs read them where "
                 "the capture had them",
                 build.at(width),

@@ -63,11 +63,11 @@ STATE_CONSUMED = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find whether the warm-up and the recorded pass share an attention state, where its plan is lazy."""
     if not any(map(source.read, (MANAGER, _RUNNER))):
-        return Diagnosis(Verdict.ABSENT, "no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
+        return Diagnosis.absent("no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
     if not any(source.says(path, "FlashMLASchedMeta") for path in (_FLASHMLA, _OPERATORS)):
         planner = source.function(_OPERATORS, "get_mla_metadata")
         if planner and planner.find(_PLANS_AT_ONCE):
-            return Diagnosis(Verdict.FIXED, "no attention metadata is lazy", planner.where)
+            return Diagnosis.fixed("no attention metadata is lazy", planner.where)
         return Diagnosis.unrecognised("FlashMLA plans in a way", planner or _OPERATORS)
     in_a_way = "CudaGraphManager captures graphs in a way"
     capture = source.function(MANAGER, "CudaGraphManager.capture")
@@ -77,11 +77,11 @@ def diagnose(source: Source) -> Diagnosis:
         if asks and not builds_each_state(source):
             return Diagnosis.unrecognised("attention states are built in a way", capture)
         for again in asks[1:]:
-            return Diagnosis(Verdict.FIXED, "the recorded pass has an attention state of its own", capture.at(again))
+            return Diagnosis.fixed("the recorded pass has an attention state of its own", capture.at(again))
         for once in asks:
             (graph,) = capture.entering("torch.cuda.graph(...)")
             if not capture.calls(once, graph) <= _CALLS_BETWEEN_PASSES:
-                return Diagnosis.unrecognised(in_a_way, capture)._replace(defect_seen=True)
+                return Diagnosis.unrecognised(in_a_way, capture, defect_seen=True)
             shape = "factory-with-state" if isinstance(once.targets[0], ast.Tuple) else "factory"
             return _affected_diagnosis(shape, capture.at(once))
     elif capture_graph is not None:
@@ -125,8 +125,7 @@ def _share_one_state(run: str, on_it: tuple[str, ...], capture_graph: Function, 
 
 
 def _affected_diagnosis(shape: str, where: str) -> Diagnosis:
-    return Diagnosis(
-        Verdict.AFFECTED,
+    return Diagnosis.affected(
         "the warm-up and the recorded pass share one attention state, whose lazy plan the warm-up consumes",
         where,
         shape,

@@ -66,7 +66,7 @@ def diagnose(source: Source) -> Diagnosis:
     """Find what ends a layer's step between saving its states and writing its entries."""
     path = _COMPRESSOR if source.read(_COMPRESSOR) is not None else _COMPRESSOR_BEFORE
     if source.read(path) is None:
-        return Diagnosis(Verdict.ABSENT, "no compressor, as in DeepSeek V4")
+        return Diagnosis.absent("no compressor, as in DeepSeek V4")
     forward, build = source.function(path, _TARGET), source.function(path, _BUILD)
     if forward is None or build is None:
         return Diagnosis.unrecognised("entries of groups of tokens are written in a way", forward or path)
@@ -74,19 +74,18 @@ def diagnose(source: Source) -> Diagnosis:
     skip = forward.only(_BY_MODE)
     if skip is not None and ends == [skip]:
         if "c128_boundary" not in ast.unparse(build.node):
-            return Diagnosis(Verdict.FIXED, "of no step it is known that it completes no group", build.where)
-        return Diagnosis(
-            Verdict.AFFECTED,
+            return Diagnosis.fixed("of no step it is known that it completes no group", build.where)
+        return Diagnosis.affected(
             "a step that completes no group of 128 tokens leaves its entries out, also one that a graph "
             "records while the forward context says NONE or PIECEWISE",
             forward.at(skip),
             _shape(source),
         )
     if ends == [] and not forward.names("c128_boundary"):
-        return Diagnosis(Verdict.FIXED, "every step writes the entries of the groups that it completes", forward.where)
+        return Diagnosis.fixed("every step writes the entries of the groups that it completes", forward.where)
     remedy = forward.only(_BY_CAPTURE)
     if remedy is not None and ends == [remedy]:
-        return Diagnosis(Verdict.FIXED, "what a graph records leaves nothing out", forward.at(remedy))
+        return Diagnosis.fixed("what a graph records leaves nothing out", forward.at(remedy))
     return Diagnosis.unrecognised("entries of groups of tokens are written in a way", forward)
 
 

@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction
 from vllm_graphfix.fixes._empty_rows import (
     COMMON,
     FULL_GRAPHS,
@@ -63,34 +63,29 @@ _COUNT = counts_empty_rows(EMPTY_ROWS_GIVEN, _BUILDER, _BACKEND_MODULE)
 def diagnose(source: Source) -> Diagnosis:
     """Find the memory that the kernel is to write to, and what makes zeros of the rows that it leaves out."""
     if source.read(_BACKEND) is None:
-        return Diagnosis(Verdict.ABSENT, "no Cutlass MLA")
+        return Diagnosis.absent("no Cutlass MLA")
     builder = source.function(_BACKEND, _BUILDER)
     decode = source.function(_BACKEND, f"CutlassMLAImpl._{_LAUNCH}")
     if builder is None or decode is None:
         return Diagnosis.unrecognised("Cutlass MLA decodes in a way", decode or _BACKEND)
     support = builder.only(SUPPORT)
     if support is not None and support in builder.find(NO_FULL_GRAPHS):
-        return Diagnosis(
-            Verdict.FIXED, "Cutlass MLA allows no full graphs, without which no row is padded", builder.where
-        )
+        return Diagnosis.fixed("Cutlass MLA allows no full graphs, without which no row is padded", builder.where)
     zeros = _find_zeros(decode)
     if zeros is not None:
-        return Diagnosis(
-            Verdict.FIXED, "rows that the kernel leaves out are zeros, or what a request left", decode.at(zeros)
-        )
+        return Diagnosis.fixed("rows that the kernel leaves out are zeros, or what a request left", decode.at(zeros))
     fresh = _follow_each_other(decode, _FRESH, _CALLED, _RETURNED)
     if (
         fresh is not None
         and any(support in builder.find(pattern) for pattern in FULL_GRAPHS)
         and not any(map(decode.find, (_ZEROS, *_ZEROS_AT_FIRST, *_CLEARED)))
     ):
-        return Diagnosis(
-            Verdict.AFFECTED,
+        return Diagnosis.affected(
             "full graphs are allowed, their padded rows have length 0, and the kernel is given memory as it is",
             decode.at(fresh),
             "fresh-output" if source.says(COMMON, "MLACommonMetadataBuilder") else "fresh-output-of-old",
         )
-    return Diagnosis.unrecognised("Cutlass MLA decodes in a way", decode)._replace(defect_seen=fresh is not None)
+    return Diagnosis.unrecognised("Cutlass MLA decodes in a way", decode, defect_seen=fresh is not None)
 
 
 def _find_zeros(decode: Function) -> ast.stmt | ast.expr | None:

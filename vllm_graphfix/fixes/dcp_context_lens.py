@@ -47,18 +47,15 @@ LENGTHS_OF_ANOTHER_BATCH = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the lengths that a rank's graphs read: a new tensor in each step, or rows of a buffer."""
     if not source.says(_BACKEND, _LENGTHS):
-        return Diagnosis(Verdict.ABSENT, "FlashAttention has no lengths of a rank's share of the context")
+        return Diagnosis.absent("FlashAttention has no lengths of a rank's share of the context")
     build = source.function(_BACKEND, f"{_BUILDER}.build")
     # The last one: before it, the lengths of all ranks together may have the same name.
     assigned = build.assignments(_LENGTHS, "...")[-1:] if build is not None else []
     if build is not None and assigned and build.only(_COMPUTED):
         if _is_in_a_buffer(source, build, assigned[0]):
-            return Diagnosis(
-                Verdict.FIXED, "a rank's context lengths are in a persistent buffer", build.at(assigned[0])
-            )
+            return Diagnosis.fixed("a rank's context lengths are in a persistent buffer", build.at(assigned[0]))
         if assigned[0] in build.assignments(_LENGTHS, _COMPUTED):
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "a rank's context lengths are a new tensor in each step, and a graph reads that of its capture",
                 build.at(assigned[0]),
                 "new-lengths",

@@ -85,7 +85,7 @@ def diagnose(source: Source) -> Diagnosis:
     if source.function(_FIRST_MANAGER, _CLASS) is not None:
         sizes = source.function(_UTILS, "get_cudagraph_sizes")
         if sizes is not None and sizes.always(_NO_PIECEWISE_SIZES):
-            return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", sizes.where)
+            return Diagnosis.fixed("draft decodes have full graphs or none", sizes.where)
         return Diagnosis.unrecognised(in_a_way, _FIRST_MANAGER)
     for path, name, kernel_name in _SPECULATORS:
         two_managers = source.function(path, f"{name}.init_cudagraph_manager")
@@ -95,14 +95,13 @@ def diagnose(source: Source) -> Diagnosis:
     manager = source.function(_MANAGER, f"{_CLASS}.__init__")
     if init is None and manager is None:
         if source.function(_PACKAGE, "init_speculator") is None:
-            return Diagnosis(Verdict.ABSENT, "no draft decodes on model runner V2")
+            return Diagnosis.absent("no draft decodes on model runner V2")
         return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
     if init is not None and (chosen := _mode_for_decodes(init, (_MADE,))):
-        return Diagnosis(Verdict.FIXED, "draft decodes have full graphs or none", init.at(chosen))
+        return Diagnosis.fixed("draft decodes have full graphs or none", init.at(chosen))
     taken = manager.only(_MODE_TAKEN) if manager else None
     if manager is not None and taken is not None and len(manager.find("self.cudagraph_mode = ...")) == 1:
-        return Diagnosis(
-            Verdict.AFFECTED,
+        return Diagnosis.affected(
             "draft decodes take the configured decode mode as it is, PIECEWISE included",
             manager.at(taken),
             "one-manager",
@@ -121,9 +120,7 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     chosen = _mode_for_decodes(init, _DECODES_MADE[:4])
     cleared = _are_old_indices_cleared(source, speculator, kernel)
     if chosen and cleared:
-        return Diagnosis(
-            Verdict.FIXED, "draft decodes have full graphs or none, and stale indices are zeroed", init.at(chosen)
-        )
+        return Diagnosis.fixed("draft decodes have full graphs or none, and stale indices are zeroed", init.at(chosen))
     made = next((pattern for pattern in _DECODES_MADE if init.only(pattern)), "")
     as_configured = bool(made) and (
         ".compilation_config" in made or not (chosen or init.find("CUDAGraphMode.FULL_DECODE_ONLY"))
@@ -137,7 +134,7 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
         *(() if cleared else ("last_token_indices keep old values beyond the batch",)),
     ]
     shape = "two-managers" + ("" if chosen else "-mode") + ("" if cleared else "-indices")
-    return Diagnosis(Verdict.AFFECTED, "; ".join(missing), (kernel if chosen else init).where, shape)
+    return Diagnosis.affected("; ".join(missing), (kernel if chosen else init).where, shape)
 
 
 def _mode_for_decodes(init: Function, made: tuple[str, ...]) -> ast.stmt | ast.expr | None:

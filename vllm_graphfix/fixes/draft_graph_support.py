@@ -96,7 +96,7 @@ def diagnose(source: Source) -> Diagnosis:
     build = source.function(_ATTENTION, "build_attn_metadata")
     if shape == "sizes" and not source.says(_GRAPHS, "uniform_decode_query_len"):
         if source.read(_GRAPHS) is None or (source.says(_GRAPHS, "CudaGraphManager") and capture is not None):
-            return Diagnosis(Verdict.ABSENT, "model runner V2 makes no graphs for decodes with drafts")
+            return Diagnosis.absent("model runner V2 makes no graphs for decodes with drafts")
         return Diagnosis.unrecognised("model runner V2 makes graphs in a way", _GRAPHS)
     if initialize is not None and source.says(_RUNNER, "resolve_cudagraph_mode_and_sizes"):
         resolved = _is_resolved(initialize)
@@ -104,7 +104,7 @@ def diagnose(source: Source) -> Diagnosis:
             asked, open_case, shape = "the attention backends are asked what graphs they support", "", ""
             if not _admits_context_parallelism(source):
                 open_case, shape = f"; open: {_OPEN}", _BY_CLASS
-            return Diagnosis(Verdict.FIXED, asked + open_case, resolved, shape)
+            return Diagnosis.fixed(asked + open_case, resolved, shape)
     elif (
         initialize is not None
         and capture is not None
@@ -121,8 +121,7 @@ def diagnose(source: Source) -> Diagnosis:
         and source.says(_BACKEND, "get_cudagraph_support")
         and source.says(_BACKEND, "reorder_batch_threshold")
     ):
-        return Diagnosis(
-            Verdict.AFFECTED,
+        return Diagnosis.affected(
             "model runner V2 captures full graphs without asking the attention backends what they support",
             capture.where,
             shape,

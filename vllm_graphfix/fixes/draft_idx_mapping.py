@@ -88,7 +88,7 @@ def diagnose(source: Source) -> Diagnosis:
     """Find the requests that padded rows stand for, and whether logits are stored for such a row."""
     path = next((path for path, (owner, _) in _OWNERS.items() if source.says(path, "draft_logits", of=owner)), None)
     if path is None:
-        return Diagnosis(Verdict.ABSENT, "no speculator keeps the logits of its drafts by request")
+        return Diagnosis.absent("no speculator keeps the logits of its drafts by request")
     owner, copying = _OWNERS[path]
     copy = source.function(path, f"{owner}.{copying}")
     kernel = next(filter(None, (source.function(_GUMBEL, name) for name in _SAMPLERS)), None)
@@ -96,13 +96,12 @@ def diagnose(source: Source) -> Diagnosis:
         padded = copy.only(_PADDED)
         left_out = _leaves_rows_out(kernel) and _samples_as_mapped(source, path) and _pads_dflash(source, path, -1)
         if padded and _is_done_if_sampled(copy, padded) and left_out:
-            return Diagnosis(Verdict.FIXED, "padded rows have no request, and are not sampled", copy.at(padded))
+            return Diagnosis.fixed("padded rows have no request, and are not sampled", copy.at(padded))
         mapped = [part for form in _MAPPED for part in copy.find(form)]
         every_row = any(kernel.only(f"{stored})") for stored in _STORED) and not kernel.names("is_valid_req")
         if len(mapped) == 1 and not padded and every_row and _pads_dflash(source, path, 0):
             dflash = source.says(_DFLASH, "sample_idx_mapping")
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "padded rows of a draft graph still stand for requests of an earlier batch",
                 copy.at(mapped[0]),
                 "eagle" if path == _EAGLE else "all-but-dflash" if not dflash else "all",

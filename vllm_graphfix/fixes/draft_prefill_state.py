@@ -60,7 +60,7 @@ def diagnose(source: Source) -> Diagnosis:
     capture = source.function(EAGLE, "PrefillEagleCudaGraphManager.capture")
     if capture is not None:
         if chosen := state_of_a_pair(source, capture):
-            return Diagnosis(Verdict.FIXED, _PAIR, capture.at(chosen))
+            return Diagnosis.fixed(_PAIR, capture.at(chosen))
         factory, manager = capture.inner("create_forward_fn"), source.function(MANAGER, "CudaGraphManager.capture")
         shared = capture.only(_TAKEN)
         if (
@@ -73,28 +73,27 @@ def diagnose(source: Source) -> Diagnosis:
             and manager.find("return ...") == manager.find("return captured_attn_states") != []
             and builds_each_state(source)
         ):
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "the draft's prefill is warmed up and captured on the target's captured attention states",
                 capture.at(shared),
                 "target-states",
             )
-        return Diagnosis.unrecognised(in_a_way, capture)._replace(defect_seen=shared is not None)
+        return Diagnosis.unrecognised(in_a_way, capture, defect_seen=shared is not None)
     for path in DRAFT_MANAGERS:
         pair = source.function(path, "PrefillSpeculatorCudaGraphManager.capture")
         if pair is not None:
             if chosen := state_of_a_pair(source, pair):
-                return Diagnosis(Verdict.FIXED, _PAIR, pair.at(chosen))
+                return Diagnosis.fixed(_PAIR, pair.at(chosen))
             return Diagnosis.unrecognised(in_a_way, pair)
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
         if own is not None:
             if prepares_own_states(source, own):
-                return Diagnosis(Verdict.FIXED, "the draft's passes build attention states of their own", own.where)
+                return Diagnosis.fixed("the draft's passes build attention states of their own", own.where)
             return Diagnosis.unrecognised(in_a_way, own)
     eagle = source.function(EAGLE, "EagleCudaGraphManager.capture")
     older = source.read(_OLDER) is not None
     if eagle is not None or older or source.function(_PACKAGE, "init_speculator") is None:
-        return Diagnosis(Verdict.ABSENT, "no capture of a draft's prefill on the target's attention states")
+        return Diagnosis.absent("no capture of a draft's prefill on the target's attention states")
     return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
 
 

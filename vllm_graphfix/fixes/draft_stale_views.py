@@ -70,23 +70,22 @@ def diagnose(source: Source) -> Diagnosis:
             and target.only(_PREPARED)
             and {*_PREPARED_WITH} <= {*target.parameters}
         ):
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "the draft's prefill is warmed up on attention states that were built for the target's capture",
                 capture.at(chosen),
                 "pairs-of-the-target",
             )
-        return Diagnosis.unrecognised(in_a_way, capture)._replace(defect_seen=chosen is not None)
+        return Diagnosis.unrecognised(in_a_way, capture, defect_seen=chosen is not None)
     for path, (speculator, owner) in zip(DRAFT_MANAGERS, _SPECULATORS, strict=True):
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
         if own is not None:
             init = source.function(speculator, f"{owner}.init_cudagraph_manager")
             if prepares_own_states(source, own) and init is not None and init.only(_CONSTRUCTED):
-                return Diagnosis(Verdict.FIXED, "the draft's passes build attention states of their own", own.where)
+                return Diagnosis.fixed("the draft's passes build attention states of their own", own.where)
             return Diagnosis.unrecognised(in_a_way, own)
     older = source.read(_OLDER) is not None or source.read(EAGLE) is not None
     if older or source.function(_PACKAGE, "init_speculator") is None:
-        return Diagnosis(Verdict.ABSENT, "no pairs of the target's attention states for the draft's prefill")
+        return Diagnosis.absent("no pairs of the target's attention states for the draft's prefill")
     return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
 
 

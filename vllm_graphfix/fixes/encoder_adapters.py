@@ -82,7 +82,7 @@ ENCODED_WITH_ADAPTERS = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the order in which images are encoded in graphs, and whether encoders with adapters have graphs at all."""
     if not source.says(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
-        return Diagnosis(Verdict.ABSENT, "no CUDA graphs of encoders")
+        return Diagnosis.absent("no CUDA graphs of encoders")
     local, encode = source.function(_MANAGER, _LOCAL), source.function(RUNNER, ENCODE)
     by_size = [local, *(source.function(_MANAGER, f"{_LOCAL}_{paths}_path") for paths in ("single", "dual"))]
     encode_v2, make_v2 = source.function(RUNNER_V2, ENCODE_V2), source.function(_STATE_V2, _MAKE_V2)
@@ -91,15 +91,14 @@ def diagnose(source: Source) -> Diagnosis:
     refused = [part for each in _REFUSED for part in (runner.find(each) if runner else ())]
     refused_v2 = make_v2 is not None and any(make_v2.only(each) for each in _REFUSED_V2)
     if runner and make and len(refused) == 1 and refused_v2 == in_v2 and _makes_none(runner, make, refused[0]):
-        return Diagnosis(Verdict.FIXED, "encoders that take adapters have no graphs", make.at(refused[0]))
+        return Diagnosis.fixed("encoders that take adapters have no graphs", make.at(refused[0]))
     if local is None or refused or refused_v2 or not any(each and _goes_by_size(each) for each in by_size):
         return Diagnosis.unrecognised("images with adapters are encoded in a way", local or _MANAGER)
     # Elsewhere None in place of embeddings would end in an error, or be taken for right.
     if not (encode and falls_back(encode) and (not in_v2 or (encode_v2 and falls_back_v2(encode_v2)))):
-        found = Diagnosis.unrecognised("images are encoded without a graph in a way", encode or RUNNER)
-        return found._replace(defect_seen=True)
-    return Diagnosis(
-        Verdict.AFFECTED,
+        in_a_way = "images are encoded without a graph in a way"
+        return Diagnosis.unrecognised(in_a_way, encode or RUNNER, defect_seen=True)
+    return Diagnosis.affected(
         "images are encoded by size, and their adapters are told in the order of the schedule",
         local.where,
         "both-runners" if in_v2 else "runner-v1",

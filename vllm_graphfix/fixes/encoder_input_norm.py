@@ -185,13 +185,13 @@ IMAGES_NOT_NORMALISED = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     if not source.says(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
-        return Diagnosis(Verdict.ABSENT, "no CUDA graphs of encoders")
+        return Diagnosis.absent("no CUDA graphs of encoders")
     made = [model.method(source, "__init__") for model in _MODELS]
     if all(made) and not any(source.says(model.path, "input_norm") for model in _MODELS):
-        return Diagnosis(Verdict.ABSENT, "images are normalised before a model is given them")
+        return Diagnosis.absent("images are normalised before a model is given them")
     fixed = [_normalises_itself(source, model) for model in _MODELS]
     if all(fixed):
-        return Diagnosis(Verdict.FIXED, "the encoder itself normalises images, in graphs, too", fixed[0] or "")
+        return Diagnosis.fixed("the encoder itself normalises images, in graphs, too", fixed[0] or "")
     execute = source.function(_MANAGER, _EXECUTE)
     normalise = source.function(_VISION, "FusedInputNorm.forward")
     encode, encode_v2 = source.function(RUNNER, ENCODE), source.function(RUNNER_V2, ENCODE_V2)
@@ -212,8 +212,7 @@ def diagnose(source: Source) -> Diagnosis:
         )
         and all(_leaves_graphs_out(source, model) for model in _MODELS)
     ):
-        return Diagnosis(
-            Verdict.AFFECTED,
+        return Diagnosis.affected(
             "images are normalised where a model encodes them without graphs alone",
             (_MODELS[0].method(source, "prepare_encoder_cudagraph_replay_buffers") or execute).where,
             "bytes-fall-back" if falls_back(encode) and falls_back_v2(encode_v2) else "bytes",

@@ -60,7 +60,7 @@ PADDED_ENCODER_GRAPH = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the memory that FlashAttention writes to where an encoder is captured."""
     if not source.says(_RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
-        return Diagnosis(Verdict.ABSENT, "no CUDA graphs of encoders")
+        return Diagnosis.absent("no CUDA graphs of encoders")
     attend = source.function(_OPERATOR, _ATTEND)
     launched = attend and attend.only(_LAUNCHED)
     if attend is not None and launched is not None:
@@ -71,10 +71,9 @@ def diagnose(source: Source) -> Diagnosis:
         given = attend.find('kwargs["out"]')
         if len(zeroed) == 1 and attend.assigned("kwargs") == 1 and all(part in ast.walk(zeroed[0]) for part in given):
             zeros = next(part for pattern in _IN_ANY_CASE for part in attend.find(pattern))
-            return Diagnosis(Verdict.FIXED, "what a graph records writes to zeros", attend.at(zeros))
+            return Diagnosis.fixed("what a graph records writes to zeros", attend.at(zeros))
         if not given:
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "FlashAttention's output is memory as it was, and the rows that pad a graph stay so",
                 attend.at(launched),
                 "as-it-was",

@@ -72,11 +72,10 @@ def diagnose(source: Source) -> Diagnosis:
     if builder is not None and build is not None:
         decodes = builder.only(_HOLDS_DECODES)
         if decodes is not None and not builder.find("AttentionCGSupport.ALWAYS"):
-            return Diagnosis(Verdict.FIXED, "no full graph of FlashAttention holds prompts", builder.at(decodes))
+            return Diagnosis.fixed("no full graph of FlashAttention holds prompts", builder.at(decodes))
         if read is not None and forward is not None and _is_scheduled_and_launched_by_it(builder, build, forward):
             if builder.assigned(_LONGEST) == 1 and builder.only(_HOLDS_PROMPTS):
-                return Diagnosis(
-                    Verdict.AFFECTED,
+                return Diagnosis.affected(
                     "a schedule is made for the longest query of its step, and a graph launches a kernel for that of "
                     "its capture",
                     build.at(read),
@@ -84,9 +83,7 @@ def diagnose(source: Source) -> Diagnosis:
                 )
             remedy = _remedy(build)
             if builder.assigned(_LONGEST) == 2 and remedy is not None:
-                return Diagnosis(
-                    Verdict.FIXED, "with full graphs a schedule is made for all tokens of a step", build.at(remedy)
-                )
+                return Diagnosis.fixed("with full graphs a schedule is made for all tokens of a step", build.at(remedy))
     return Diagnosis.unrecognised("FlashAttention's schedule is made in a way", build or _BACKEND)
 
 

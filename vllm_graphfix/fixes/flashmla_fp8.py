@@ -53,7 +53,7 @@ def diagnose(source: Source) -> Diagnosis:
     """Find the plan of a batch, and the copy of it in the buffers that graphs read."""
     build = source.function(_BACKEND, "FlashMLAMetadataBuilder._build_decode")
     if not any(source.says(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
-        return Diagnosis(Verdict.ABSENT, "no dense fp8 FlashMLA")
+        return Diagnosis.absent("no dense fp8 FlashMLA")
     if build is None:
         return Diagnosis.unrecognised("dense fp8 is planned in a place", _BACKEND)
     new_plan = build.each(_PLANNED, *_POINTED_AT)
@@ -63,10 +63,9 @@ def diagnose(source: Source) -> Diagnosis:
             planned, *pointed = new_plan
             # A method that it calls might make other buffers.
             if build.in_one_block(planned, *full, *pointed) and not build.own_calls():
-                return Diagnosis(Verdict.FIXED, "the plan is copied into persistent buffers", build.at(planned))
+                return Diagnosis.fixed("the plan is copied into persistent buffers", build.at(planned))
         elif not any(map(build.find, _KEPT)):
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "every batch gets a new plan, but graphs read the one of their capture",
                 build.at(new_plan[0]),
                 "new-plan",

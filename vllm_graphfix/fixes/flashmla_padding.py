@@ -40,10 +40,10 @@ def diagnose(source: Source) -> Diagnosis:
     """Find the block number by which the runner pads block tables."""
     build_decode = source.function(_BACKEND, "FlashMLAMetadataBuilder._build_decode")
     if not any(source.says(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
-        return Diagnosis(Verdict.ABSENT, "no dense fp8 FlashMLA")
+        return Diagnosis.absent("no dense fp8 FlashMLA")
     build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
     if source.read(_RUNNER) is None:
-        return Diagnosis(Verdict.ABSENT, "no model runner V1")
+        return Diagnosis.absent("no model runner V1")
     if build is None or build_decode is None:
         path = _RUNNER if build is None else _BACKEND
         return Diagnosis.unrecognised("block tables are padded in a place", path)
@@ -58,15 +58,12 @@ def diagnose(source: Source) -> Diagnosis:
         and not build.assigned("num_reqs")
     ):
         if minus_one:
-            return Diagnosis(
-                Verdict.AFFECTED,
-                "block tables are padded with -1, which dense fp8 FlashMLA follows",
-                build.at(minus_one[0]),
-                "minus-one",
+            return Diagnosis.affected(
+                "block tables are padded with -1, which dense fp8 FlashMLA follows", build.at(minus_one[0]), "minus-one"
             )
         if not getattr(source.module(_RUNNER), "assigned", int)("NULL_BLOCK_ID"):
-            return Diagnosis(Verdict.FIXED, "block tables are padded with the null block", build.at(null[0]))
-    return Diagnosis.unrecognised("block tables are padded in a way", build)._replace(defect_seen=bool(minus_one))
+            return Diagnosis.fixed("block tables are padded with the null block", build.at(null[0]))
+    return Diagnosis.unrecognised("block tables are padded in a way", build, defect_seen=bool(minus_one))
 
 
 def _padded_rows_that_exist(stock: StockFunction, activity: Activity) -> StockFunction:

@@ -56,7 +56,7 @@ PADDING_WRITTEN = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the slots of padded rows, the function that writes to slots, and what raises slots before it."""
     if source.read(_PROPOSER) is None or source.read(_MODEL) is None:
-        return Diagnosis(Verdict.ABSENT, "no extract_hidden_states")
+        return Diagnosis.absent("no extract_hidden_states")
     map_slots = source.function(_PROPOSER, f"{_CLASS}._get_slot_mapping")
     write = source.function(_MODEL, "basic_cache")
     update = source.function(_MODEL, "CacheOnlyAttentionImpl.do_kv_cache_update")
@@ -64,11 +64,10 @@ def diagnose(source: Source) -> Diagnosis:
         raised = [(each, part) for each in (write, update) for pattern in _RAISED for part in each.find(pattern)]
         for each, uses in ((write, _WRITTEN), (update, _HANDED_ON)):
             if len(raised) == 1 and raised[0][0] is each and _raises_before(each, raised[0][1], uses):
-                return Diagnosis(Verdict.FIXED, "no slot below 0 is written to", each.at(raised[0][1]))
+                return Diagnosis.fixed("no slot below 0 is written to", each.at(raised[0][1]))
         padded = map_slots and map_slots.only(_PADDED)
         if map_slots and padded and not raised and _find_statement(write, _WRITTEN):
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "padded rows have slot -1, which is taken for the last slot of the last block",
                 map_slots.at(padded),
                 "last-slot",

@@ -90,19 +90,18 @@ IDLE_STEP_ON_REAL_BLOCKS = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the step of an idle rank, and which of the buffers that it reads still name blocks of the last batch."""
     if not source.says(_WORKER, "execute_dummy_batch", of="Worker"):
-        return Diagnosis(Verdict.ABSENT, "no idle rank runs a step")
+        return Diagnosis.absent("no idle rank runs a step")
     idle = source.function(_WORKER, _TARGET)
     run = source.function(_RUNNER, "GPUModelRunner._dummy_run")
     first = _stale_in_v1(source, run) if run else None
     second = _stale_in_v2(source, idle) if idle else None
     if idle is None or run is None or first is None or second is None or not idle.find(_IDLE_STEP):
-        unknown = Diagnosis.unrecognised("an idle rank runs its step in a way", run or idle or _WORKER)
-        return unknown._replace(defect_seen=bool(first or second))
+        in_a_way, seen = "an idle rank runs its step in a way", bool(first or second)
+        return Diagnosis.unrecognised(in_a_way, run or idle or _WORKER, defect_seen=seen)
     if not first and not second:
-        return Diagnosis(Verdict.FIXED, "an idle rank's step names no cache block", run.where)
+        return Diagnosis.fixed("an idle rank's step names no cache block", run.where)
     stale = [*(f"{buffers} (V1)" for buffers in first), *([f"{_STALE_V2[second]} (V2)"] if second else [])]
-    return Diagnosis(
-        Verdict.AFFECTED,
+    return Diagnosis.affected(
         f"an idle rank's step finds its cache by what the last batch left: {', '.join(stale)}",
         run.where,
         "-and-".join(filter(None, ("slots" if "slots" in first else "rows", second))),

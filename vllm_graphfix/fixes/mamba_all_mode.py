@@ -56,7 +56,7 @@ INDICES_OF_ANOTHER_GROUP = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find a further group's new block table, and the copies of its block indices to where its graphs read them."""
     if not all(source.says(_BUILDER, name) for name in _INDICES):
-        return Diagnosis(Verdict.ABSENT, "Mamba's builder has no block indices: no state is kept for each block")
+        return Diagnosis.absent("Mamba's builder has no block indices: no state is kept for each block")
     update = source.function(_BUILDER, _UPDATE)
     compute = source.function(_BUILDER, f"{_BASE}._compute_common_metadata")
     for_graphs = source.function(_BUILDER, f"{_BASE}.{_FOR_GRAPHS}")
@@ -64,11 +64,10 @@ def diagnose(source: Source) -> Diagnosis:
         returned = update.only(_FOR_GRAPHS_RETURNED)
         remedy = update.at(returned) if returned and _copies_indices(for_graphs) else _place_of_copies(update)
         if remedy is not None:
-            return Diagnosis(Verdict.FIXED, "each group copies the block indices where its graphs read them", remedy)
+            return Diagnosis.fixed("each group copies the block indices where its graphs read them", remedy)
         defect = update.only(_TABLE_REPLACED) or update.only("return new_metadata")
         if defect is not None and (_copies_indices(compute) or _copies_indices(for_graphs)):
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "for further groups only the block table is updated, and their graphs keep the block indices of the "
                 "capture",
                 update.at(defect),

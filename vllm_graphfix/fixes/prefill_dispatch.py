@@ -115,16 +115,16 @@ def _of_v1(source: Source) -> Diagnosis:
     determine = source.function(_RUNNER, "GPUModelRunner._determine_batch_execution_and_padding")
     execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
     if uniform is None and not source.says(_RUNNER, "uniform_decode", of="GPUModelRunner"):
-        return Diagnosis(Verdict.ABSENT, "no model runner V1 with graphs for decodes only")
+        return Diagnosis.absent("no model runner V1 with graphs for decodes only")
     if uniform and determine and execute and execute.only(_DETERMINED):
         by_shape = uniform.takes == _TAKES and uniform.only(_BY_SHAPE) and determine.only(_ASKED.format(""))
         remedy = _place_of_remedy(uniform, determine, execute, by_shape=bool(by_shape))
         if remedy is not None:
-            return Diagnosis(Verdict.FIXED, "model runner V1 checks which phase the rows are in", remedy)
+            return Diagnosis.fixed("model runner V1 checks which phase the rows are in", remedy)
         forced = any(execute.gives(_DETERMINE, f"{name}=...") for name in ("force_uniform_decode", "force_eager"))
         if by_shape and not forced:
-            return Diagnosis(
-                Verdict.AFFECTED, "model runner V1 treats a step as a decode by its shape alone", uniform.where, _V1
+            return Diagnosis.affected(
+                "model runner V1 treats a step as a decode by its shape alone", uniform.where, _V1
             )
     return Diagnosis.unrecognised("model runner V1 tells decodes from prefills in a way", uniform or _RUNNER)
 
@@ -144,7 +144,7 @@ def _place_of_remedy(uniform: Function, determine: Function, execute: Function, 
 
 def _of_v2(source: Source) -> Diagnosis:
     if source.read(_HYBRIDS_V2) is None and not source.says(_RUNNER_V2, "MambaSpec"):
-        return Diagnosis(Verdict.ABSENT, "model runner V2 has no recurrent models")
+        return Diagnosis.absent("model runner V2 has no recurrent models")
     execute = source.function(_RUNNER_V2, "GPUModelRunner.execute_model")
     gather = source.function(_RUNNER_V2, "GPUModelRunner.gather_batch_req_state")
     by_phase = source.function(_UTILS, "get_uniform_decode_token_count")
@@ -154,13 +154,9 @@ def _of_v2(source: Source) -> Diagnosis:
         answers = zip(_ANSWERED_V2, _BY_PHASE_V2, strict=True)
         by_answer = any(gather.only(answered) and by_phase.only(phase) for answered, phase in answers)
         if execute.only(_GATHERED_V2) and prefilling and by_answer:
-            return Diagnosis(
-                Verdict.FIXED, "model runner V2 checks which phase the rows are in", gather.at(prefilling[0])
-            )
+            return Diagnosis.fixed("model runner V2 checks which phase the rows are in", gather.at(prefilling[0]))
     elif execute and by_shape and gather is None and by_shape.only(_UNIFORM_V2) and execute.only(_COUNTED_V2):
-        return Diagnosis(
-            Verdict.AFFECTED, "model runner V2 treats a step as a decode by its shape alone", by_shape.where, _V2
-        )
+        return Diagnosis.affected("model runner V2 treats a step as a decode by its shape alone", by_shape.where, _V2)
     return Diagnosis.unrecognised("model runner V2 tells decodes from prefills in a way", execute or _RUNNER_V2)
 
 

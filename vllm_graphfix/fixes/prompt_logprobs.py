@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction
 from vllm_graphfix.source.functions import matches_any
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ READ_AFTER_DRAFT = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the drafts, what computes prompt log-probabilities, and copies of the hidden states before the drafts."""
     if not all(source.says(_RUNNER, word) for word in ("_get_prompt_logprobs_dict", "propose_draft_token_ids")):
-        return Diagnosis(Verdict.ABSENT, "no model runner V1 that drafts and returns prompt log-probabilities")
+        return Diagnosis.absent("no model runner V1 that drafts and returns prompt log-probabilities")
     sample, bookkeep, execute = (
         source.function(_RUNNER, f"GPUModelRunner.{name}")
         for name in ("sample_tokens", "_bookkeeping_sync", "execute_model")
@@ -88,15 +88,14 @@ def diagnose(source: Source) -> Diagnosis:
         if first is not None and read is not None and len(in_bookkeeping) + len(directly) == 1:
             if read.lineno < first.lineno and _is_done_whenever_scored(sample.node.body, read):
                 reason = "prompt log-probabilities are computed before the drafter runs"
-                return Diagnosis(Verdict.FIXED, reason, sample.at(read))
+                return Diagnosis.fixed(reason, sample.at(read))
             handed = (getattr(read, "args", [])[0 if directly else 3 :] or [None])[0]
             copied = _effective_copy(sample, execute, getattr(handed, "id", ""), first)
             if copied is not None and (directly or bookkeep.only(_OF_ALL_TOKENS)):
-                return Diagnosis(Verdict.FIXED, "the hidden states are copied before the drafter runs", copied)
+                return Diagnosis.fixed("the hidden states are copied before the drafter runs", copied)
             late = first.lineno < read.lineno and bookkeep.only(_OF_ALL_TOKENS)
             if late and getattr(handed, "id", "") == "hidden_states" and not _all_copies(sample) + _all_copies(execute):
-                return Diagnosis(
-                    Verdict.AFFECTED,
+                return Diagnosis.affected(
                     "the drafter runs before prompt log-probabilities are computed from the target's hidden states",
                     sample.at(first),
                     "draft-first",

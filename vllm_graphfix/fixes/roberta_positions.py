@@ -51,25 +51,22 @@ PADDED_POSITIONS_SHIFTED = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find what adds the offset to positions, and what keeps padded rows from adding up."""
     if source.read(_MODELS) is None:
-        return Diagnosis(Verdict.ABSENT, "no RoBERTa models")
+        return Diagnosis.absent("no RoBERTa models")
     select = source.function(_RUNNER, "GPUModelRunner._preprocess")
     embed = source.function(_MODELS, "RobertaEmbedding.forward")
     zeroed = select and _zeroing_statement(select)
     if select is not None and zeroed:
-        return Diagnosis(Verdict.FIXED, "the positions of padded rows are 0 at every step", select.at(zeroed))
+        return Diagnosis.fixed("the positions of padded rows are 0 at every step", select.at(zeroed))
     looked_up = embed and embed.only(_OUT_OF_PLACE)
     if embed is not None and looked_up and not source.says(_MODELS, _ADDS):
-        return Diagnosis(
-            Verdict.FIXED, "the offset of positions is added to a copy, in the embedding", embed.at(looked_up)
-        )
+        return Diagnosis.fixed("the offset of positions is added to a copy, in the embedding", embed.at(looked_up))
     add = source.function(_MODELS, _ADDS)
     added = add and add.only(_IN_PLACE)
     prepare = source.function(_RUNNER, "GPUModelRunner._prepare_inputs")
     remedies = (*_ZEROED, _ALL_REFRESHED)
     remedied = [part for each in (select, prepare) if each for pattern in remedies for part in each.find(pattern)]
     if add is not None and added and not looked_up and not remedied:
-        return Diagnosis(
-            Verdict.AFFECTED,
+        return Diagnosis.affected(
             "the offset is added to positions where they are, and nothing refreshes those of padded rows",
             add.at(added),
             "added-in-place",

@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction
 from vllm_graphfix.fixes._empty_rows import (
     COMMON,
     COMMON_BEFORE,
@@ -75,15 +75,13 @@ _COUNT = counts_empty_rows(EMPTY_ROWS_GIVEN, _BUILDER, _BACKEND_MODULE)
 def diagnose(source: Source) -> Diagnosis:
     """Find the division by the sum over a row's tokens, and what keeps it, or its result, from rows without any."""
     if source.read(_BACKEND) is None:
-        return Diagnosis(Verdict.ABSENT, "no Triton MLA")
+        return Diagnosis.absent("no Triton MLA")
     builder = source.function(_BACKEND, _BUILDER)
     inherited = COMMON if source.read(COMMON) is not None else COMMON_BEFORE
     if source.says(inherited, "MLACommonMetadataBuilder") and not any(
         source.says(path, word) for path in (_BACKEND, inherited) for word in ("AttentionCGSupport", _BUILDER)
     ):
-        return Diagnosis(
-            Verdict.FIXED, "Triton MLA allows no full graphs, without which no row is padded", f"{_BACKEND}:1"
-        )
+        return Diagnosis.fixed("Triton MLA allows no full graphs, without which no row is padded", f"{_BACKEND}:1")
     forward = source.function(_BACKEND, "TritonMLAImpl.forward_mqa")
     reduce = source.function(_KERNELS, _REDUCE)
     if builder is None or forward is None or reduce is None:
@@ -91,12 +89,10 @@ def diagnose(source: Source) -> Diagnosis:
     support = builder.only(SUPPORT)
     allowed = any(map(builder.find, (*FULL_GRAPHS, *_BY_SPECIFICATION)))
     if support is not None and support in builder.find(NO_FULL_GRAPHS) and not allowed:
-        return Diagnosis(
-            Verdict.FIXED, "Triton MLA allows no full graphs, without which no row is padded", builder.where
-        )
+        return Diagnosis.fixed("Triton MLA allows no full graphs, without which no row is padded", builder.where)
     remedy = _find_guard(reduce) or _find_cleared(forward)
     if remedy is not None:
-        return Diagnosis(Verdict.FIXED, "rows of length 0 leave no 0/0", remedy)
+        return Diagnosis.fixed("rows of length 0 leave no 0/0", remedy)
     guards = {statement for statements in _GUARDED for statement in statements} - {_DIVIDED}
     # Programs are told apart as in the kernel of this fix; a slice does not show the numbers.
     seen = bool(reduce.each(*_PROGRAMS)) and reduce.always(_DIVIDED) and not any(map(reduce.find, guards))
@@ -105,13 +101,12 @@ def diagnose(source: Source) -> Diagnosis:
         and not any(map(forward.find, _CLEARED))
         and any(support in builder.find(pattern) for pattern in FULL_GRAPHS)
     ):
-        return Diagnosis(
-            Verdict.AFFECTED,
+        return Diagnosis.affected(
             "full graphs are allowed, their padded rows have length 0, and the kernel divides by a sum over no tokens",
             reduce.at(reduce.find(_DIVIDED)[0]),
             "divides-by-nothing",
         )
-    return Diagnosis.unrecognised("Triton MLA decodes in a way", forward)._replace(defect_seen=seen)
+    return Diagnosis.unrecognised("Triton MLA decodes in a way", forward, defect_seen=seen)
 
 
 def _find_guard(reduce: Function) -> str | None:

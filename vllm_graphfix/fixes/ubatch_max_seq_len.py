@@ -43,7 +43,7 @@ def diagnose(source: Source) -> Diagnosis:
     if not made:
         if any(source.says(path, _SPLIT) for path in (*_PLACES.values(), _RUNNER)):
             return Diagnosis.unrecognised("metadata of micro-batches are made in a way", _RUNNER)
-        return Diagnosis(Verdict.ABSENT, "no metadata of micro-batches")
+        return Diagnosis.absent("no metadata of micro-batches")
     ((shape, make), *others) = made.items()
     longest = [pattern for pattern in (*_LONGEST, _BATCHS) if make.find(pattern)]
     own = [part for pattern in _OWN for part in make.find(pattern)]
@@ -51,14 +51,11 @@ def diagnose(source: Source) -> Diagnosis:
         schedule = source.function(_FLASH, "FlashAttentionMetadataBuilder.build")
         read = schedule is not None and schedule.always(_READ) and schedule.assigned("max_seq_len") == 1
         if len(longest) == 1 and make.always(longest[0]) and read:
-            return Diagnosis(
-                Verdict.FIXED,
-                "a micro-batch is told of the longest length that its batch is",
-                make.at(make.find(longest[0])[0]),
+            return Diagnosis.fixed(
+                "a micro-batch is told of the longest length that its batch is", make.at(make.find(longest[0])[0])
             )
         if len(own) == 1:
-            return Diagnosis(
-                Verdict.AFFECTED,
+            return Diagnosis.affected(
                 "a micro-batch is told of its own longest length, and in a capture that is the dummy requests'",
                 make.at(own[0]),
                 shape,

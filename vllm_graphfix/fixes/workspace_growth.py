@@ -65,16 +65,13 @@ def diagnose(source: Source) -> Diagnosis:
         cleared = ensure.only(_CLEARED)
         locked = _place_of_lock(source, manager, ensure, capture)
         if locked is not None:
-            return Diagnosis(
-                Verdict.FIXED, "the workspace is locked when graphs are captured, and growth is an error", locked
-            )
+            return Diagnosis.fixed("the workspace is locked when graphs are captured, and growth is an error", locked)
         if cleared is not None and not any(source.says(path, "lock_workspace") for path in (_RUNNER, _WORKER)):
             holding = _holding_statement(manager, ensure, cleared)
             if holding is not None:
-                return Diagnosis(Verdict.FIXED, "an outgrown workspace is kept", ensure.at(holding))
+                return Diagnosis.fixed("an outgrown workspace is kept", ensure.at(holding))
             if not ensure.find(_APPENDED):
-                return Diagnosis(
-                    Verdict.AFFECTED,
+                return Diagnosis.affected(
                     "model runner V2 lets the workspace grow after a capture, and the one that graphs have recorded "
                     "is freed",
                     ensure.at(cleared),
