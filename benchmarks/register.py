@@ -122,7 +122,7 @@ def _is_heavy(module: str) -> bool:
 
 def _unknown(root: Path, folder: Path) -> Path:
     """Copy a vLLM into *folder*, a comment added to each file, so that none is a stock release's; return *folder*."""
-    for path in {"vllm/__init__.py", *(path for fix in FIXES for path in fix.reads)}:
+    for path in {"vllm/__init__.py", *(path for fix in FIXES for path in fix.inspected_files)}:
         if (root / path).is_file():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / path, folder / path)

@@ -165,7 +165,7 @@ class Benchmark:
             return None if trained.on_a_cpu else "a CPU engine cannot run it"
         if not trained.everywhere and not _is_affected(trained, site):
             return "this vLLM is not affected"
-        if case.shows_with is not None and not source.says(*case.shows_with[:2]):
+        if case.shows_with is not None and not source.contains_word(*case.shows_with[:2]):
             return f"on this vLLM {case.shows_with[2]}"
         if case.capability not in (None, device.capability[0]):
             return f"needs compute capability {case.capability}.0"

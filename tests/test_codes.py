@@ -68,9 +68,9 @@ def test_what_cannot_be_taken_back_has_the_code_of_why(
     def fail(*args: object) -> None:
         raise error
 
-    monkeypatch.setattr(sites, "take_back", fail)
+    monkeypatch.setattr(sites, "revert", fail)
     one = applied()
-    one.take_back(State.OFF, "reverted")
+    one.revert(State.OFF, "reverted")
     assert (one.state, one.code) == (state, code)
 
 

@@ -95,7 +95,7 @@ def test_a_diagnosis_reads_only_the_files_that_it_declares(release: str) -> None
 
         manifest.examine(fix, Source("recorded", read, lambda: None))
         # A package of the module's name would be imported instead.
-        assert {path for path in asked if not path.endswith("/__init__.py")} <= set(fix.reads)
+        assert {path for path in asked if not path.endswith("/__init__.py")} <= set(fix.inspected_files)
 
 
 def test_the_place_is_in_the_source(release: str) -> None:

@@ -9,8 +9,9 @@ from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Slice, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source.elsewhere import KNOWN_FILES, Search, code_digest, digest, known
+from vllm_graphfix.source.elsewhere import Search
 from vllm_graphfix.source.files import Source, SourceError
+from vllm_graphfix.source.known_code import KNOWN_FILES, code_digest, digest, known
 
 OWN = "vllm/workspace.py"
 PARTS = (Slice(OWN, "Manager.lock", "locked"), Slice(OWN, "lock_all", "locked"))

@@ -162,7 +162,7 @@ def test_layers_that_were_taken_back_are_forgotten(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, name, module)
     known, patch = len(sites._stock_of), Patch(name, "target", lambda stock, _: _kept_nowhere(stock))
     for _ in range(100):
-        sites.take_back("a-fix", sites.apply("a-fix", [patch], Activity()))
+        sites.revert("a-fix", sites.apply("a-fix", [patch], Activity()))
     assert len(sites._stock_of) <= known + 1
 
 

@@ -180,7 +180,7 @@ def test_strict_ignores_a_fix_whose_targets_this_engine_never_imports() -> None:
         "0.18.1",
         before
         + LOAD
-        + "from vllm_graphfix import _this_process\nassert _this_process().manager.left_undone(v2=None) == ()\n",
+        + "from vllm_graphfix import _this_process\nassert _this_process().manager.unapplied(v2=None) == ()\n",
         {"VLLM_GRAPHFIX": "strict"},
     )
     assert done.returncode == 0

@@ -73,7 +73,7 @@ def process_double(environment: dict[str, str]) -> EngineProcess:
     """A process whose fixes are all there, and whose record nobody writes."""
     me = EngineProcess(FIXES, environment)
     me.decision = decision.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
-    vars(me.manager)["left_undone"] = lambda **_: ()
+    vars(me.manager)["unapplied"] = lambda **_: ()
     nothing = {name: lambda: None for name in ("tell", "started", "keep", "finish")}
     record = SimpleNamespace(rank=None, agreement=None, problem=None, unchecked=None, **nothing)
     me.gate._status_record = record  # type: ignore[assignment]  # a double

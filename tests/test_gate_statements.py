@@ -157,7 +157,7 @@ def started(
             worker_double.model_runner.dispatcher = SimpleNamespace(cudagraph_keys={GraphMode("FULL"): keys})
         graph = Graph(worker_double.model_runner, "FULL", 8, kept=True)
 
-        def left_undone(**_: object) -> tuple[str, ...]:
+        def unapplied(**_: object) -> tuple[str, ...]:
             checks.append(f"fixes, {fault.here.phase}")
             return ()
 
@@ -165,7 +165,7 @@ def started(
         vars(me.manager).update(
             states=lambda **_: states_double,
             settle_capture=lambda name, what, failed: settled.append((name, failed)),
-            left_undone=left_undone,
+            unapplied=unapplied,
         )
         vars(me).update(
             failures_in_capture=lambda: {"mamba-padding": {graph: "MemoryError"}} if failed else {},

@@ -378,13 +378,13 @@ def test_what_is_relied_on_is_there_in_every_release(release: str) -> None:
         assert source.function(scheduler, f"Scheduler.{name}") is not None
     finish = source.function(scheduler, "Scheduler.finish_requests")
     assert finish is not None
-    assert finish.takes == "self, request_ids, finished_status"
+    assert finish.signature == "self, request_ids, finished_status"
     for name in ("evict_blocks", "get_block_ids"):
         assert source.function(manager, f"KVCacheManager.{name}") is not None
     for runner in ("vllm/v1/worker/gpu_model_runner.py", "vllm/v1/worker/gpu/model_runner.py"):
         execute = source.function(runner, "GPUModelRunner.execute_model")
         assert execute is not None
-        assert execute.takes.startswith("self, scheduler_output")
+        assert execute.signature.startswith("self, scheduler_output")
         text = (source.read(runner) or b"").decode()
         # What is asked for the last step: of V2 nothing, and not by mistake.
         assert ("self.requests: dict[str, CachedRequestState] = {}" in text) is runner.endswith("gpu_model_runner.py")

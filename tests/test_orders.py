@@ -122,7 +122,7 @@ def engaged(release: str, taken_back: tuple[str, ...], *, observed: bool) -> lis
 
 def missing_companion(fix: Fix, taken_back: tuple[str, ...]) -> str | None:
     """Why *fix* cannot stay, if so."""
-    lost = [t for t in fix.together if t.name in taken_back and not t.may_be_off]
+    lost = [t for t in fix.requires if t.name in taken_back and not t.may_be_off]
     return f"{lost[0].name} is off; without it {lost[0].because}" if lost else None
 
 

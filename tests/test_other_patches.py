@@ -221,7 +221,7 @@ def check(warm: WarmRelease, plugin: Path, release: str, target: str, way: str, 
     if way == "copied module" and "." not in target.partition(":")[2]:
         wanted = "conflict"  # vLLM's code does not look names up in a copy
     for name, stock_alone in expected(release).items():
-        together = {other.name for other in BY_NAME[name].together} & set(concerned)
+        together = {other.name for other in BY_NAME[name].requires} & set(concerned)
         possible = {wanted if name in concerned else stock_alone}
         if together and wanted != "active" and stock_alone == "active":
             possible = {"incompatible", *(possible & {"conflict"})}

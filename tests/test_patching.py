@@ -140,7 +140,7 @@ def test_a_name_carried_into_another_module_before_or_after_is_wrapped_once(targ
     after = _module(IMPORTER, f"from {TARGET} import helper")
     sites = apply("one", [Patch(name, "helper", adding(1)), Patch(IMPORTER, "helper", adding(1))])
     assert before.helper(1) == after.helper(1) == target.helper(1) == 2
-    patching.take_back("one", sites)
+    patching.revert("one", sites)
     assert before.helper(1) == after.helper(1) == 1
     assert target.helper(1) == 2
     del sys.modules[name]
@@ -156,7 +156,7 @@ def test_a_copy_of_our_function_in_a_module_that_was_not_patched_is_dropped_and_
     elsewhere = [Patch("vllm.not_imported", "helper", adding(1)), capture(1)]
     patching.drop_copies([*elsewhere, *patches])
     assert (target.helper(1), copied.helper(1)) == (2, 1)
-    patching.take_back("one", sites)
+    patching.revert("one", sites)
     patching.drop_copies([*elsewhere, *patches])
     assert target.helper is copied.helper is stock
 
@@ -168,7 +168,7 @@ def test_layers_of_several_fixes_come_off_in_any_order(target: Any, order: tuple
     assert target.Manager().capture(1) == 74
     left = 74
     for name in order:
-        patching.take_back(name, sites[name])
+        patching.revert(name, sites[name])
         left -= {"one": 10, "two": 20, "three": 40}[name]
         assert target.Manager().capture(1) == left
     assert vars(target.Manager)["capture"] is stock
@@ -176,8 +176,8 @@ def test_layers_of_several_fixes_come_off_in_any_order(target: Any, order: tuple
 
 def test_what_was_taken_back_in_part_is_taken_back_whole(target: Any) -> None:
     sites = apply("one", [Patch(TARGET, "helper", adding(1)), capture(10)])
-    patching.take_back("one", sites[:1])
-    patching.take_back("one", sites)
+    patching.revert("one", sites[:1])
+    patching.revert("one", sites)
     assert target.Manager().capture(1) == 4
 
 
@@ -192,18 +192,18 @@ def test_beneath_a_wrapper_of_our_own_layers_come_and_go_and_beneath_another_the
     one = apply("one", [capture(10)])
     for _ in range(2):
         wrap(target.Manager, "capture", around)
-    assert (target.Manager().capture(1), one[0].holds()) == (14, True)
+    assert (target.Manager().capture(1), one[0].is_in_place()) == (14, True)
     two = apply("two", [capture(20)])
-    assert (target.Manager().capture(1), two[0].holds()) == (34, True)
-    patching.take_back("one", one)
+    assert (target.Manager().capture(1), two[0].is_in_place()) == (34, True)
+    patching.revert("one", one)
     assert target.Manager().capture(1) == 24
-    patching.take_back("two", two)
+    patching.revert("two", two)
     assert target.Manager().capture(1) == 4
     assert inspect.unwrap(target.Manager.capture) is asked[-1] is stock
     three = apply("three", [capture(30)])
     target.Manager.capture = functools.wraps(target.Manager.capture)(lambda *args: 1000)
     with pytest.raises(patching.ConflictError, match="wrapper is still underneath"):
-        patching.take_back("three", three)
+        patching.revert("three", three)
 
 
 def test_a_fix_is_applied_whole_or_not_at_all(target: Any) -> None:
@@ -308,13 +308,13 @@ def test_somebody_else_s_patch_is_a_conflict_that_names_them_and_stays(target: A
 def test_a_patch_that_came_after_ours_is_seen_and_kept(target: Any) -> None:
     (site,) = apply("one", [capture(10)])
     _foreign_wrapper(target)
-    assert site.holds()
+    assert site.is_in_place()
     theirs = target.Manager.capture
     with pytest.raises(patching.ConflictError, match="after the fix"):
-        patching.take_back("one", [site])
+        patching.revert("one", [site])
     assert target.Manager.capture is theirs
     _foreign_function(target)
-    assert not site.holds()
+    assert not site.is_in_place()
 
 
 def test_a_target_is_named_as_people_write_it(target: Any) -> None:
@@ -439,7 +439,7 @@ def test_a_patch_on_one_target_keeps_no_layer_on_the_others(target: Any) -> None
     with pytest.raises(
         patching.ConflictError, match=r"Manager\.capture was patched by function Manager\.capture of test_patching"
     ):
-        patching.take_back("one", sites)
+        patching.revert("one", sites)
     assert target.helper(1) == 1
 
 
@@ -505,10 +505,10 @@ def test_a_module_that_python_has_from_elsewhere_than_the_diagnosis_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An overlay. What is not imported, or is in an archive, which has no folder, cannot be told."""
-    fix: Any = SimpleNamespace(reads=("vllm/a_stand_in.py", "vllm/b_stand_in.py"))
+    fix: Any = SimpleNamespace(inspected_files=("vllm/a_stand_in.py", "vllm/b_stand_in.py"))
     for folder in ("diagnosed", "elsewhere"):
         (tmp_path / folder / "vllm").mkdir(parents=True)
-        for path in fix.reads:
+        for path in fix.inspected_files:
             (tmp_path / folder / path).write_text(f"# {folder}\n")
 
     def files(folder: Path | None) -> patching.DiagnosedFiles:

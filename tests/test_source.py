@@ -67,7 +67,7 @@ def test_a_release_reads_the_same_from_its_wheel(tmp_path: Path) -> None:
     root = release_root("0.18.1")
     wheel = tmp_path / "vllm-0.18.1-cp38-abi3-manylinux_2_31_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for path in sorted({*(path for fix in FIXES for path in fix.reads), "vllm/__init__.py"}):
+        for path in sorted({*(path for fix in FIXES for path in fix.inspected_files), "vllm/__init__.py"}):
             if (root / path).exists():
                 archive.write(root / path, path)
     for fix in FIXES:

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from vllm_graphfix.source.functions import Function, binds, sets
+from vllm_graphfix.source.functions import Function, assigns_to, binds
 
 
 def function(source: str) -> Function:
@@ -25,11 +25,11 @@ def body(*statements: str) -> Function:
     ["a", "a, /", "a, b, /", "a, b, /, c", "*rest", "*, c", "*rest, c", "a, /, b, *rest, c, **more", "**more", ""],
 )
 def test_what_a_function_takes_is_written_as_in_its_source(takes: str) -> None:
-    assert function(f"def f({takes}): pass").takes == takes
+    assert function(f"def f({takes}): pass").signature == takes
 
 
 def test_what_a_function_takes_is_without_annotations_and_defaults() -> None:
-    assert function("def f(a: int = 1, *, b: str = '') -> None: pass").takes == "a, *, b"
+    assert function("def f(a: int = 1, *, b: str = '') -> None: pass").signature == "a, *, b"
 
 
 @pytest.mark.parametrize(
@@ -83,25 +83,25 @@ def test_an_assignment_is_to_the_name_alone_or_first(statement: str, found: bool
 )
 def test_statements_follow_each_other_in_one_block(statements: tuple[str, ...], in_order: bool, at_once: bool) -> None:
     found = body(*statements)
-    parts = found.each("a()", "b()", "c()")
+    parts = found.find_each("a()", "b()", "c()")
     assert len(parts) == 3
     assert found.in_one_block(*parts) == in_order
     assert found.in_one_block(*parts, at_once=True) == at_once
 
 
 def test_a_part_is_the_only_one_or_none() -> None:
-    assert body("a()", "b()").only("a()") is not None
-    assert body("a()", "a()").only("a()") is None
-    assert body("b()").only("a()") is None
+    assert body("a()", "b()").find_unique("a()") is not None
+    assert body("a()", "a()").find_unique("a()") is None
+    assert body("b()").find_unique("a()") is None
 
 
 def test_an_argument_is_given_by_name_and_value() -> None:
     given = body("f(1, a=b, c=2)")
-    assert given.gives("f(...)", "a=b")
-    assert given.gives("f(...)", "c=...")
-    assert not given.gives("f(...)", "a=c")
-    assert not given.gives("f(...)", "d=...")
-    assert not body("f(a=b)", "f(a=b)").gives("f(...)", "a=b")
+    assert given.call_has_keyword("f(...)", "a=b")
+    assert given.call_has_keyword("f(...)", "c=...")
+    assert not given.call_has_keyword("f(...)", "a=c")
+    assert not given.call_has_keyword("f(...)", "d=...")
+    assert not body("f(a=b)", "f(a=b)").call_has_keyword("f(...)", "a=b")
 
 
 def test_arguments_are_told_as_written() -> None:
@@ -121,7 +121,7 @@ def test_names_are_counted() -> None:
     [("n = f(1)", True), ("n = f(n)", False), ("n += 1", False), ("n = f(a.n)", False), ("m = f(1)", True)],
 )
 def test_a_name_is_confined_to_a_part_that_has_it_as_often_as_the_pattern(statement: str, confined: bool) -> None:
-    assert body(statement).confines("n", "n = f(...)") == confined
+    assert body(statement).used_only_in("n", "n = f(...)") == confined
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ def test_a_name_is_confined_to_a_part_that_has_it_as_often_as_the_pattern(statem
 )
 def test_a_variable_is_set_wherever_it_gets_another_value(statement: str, times: int) -> None:
     assert body(statement).assigned("x") == times
-    assert body(statement).sets("x") == (times > 0)
+    assert body(statement).reassigns("x") == (times > 0)
 
 
 def test_an_inner_function_is_the_only_one_of_its_name_or_none() -> None:
     found = body("def g(): a", "def h(): b").inner("h")
     assert found is not None
-    assert (found.qualname, found.names("b")) == ("f.h", True)
+    assert (found.qualname, found.contains_name("b")) == ("f.h", True)
     assert body("def g(): a", "def g(): b").inner("g") is None
     assert body("g = a").inner("g") is None
 
@@ -195,7 +195,7 @@ def test_a_name_of_a_module_is_bound_by_assignment_import_and_definition_in_a_br
     ],
 )
 def test_a_method_is_replaced_by_assignment_to_its_class_and_setattr(statement: str, replaced: bool) -> None:
-    assert sets(ast.parse(statement).body[0], "M.m") == replaced
+    assert assigns_to(ast.parse(statement).body[0], "M.m") == replaced
 
 
 def test_a_fingerprint_sees_code_and_neither_comments_nor_docstrings() -> None:

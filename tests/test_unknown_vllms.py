@@ -70,7 +70,7 @@ def test_a_family_is_of_what_is_patched_and_of_what_is_near_it_in_both_direction
 def test_the_same_trees_written_otherwise_are_the_same_release(fix: str) -> None:
     for base in (where.base for where in bases(fix) if not where.base.changes):
         stock = manifest.diagnose(BY_NAME[fix], open_source(release_root(base.release)))
-        for mutant in formatted(fix, base, BY_NAME[fix].reads):
+        for mutant in formatted(fix, base, BY_NAME[fix].inspected_files):
             found = diagnosed(mutant)
             assert (found.verdict, found.shape, found.known) == (stock.verdict, stock.shape, True), mutant
 

@@ -201,7 +201,7 @@ def test_nightlies_before_pr_39773_are_proven(tmp_path: Path, without_mode: bool
 def test_a_fixed_release_with_the_fix_cut_out_is_proven(tmp_path: Path, fix: Fix, edit: Edit) -> None:
     """Together with the fixes without which it trades one defect for another."""
     root = edited(release_root(edit.release), tmp_path / "vllm", changes(edit))
-    fixes = [fix, *(BY_NAME[other.name] for other in fix.together)]
+    fixes = [fix, *(BY_NAME[other.name] for other in fix.requires)]
     report = verified(root, fixes)
     assert report.vllm is None, "nothing tells the version"
     affected = {each for each in fixes if manifest.diagnose(each, open_source(root)).verdict is Verdict.AFFECTED}

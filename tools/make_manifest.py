@@ -26,19 +26,11 @@ from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
-from vllm_graphfix.source.elsewhere import (
-    KNOWN_CODE,
-    KNOWN_FILES,
-    KNOWN_FUNCTIONS,
-    Reach,
-    Search,
-    code_digest,
-    family,
-    known,
-    reach_of,
-)
-from vllm_graphfix.source.elsewhere import digest as digest_of
+from vllm_graphfix.source.elsewhere import Reach, Search, reach_of
 from vllm_graphfix.source.files import Source, SourceError, open_source
+from vllm_graphfix.source.known_code import KNOWN_CODE, KNOWN_FILES, KNOWN_FUNCTIONS, code_digest, known
+from vllm_graphfix.source.known_code import digest as digest_of
+from vllm_graphfix.source.replacements import family
 
 COMMON = 20
 """A name that more files define, in all releases together, does not identify a function."""
@@ -58,7 +50,7 @@ def order(version: str) -> tuple[int, ...]:
 def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str, Any]:
     """Return the digests of the files that *fixes* read in a release, and the verdict of each fix."""
     source = open_source(root)
-    files = {path: source.digest(path) or "absent" for fix in fixes for path in fix.reads}
+    files = {path: source.digest(path) or "absent" for fix in fixes for path in fix.inspected_files}
     verdicts: dict[str, Any] = {}
     for fix in fixes:
         try:
@@ -184,7 +176,7 @@ def merged(looked_at: dict[str, dict[str, Any]], older: dict[str, Any]) -> dict[
     for version, seen in looked_at.items():
         digests |= {(path, version): digest for path, digest in seen["files"].items()}
         verdicts |= {(name, version): verdict for name, verdict in seen["fixes"].items()}
-    read = {path for fix in FIXES for path in fix.reads}
+    read = {path for fix in FIXES for path in fix.inspected_files}
     files: dict[str, dict[str, list[str]]] = {path: {} for path in sorted(read)}
     for (path, version), digest in sorted(digests.items(), key=lambda each: order(each[0][1])):
         if path in read:

@@ -285,7 +285,9 @@ def _numbers(release: str) -> tuple[int, ...]:
 def variables() -> Iterator[str]:
     yield "| variable | default | rests on |"
     yield "|---|---|---|"
-    yield from (f"| `{fix.variable}` | `{fix.default.value}` | {fix.ground or 'nothing yet'} |" for fix in FIXES)
+    yield from (
+        f"| `{fix.variable}` | `{fix.default.value}` | {fix.default_rationale or 'nothing yet'} |" for fix in FIXES
+    )
 
 
 def _rows(column: Callable[[str], T]) -> Iterator[tuple[str, tuple[T, ...]]]:
@@ -332,7 +334,7 @@ def facts(fix: Fix) -> Iterator[str]:
     text = re.sub(rf"{fix.variable}=auto|=on", r"`\g<0>`", by_default(fix))
     text = f"By default {text} ([the rule](../configuration.md#what-is-on-by-default))."
     yield from wrap(text, 120, break_long_words=False, break_on_hyphens=False)
-    for other in fix.together:
+    for other in fix.requires:
         yield f"It goes with [`{other.name}`]({other.name}.md): without that one, {other.because}."
     yield ""
     yield "## Without the plugin"

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Activity, Event, Fix, Ground, Patch, Slice, StockFunction, Together
+from vllm_graphfix.fix import Activity, Companion, Event, Fix, Patch, Rationale, Slice, StockFunction
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -118,10 +118,10 @@ def fix(
     modules: tuple[str, ...] = (),
     wordings: tuple[str, ...] = (),
     distant_code: str = "",
-    together: tuple[Together, ...] = (),
-    default_because: Ground = None,
+    requires: tuple[Companion, ...] = (),
+    default_because: Rationale = None,
 ) -> Fix:
-    """Make the record of a fix; `reads` is what *surroundings* name, `modules` what *corrections* patch.
+    """Make the record of a fix; `inspected_files` is what *surroundings* name, `modules` what *corrections* patch.
 
     *corrections* that differ by shape are a function of the shape, and *modules* then names what any of them patches.
     *wordings* are patterns of statements that `diagnose` recognises, the defect's own and remedies in all wordings:
@@ -134,14 +134,14 @@ def fix(
     return Fix(
         name=name,
         runner=runner,
-        reads=tuple(dict.fromkeys(part.path for part in surroundings)),
+        inspected_files=tuple(dict.fromkeys(part.path for part in surroundings)),
         modules=modules,
         diagnose=diagnose,
         patches=corrections if callable(corrections) else lambda _: patches,
         events=events,
         needs=needs,
-        together=together,
-        ground=default_because,
+        requires=requires,
+        default_rationale=default_because,
         surroundings=surroundings,
         wordings=wordings,
         distant_code=distant_code,

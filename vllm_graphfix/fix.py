@@ -231,7 +231,7 @@ class Activity:
         self.error, self.graphs = None, {}
 
 
-Ground = Literal["answers", "memory", "upstream"] | None
+Rationale = Literal["answers", "memory", "upstream"] | None
 """Why a fix is on by default.
 
 ``answers``: an engine on a GPU gave wrong answers, or none, and right ones with the fix. ``memory``: an engine on a GPU
@@ -258,7 +258,7 @@ class Patch(NamedTuple):
     for all of them."""
 
 
-class Together(NamedTuple):
+class Companion(NamedTuple):
     """Another fix without which this one trades one defect for another."""
 
     name: str
@@ -281,11 +281,11 @@ if TYPE_CHECKING:  # to make a protocol takes as long as to read the index of th
         @property
         def runner(self) -> str | None: ...
         @property
-        def reads(self) -> tuple[str, ...]: ...
+        def inspected_files(self) -> tuple[str, ...]: ...
         @property
         def modules(self) -> tuple[str, ...]: ...
         @property
-        def together(self) -> tuple[Together, ...]: ...
+        def requires(self) -> tuple[Companion, ...]: ...
         @property
         def events(self) -> tuple[Event, ...]: ...
         @property
@@ -303,7 +303,7 @@ class Fix(NamedTuple):
     name: str
     runner: str | None
     """``V1`` or ``V2`` if an engine on the other model runner does not need it."""
-    reads: tuple[str, ...]
+    inspected_files: tuple[str, ...]
     """Every file of a vLLM that the diagnosis may look at, relative to the folder that holds ``vllm/``."""
     modules: tuple[str, ...]
     """Every module that a patch of this fix may touch."""
@@ -313,8 +313,8 @@ class Fix(NamedTuple):
     events: tuple[Event, ...]
     needs: Callable[[], "tuple[Need, ...]"]
     """Who is affected: what the defect needs of a deployment, for people and for `status --for`."""
-    together: tuple[Together, ...] = ()
-    ground: Ground = None
+    requires: tuple[Companion, ...] = ()
+    default_rationale: Rationale = None
     """What it rests on that the fix is applied where the user sets nothing; None if it only counts there."""
     surroundings: tuple[Slice, ...] = ()
     """The code that the defect's data pass through: a verdict holds where all of it is that of a known release."""
@@ -331,7 +331,7 @@ class Fix(NamedTuple):
     @property
     def default(self) -> Mode:
         """The mode where the user sets none."""
-        return Mode.OBSERVE if self.ground is None else Mode.AUTO
+        return Mode.OBSERVE if self.default_rationale is None else Mode.AUTO
 
 
 def variable(name: str) -> str:

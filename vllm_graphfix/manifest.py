@@ -27,6 +27,7 @@ from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME, module_of
 from vllm_graphfix.source import elsewhere, slices
 from vllm_graphfix.source.files import Source, SourceError
+from vllm_graphfix.source.known_code import KNOWN_FUNCTIONS, known
 
 if TYPE_CHECKING:
     from vllm_graphfix.fix import Fix, Patch, Patchable, Slice
@@ -94,14 +95,14 @@ def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
     """Refuse the all-clear *found* where a file of no known release may take the place of what it rests on."""
     if fix.name not in BY_NAME:
         return None
-    search, known = _search(source), load()["elsewhere"].get(fix.name, {})
+    search, recorded = _search(source), load()["elsewhere"].get(fix.name, {})
     if not search.paths:
         return None
     if search.is_like_no_release:
         return Diagnosis(Verdict.UNRECOGNISED, f"{found.reason}; but most files of this vLLM are of no known release")
     own = module_of(fix.name).FIX
     for part, replacement in search.replacements(basis_of_all_clear(own), own.wordings, load()["subclasses"]):
-        if replacement.value not in known and part.only_for in (None, found.verdict):
+        if replacement.value not in recorded and part.only_for in (None, found.verdict):
             reason = f"{found.reason}; but {part.function or part.path} may be replaced by code of no known release"
             return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
     return None
@@ -120,7 +121,7 @@ def _acted_on_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Dia
     # Where the defect is recognised its surroundings are judged by slices, and only what is distant might mend it.
     reach, data = (nothing, ()) if seen else (load()["reach"].get(fix.name, nothing), own.surroundings)
     for name, where, value in search.in_reach(reach, _as_known(own, source), data, own.distant_code):
-        if value not in elsewhere.known(elsewhere.KNOWN_FUNCTIONS):
+        if value not in known(KNOWN_FUNCTIONS):
             reason = f"{found.reason}; but code of no known release may act on it, by {name}"
             return Diagnosis(Verdict.UNRECOGNISED, reason, where, found.shape if seen else "", defect_seen=seen)
     return None
@@ -132,7 +133,7 @@ def _is_named_elsewhere(fix: Patchable, source: Source) -> bool:
     if reach is None:
         return False
     names = {name for name in reach.own if "_" in name or not name.islower()}  # `make` may be anybody's
-    return any(not names.isdisjoint(search.words(path)) for path in set(search.paths).difference(fix.reads))
+    return any(not names.isdisjoint(search.words(path)) for path in set(search.paths).difference(fix.inspected_files))
 
 
 def basis_of_all_clear(fix: Fix) -> list[Slice]:
@@ -167,16 +168,16 @@ def _search(source: Source) -> elsewhere.Search:
 
 def tree_of(fix: Patchable, source: Source, shape: str) -> str:
     """Hash of all files that *fix* reads, and of the shape that its patches are for: this tree and no other."""
-    files = (f"{path} {source.digest(path) or 'absent'}" for path in sorted(fix.reads))
+    files = (f"{path} {source.digest(path) or 'absent'}" for path in sorted(fix.inspected_files))
     return hashlib.sha256("\n".join([fix.name, shape, *files]).encode()).hexdigest()[:16]
 
 
 def _by_files(fix: Patchable, source: Source) -> Diagnosis | None:
-    if all(source.read(path) is None for path in fix.reads) and (not source.sizes or _search(source).paths):
+    if all(source.read(path) is None for path in fix.inspected_files) and (not source.sizes or _search(source).paths):
         return None  # that none of its files is there proves nothing, but for a package without a new file
     files = load()["files"]
     releases: set[str] | None = None
-    for path in fix.reads:
+    for path in fix.inspected_files:
         same = set(files.get(path, {}).get(source.digest(path) or "absent", "").split())
         releases = same if releases is None else releases & same
         if not releases:
@@ -211,7 +212,7 @@ def _by_structure(fix: Patchable, source: Source) -> Diagnosis:
     entries = load()["fixes"].get(fix.name, [])
     judged = judge(found, evidence, entries)
     if judged.known and not any(
-        _has_the_files_of(source, release, fix.reads)
+        _has_the_files_of(source, release, fix.inspected_files)
         for entry in entries
         if entry["code"] == evidence.code
         for release in entry["releases"]
@@ -337,7 +338,7 @@ def _signatures(source: Source, patches: Iterable[Patch]) -> Iterator[tuple[str,
         path, name = _place_of(patch)
         function = source.function(path, name)
         if function is not None:  # else a name that the module imports
-            yield f"{path}::{name}", ", ".join(function.takes.split(", ")[: patch.leading])
+            yield f"{path}::{name}", ", ".join(function.signature.split(", ")[: patch.leading])
 
 
 def _place_of(patch: Patch) -> tuple[str, str]:

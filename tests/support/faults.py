@@ -93,7 +93,9 @@ class Faults:
             results = Path(folder) / "results"
             trees = damaged_releases(root, self.needed, Path(folder), 1 if every == 1 else 3)
             packages = damaged_packages(Path(folder))
-            read = sorted({f"{root / path}" for fix in FIXES for path in fix.reads if (root / path).is_file()})
+            read = sorted(
+                {f"{root / path}" for fix in FIXES for path in fix.inspected_files if (root / path).is_file()}
+            )
             call = (
                 f"fault_engine.main({[*targets, *WATCHED]!r}, {environments!r}, {str(results)!r}, {every}, "
                 f"{trees!r}, {packages!r}, {read!r})"

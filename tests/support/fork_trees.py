@@ -110,7 +110,7 @@ def stock_verdict(fix: str, release: str) -> Verdict:
 
 @functools.cache
 def all_paths() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(path for fix in FIXES for path in fix.reads))
+    return tuple(dict.fromkeys(path for fix in FIXES for path in fix.inspected_files))
 
 
 def moves() -> list[tuple[str, str]]:
@@ -118,7 +118,7 @@ def moves() -> list[tuple[str, str]]:
     found = [
         (release, path)
         for release in RELEASES
-        for path in dict.fromkeys(path for fix in _affected(release) for path in fix.reads)
+        for path in dict.fromkeys(path for fix in _affected(release) for path in fix.inspected_files)
         if (release_root(release) / path).is_file() and not path.endswith("__init__.py")
     ]
     random.Random(SEED).shuffle(found)  # noqa: S311 - to choose the same again
@@ -149,13 +149,27 @@ def identifiers(fix: str, release: str) -> tuple[str, ...]:
     with _patterns_heard(words):
         own.diagnose(ForkTree(release).source())
     others = {*keyword.kwlist, *vars(builtins), *dir(torch), *dir(torch.Tensor), *dir(torch.cuda), "self", "super", ""}
-    text = "\n".join((ForkTree(release).text(path) or "") for path in own.reads)
+    text = "\n".join((ForkTree(release).text(path) or "") for path in own.inspected_files)
     there = {
         word: len(re.findall(rf"\b{re.escape(word)}\b", text)) for word in words - others if not word.startswith("__")
     }
     return tuple(sorted((word for word, times in there.items() if times), key=lambda word: (-there[word], word)))[
         :_MOST
     ]
+
+
+_MATCHING = (
+    "find",
+    "find_unique",
+    "find_each",
+    "call_has_keyword",
+    "arguments",
+    "used_only_in",
+    "contains_name",
+    "assigned",
+    "assignments",
+)
+"""Methods of `Function` that take patterns or names."""
 
 
 class _patterns_heard:  # noqa: N801 - used as a function
@@ -167,7 +181,7 @@ class _patterns_heard:  # noqa: N801 - used as a function
 
     def __enter__(self) -> None:
         words = self._words
-        for name in ("find", "only", "each", "gives", "arguments", "confines", "names", "assigned", "assignments"):
+        for name in _MATCHING:
             stock = self._stock[name] = vars(Function)[name]
 
             def heard(self: Function, *args: object, stock: Callable[..., object] = stock, **kwargs: object) -> object:
@@ -190,7 +204,7 @@ def dishonest_moves(chosen: list[tuple[str, str]]) -> tuple[int, list[str]]:
         tree = ForkTree(release)
         tree.move(path, f"{path.removesuffix('.py')}_impl.py", all_paths())
         for fix in _affected(release):
-            if path in fix.reads:
+            if path in fix.inspected_files:
                 tried += 1
                 verdict = tree.verdict(fix.name)
                 if verdict.verdict not in HONEST_WITH_THE_DEFECT or verdict.known:
@@ -203,7 +217,7 @@ def dishonest_renames(chosen: list[tuple[str, str, str]]) -> tuple[int, list[str
     tried, found = 0, []
     for release, fix, word in chosen:
         tree = ForkTree(release)
-        if tree.rename(word, f"{word}_renamed", BY_NAME[fix].reads):
+        if tree.rename(word, f"{word}_renamed", BY_NAME[fix].inspected_files):
             tried += 1
             verdict = tree.verdict(fix)
             if verdict.verdict not in HONEST_WITH_THE_DEFECT:

@@ -146,7 +146,7 @@ def share(percent: int) -> settings:
 
 # -- a vLLM ------------------------------------------------------------------------------------------------------
 
-READ = sorted({path for fix in FIXES for path in fix.reads})
+READ = sorted({path for fix in FIXES for path in fix.inspected_files})
 METADATA = "vllm-0.18.1.dist-info/METADATA"
 metadata = st.binary(max_size=60) | TEXT.map(lambda text: f"Version: {text}\n".encode("utf-8", "replace"))
 

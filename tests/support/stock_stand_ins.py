@@ -92,7 +92,7 @@ def _in_the_latest_release(patch: Patch | Layer) -> str:
         for each in filter(None, (path, origin and origin[1].replace(".", "/") + ".py")):
             function = source.function(each, patch.name)
             if function is not None:
-                return function.takes.replace("*, ", "")
+                return function.signature.replace("*, ", "")
     raise LookupError(f"no release has {patch.name} in {patch.module}")
 
 

@@ -56,7 +56,7 @@ def references(said: About) -> str:
 def by_default(fix: Fix) -> str:
     """What is done where nothing is set, and what that rests on."""
     done = "applied" if fix.default is Mode.AUTO else f"only counted, until {fix.variable}=auto or =on applies it"
-    return f"{done}: {RESTS_ON[fix.ground]}"
+    return f"{done}: {RESTS_ON[fix.default_rationale]}"
 
 
 def _sections(fix: Fix) -> dict[str, str]:
@@ -74,5 +74,5 @@ def _sections(fix: Fix) -> dict[str, str]:
         "without_the_plugin": said.workaround,
         "switch_it_off": f"{fix.variable}=off for this one, VLLM_GRAPHFIX=off for all; then restart the engine.",
         "no_longer_needed": said.removable,
-        **({"goes_with": "; ".join(f"{t.name}: without it {t.because}" for t in fix.together)} if fix.together else {}),
+        **({"goes_with": "; ".join(f"{t.name}: without it {t.because}" for t in fix.requires)} if fix.requires else {}),
     }

@@ -125,7 +125,7 @@ class Status(NamedTuple):
                     "known_release": row.diagnosis.known,
                     "defect_seen": row.diagnosis.defect_seen if row.diagnosis.verdict is Verdict.UNRECOGNISED else None,
                     "tree": row.diagnosis.tree or None,
-                    "rests_on": row.fix.ground,
+                    "rests_on": row.fix.default_rationale,
                     "mode": row.mode.value,
                     "would_be": row.would_be.value,
                     "notes": list(row.notes),
@@ -196,15 +196,15 @@ def _answer(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
 def _row(fix: Fix, found: Mapping[str, Diagnosis], would: Mapping[str, AppliedFix], wanted: Settings) -> Row:
     """What the engine's own `AppliedFix` comes to with this diagnosis."""
     applied, notes = would[fix.name], list[str]()
-    would_be = applied.will_be
+    would_be = applied.expected_state
     if would_be is State.OBSERVING and fix.default is Mode.OBSERVE and fix.name not in wanted.explicit:
         notes.append(f"observed by default; {fix.variable}=auto applies it")
-    for together in fix.together:
+    for together in fix.requires:
         other = would[together.name]
         lacks = applied.lacks(together, other, lambda each: _may_be_needed(found[each.fix.name]))
         if lacks is None:
             continue
-        if not other.is_chosen():
+        if not other.is_restrained():
             would_be = State.INCOMPATIBLE
             notes.append(f"{together.name} is {found[together.name].verdict.value}; without it {together.because}")
         elif lacks:  # only in a process that imports the companion's code

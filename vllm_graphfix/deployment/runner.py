@@ -21,12 +21,12 @@ Default = Literal["V1", "V1, V2 for some models", "V2", ""]
 
 def default_runner(source: Source) -> Default:
     """The model runner that *source* takes by default; V1 also serves what V2 refuses."""
-    if not source.says(_CONFIG_MODULE, "use_v2_model_runner"):
+    if not source.contains_word(_CONFIG_MODULE, "use_v2_model_runner"):
         by_variable = re.search(rf'getenv\("{_V2}", "0"\)'.encode(), source.read(_ENVS) or b"")
-        return "V1" if by_variable or not source.says(_ENVS, _V2) else ""
-    if source.says(_CONFIG_MODULE, "_is_default_v2_model_runner_model"):
+        return "V1" if by_variable or not source.contains_word(_ENVS, _V2) else ""
+    if source.contains_word(_CONFIG_MODULE, "_is_default_v2_model_runner_model"):
         return "V1, V2 for some models"
-    return "V2" if source.says(_CONFIG_MODULE, "_get_v2_model_runner_unsupported_features") else ""
+    return "V2" if source.contains_word(_CONFIG_MODULE, "_get_v2_model_runner_unsupported_features") else ""
 
 
 class Runner(Model):
@@ -55,7 +55,7 @@ class Runner(Model):
 
     def _runner_by_default(self) -> str:
         """``V1``, ``V1 for this model``, or what is missing."""
-        if not self._source.says(_CONFIG_MODULE, "use_v2_model_runner"):
+        if not self._source.contains_word(_CONFIG_MODULE, "use_v2_model_runner"):
             return (
                 default_runner(self._source)
                 or f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"

@@ -248,7 +248,7 @@ class CaptureGate:
         v2 = getattr(subject, "use_v2_model_runner", None)
         if v2 is None and type(subject).__module__ in _RUNNERS:
             v2 = type(subject).__module__ == _RUNNERS[1]
-        undone = self._context.manager.left_undone(v2=v2, again=self._has_captured)
+        undone = self._context.manager.unapplied(v2=v2, again=self._has_captured)
         if not undone:
             return None
         return (

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.fix import Event, Fix, Mode, Together
+from vllm_graphfix.fix import Companion, Event, Fix, Mode
 
 if TYPE_CHECKING:
     from vllm_graphfix.fixes._about import About
@@ -89,10 +89,10 @@ def _from_entry(said: dict[str, Any]) -> Fix:
     return Fix(
         **said
         | {each: _imported_late(name, each) for each in _FUNCTIONS}
-        | {each: tuple(said[each]) for each in ("reads", "modules")}
+        | {each: tuple(said[each]) for each in ("inspected_files", "modules")}
         | {
             "events": tuple(Event(*event) for event in said["events"]),
-            "together": tuple(Together(*other) for other in said["together"]),
+            "requires": tuple(Companion(*other) for other in said["requires"]),
         }
     )
 

@@ -10,12 +10,12 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_graphfix.fix import Ground
+from vllm_graphfix.fix import Rationale
 
 NEWEST = "0.33.0"
 """The newest stock release that was looked at. The record of a fix that it needs goes up to this, not to its number."""
 
-RESTS_ON: dict[Ground, str] = {
+RESTS_ON: dict[Rationale, str] = {
     "answers": "an engine on a GPU gave wrong answers, or none, and right ones with the fix",
     "memory": "an engine on a GPU wrote to memory that belongs to others, and with the fix did not",
     "upstream": "upstream has merged the same remedy, with a reproduction",

@@ -221,9 +221,9 @@ def builds_each_state(source: Source) -> bool:
     return bool(
         target
         and factory
-        and any(map(target.only, _CAPTURED))
+        and any(map(target.find_unique, _CAPTURED))
         and factory.always(BUILT)
-        and not any(map(factory.names, factory.parameters[1:]))
+        and not any(map(factory.contains_name, factory.parameters[1:]))
         and sum(len(factory.find(entered)) for entered in ENTERED) == 1
         and any(map(factory.always, _HANDED_ON))
         and prepares_each_state(source)
@@ -245,10 +245,10 @@ def state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | 
     if factory is None or manager is None or not factory.always(chosen):
         return None
     # The choice holds: neither the pass nor the state is another one afterwards.
-    if factory.sets("warmup") or factory.assigned("attn_state") != 1:
+    if factory.reassigns("warmup") or factory.assigned("attn_state") != 1:
         return None
-    known = len(forward_functions(manager)) == 2 and all(map(manager.only, (*asks, _PAIR)))
-    return factory.only(chosen) if known and builds_each_state(source) else None
+    known = len(forward_functions(manager)) == 2 and all(map(manager.find_unique, (*asks, _PAIR)))
+    return factory.find_unique(chosen) if known and builds_each_state(source) else None
 
 
 def prepares_own_states(source: Source, capture: Function) -> bool:
@@ -260,7 +260,7 @@ def prepares_own_states(source: Source, capture: Function) -> bool:
         and manager
         and (factory.always(BUILT) or all(map(factory.always, (_OWN_BUILT, UNPACKED))))
         and any(map(factory.always, _DRAFTED))
-        and not any(map(factory.names, factory.parameters[1:]))
+        and not any(map(factory.contains_name, factory.parameters[1:]))
         and "attn_states" not in capture.parameters
         and len(forward_functions(manager)) == 2
         and prepares_each_state(source)
@@ -275,12 +275,12 @@ def prepares_each_state(source: Source) -> bool:
         prepare
         and attention
         and _has_stock_states(source)
-        and any(map(prepare.only, _PREPARED))
-        and prepare.only("return ...")
+        and any(map(prepare.find_unique, _PREPARED))
+        and prepare.find_unique("return ...")
         and any(map(prepare.always, _RETURNED))
         and any(map(attention.find, _METADATA))
-        and (attention.always(_SHARED[0]) or not attention.names("cached_metadata"))
-        and attention.only("return ...")
+        and (attention.always(_SHARED[0]) or not attention.contains_name("cached_metadata"))
+        and attention.find_unique("return ...")
         and attention.always("return attn_metadata")
     )
 
@@ -289,12 +289,12 @@ def _has_stock_states(source: Source) -> bool:
     """Tell whether models have the states that vLLM has for them, where they have any."""
     chosen = source.module(MODEL_STATES)
     imported, *returned = _STATE_OF_MODELS
-    return chosen is None or bool(chosen.only(imported) and any(map(chosen.only, returned)))
+    return chosen is None or bool(chosen.find_unique(imported) and any(map(chosen.find_unique, returned)))
 
 
 def plans_each_batch(build: Function) -> bool:
     """Tell whether `FlashMLAMetadataBuilder._build_decode` only hands on a FlashMLA plan that this call made."""
-    return build.always(_PLANNED) and build.confines(
+    return build.always(_PLANNED) and build.used_only_in(
         "scheduler_metadata",
         _PLANNED,
         "scheduler_metadata.tile_scheduler_metadata = tile_scheduler_metadata",

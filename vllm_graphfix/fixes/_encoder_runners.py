@@ -40,19 +40,19 @@ batch_outputs = (
 def falls_back(encode: Function) -> bool:
     """Whether *encode* of model runner V1 encodes without a graph if it got nothing from one."""
     return (
-        encode.confines("encoder_cudagraph_manager", _ASKED, IN_A_GRAPH)
-        and encode.only(_ASKED) is not None
-        and encode.confines("cudagraph_output", "cudagraph_output = None", IN_A_GRAPH, _WITHOUT_A_GRAPH)
+        encode.used_only_in("encoder_cudagraph_manager", _ASKED, IN_A_GRAPH)
+        and encode.find_unique(_ASKED) is not None
+        and encode.used_only_in("cudagraph_output", "cudagraph_output = None", IN_A_GRAPH, _WITHOUT_A_GRAPH)
         and len(encode.find(IN_A_GRAPH)) == 1
-        and encode.only(_WITHOUT_A_GRAPH) is not None
+        and encode.find_unique(_WITHOUT_A_GRAPH) is not None
     )
 
 
 def falls_back_v2(encode: Function) -> bool:
     """The same of model runner V2."""
     return (
-        encode.confines("cg_manager", "cg_manager = self.cudagraph_manager", _ASKED_V2)
-        and encode.confines("cudagraph_output", _ASKED_V2, _WITHOUT_A_GRAPH_V2)
+        encode.used_only_in("cg_manager", "cg_manager = self.cudagraph_manager", _ASKED_V2)
+        and encode.used_only_in("cudagraph_output", _ASKED_V2, _WITHOUT_A_GRAPH_V2)
         and all(len(encode.find(each)) == 1 for each in (_ASKED_V2, _WITHOUT_A_GRAPH_V2))
     )
 

@@ -61,10 +61,10 @@ def builder_words(source: Source, runners: str) -> str:
     rows have drafts.
     """
     split = source.function(UTILS, "split_decodes_and_prefills")
-    if not (split and split.only("is_prefill = query_lens > decode_threshold")):
+    if not (split and split.find_unique("is_prefill = query_lens > decode_threshold")):
         return ""
     short = "treat_short_extends_as_decodes"
-    if short in split.parameters and not split.only(
+    if short in split.parameters and not split.find_unique(
         f"if not {short}: assert common_attn_metadata.is_prefilling is not None; "
         "is_prefill |= common_attn_metadata.is_prefilling"
     ):
@@ -86,24 +86,24 @@ def _mamba(source: Source) -> str:
     if common is None:
         return ""
     asked = "common_attn_metadata", "..."
-    if common.only(_SPLIT.format(*asked)) and not common.names("is_prefilling"):
+    if common.find_unique(_SPLIT.format(*asked)) and not common.contains_name("is_prefilling"):
         return "mamba-length"
-    if not common.only(_SPLIT_BY_PHASE.format(*asked)):
+    if not common.find_unique(_SPLIT_BY_PHASE.format(*asked)):
         return ""
-    if not common.names("is_prefilling"):
+    if not common.contains_name("is_prefilling"):
         return "mamba-phase"
     given_on = "common_attn_metadata = common_attn_metadata.replace(is_prefilling=is_prefilling)"
     decodes = "is_prefilling[prefill_to_decode] = False"
-    if not (common.only(given_on) and common.only(decodes) and common.mentions(is_prefilling=7)):
+    if not (common.find_unique(given_on) and common.find_unique(decodes) and common.mentions(is_prefilling=7)):
         return ""
-    one_token = common.each(
+    one_token = common.find_each(
         "single_token_prefill_rows = is_prefilling & (query_lens_cpu == 1)",
         "has_prior_state = seq_lens_cpu > 1",
         "prefill_to_decode = single_token_prefill_rows & has_prior_state",
     )
     if one_token and common.mentions(prefill_to_decode=3, has_prior_state=2):
         return "mamba-state"
-    tails = common.each(
+    tails = common.find_each(
         "has_prior_state = seq_lens_cpu > query_lens_cpu",
         "stateful_prefill_rows = is_prefilling & has_prior_state",
         "prefill_to_decode = stateful_prefill_rows & (query_lens_cpu == 1)",
@@ -112,7 +112,7 @@ def _mamba(source: Source) -> str:
         "prefill_to_decode |= padded_prompt_tail_rows",
     )
     built = source.function(MAMBA2, "Mamba2AttentionMetadataBuilder.build")
-    told = built and built.gives(
+    told = built and built.call_has_keyword(
         "self._compute_common_metadata(...)",
         "num_decode_draft_tokens_cpu=kwargs.get('num_decode_draft_tokens_cpu')",
     )
@@ -123,12 +123,12 @@ def _by_drafts(name: str, build: Function | None) -> str:
     """Gated delta nets: a row with drafts is a decode; where no row has some, what is one token long."""
     if build is None or not (
         build.find("spec_sequence_masks_cpu = num_decode_draft_tokens_cpu >= 0")
-        or build.only("spec_sequence_masks = num_decode_draft_tokens_cpu >= 0")
+        or build.find_unique("spec_sequence_masks = num_decode_draft_tokens_cpu >= 0")
     ):
         return ""
-    if build.only(_SPLIT.format("m", "1")):
+    if build.find_unique(_SPLIT.format("m", "1")):
         return f"{name}-length"
-    by_state = build.each(
+    by_state = build.find_each(
         "no_prior_state = (query_lens_cpu > 0) & (m.seq_lens_cpu_upper_bound <= query_lens_cpu)",
         "no_prior_state &= m.is_prefilling",
         _SPLIT_BY_PHASE.format("m.replace(is_prefilling=no_prior_state)", "1"),
@@ -138,10 +138,10 @@ def _by_drafts(name: str, build: Function | None) -> str:
 
 def _linear(source: Source) -> str:
     plain = source.function(LINEAR, "LinearAttentionMetadataBuilder.build")
-    if not (plain and plain.only(_SPLIT.format("common_attn_metadata", "self.reorder_batch_threshold"))):
+    if not (plain and plain.find_unique(_SPLIT.format("common_attn_metadata", "self.reorder_batch_threshold"))):
         return ""
     drafted = source.function(LINEAR, "BailingLinearAttentionMetadataBuilder.build")
-    if drafted and not drafted.each(
+    if drafted and not drafted.find_each(
         "decode_threshold = self.reorder_batch_threshold if use_spec_decode else 1",
         _SPLIT.format("common_attn_metadata", "decode_threshold"),
     ):
@@ -153,10 +153,14 @@ def _ple(source: Source) -> str:
     """The short convolution of layer embeddings (Qwen4-exp): by drafts, and without them as Mamba's."""
     build = source.function(SHORT_CONV, "PleShortConvAttentionMetadataBuilder.build")
     plain = source.function(SHORT_CONV, "PleShortConvAttentionMetadataBuilder._build_non_spec_metadata")
-    by_drafts = build and build.each(
+    by_drafts = build and build.find_each(
         "candidate_mask = num_decode_draft_tokens_cpu[: m.num_reqs] >= 0", "spec_sequence_masks_cpu = candidate_mask"
     )
-    return "ple" if by_drafts and plain and plain.gives("super().build(...)", "num_accepted_tokens=None") else ""
+    return (
+        "ple"
+        if by_drafts and plain and plain.call_has_keyword("super().build(...)", "num_accepted_tokens=None")
+        else ""
+    )
 
 
 def _words_on_drafts(source: Source, runners: str) -> list[str]:
@@ -170,15 +174,17 @@ def _words_on_drafts(source: Source, runners: str) -> list[str]:
     execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
     tails = bool(
         prepared
-        and prepared.only(
+        and prepared.find_unique(
             "if num_scheduled_tokens[req_idx] == draft_len + 1: num_decode_draft_tokens[req_idx] = draft_len"
         )
     )
     if "v2" in runners:
         state = source.function(_HYBRIDS_V2, "MambaHybridModelState.prepare_attn")
-        tails = tails and bool(state and state.only("input_batch.num_scheduled_tokens == num_draft_tokens_per_req + 1"))
-    always = execute and execute.only("use_spec_decode = self.speculative_config is not None")
-    short = built and built.names("ShortConvAttentionMetadataBuilder")
+        tails = tails and bool(
+            state and state.find_unique("input_batch.num_scheduled_tokens == num_draft_tokens_per_req + 1")
+        )
+    always = execute and execute.find_unique("use_spec_decode = self.speculative_config is not None")
+    short = built and built.contains_name("ShortConvAttentionMetadataBuilder")
     words = {"drafted-tails": tails, "always-told": always, "told-short-conv": short}
     return [word for word, said in words.items() if said]
 

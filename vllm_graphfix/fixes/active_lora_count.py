@@ -62,12 +62,12 @@ BASE_ROWS_UNCOUNTED = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find how many programs kernels are launched with: as many as the list has entries, one more, or all."""
-    if not source.says(_CONFIG, "specialize_active_lora"):
+    if not source.contains_word(_CONFIG, "specialize_active_lora"):
         return Diagnosis.absent("one graph for any number of adapters")
     listed = source.function(_META, "LoRAKernelMeta.prepare_tensors")
     args = source.function(_META, "LoRAKernelMeta.meta_args")
     if listed is not None and args is not None:
-        everything = args.only(_ALL)
+        everything = args.find_unique(_ALL)
         if everything and args.always(_ALL) and args.assigned("num_active_loras") == 1:
             return Diagnosis.fixed("kernels have programs for all adapters and none", args.at(everything))
         shape = next((name for name, (_, handed) in _SHAPES.items() if len(args.find(handed)) == 1), None)

@@ -54,15 +54,19 @@ SCHEDULE_OF_A_SHORTER_STEP = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find the longest query that the batch of a step has, and the choice of a graph by the step's own one."""
-    if not source.says(_RUNNER, "adaptive_verification") and not source.says(_GRAPHS, "varlen_decode"):
+    if not source.contains_word(_RUNNER, "adaptive_verification") and not source.contains_word(
+        _GRAPHS, "varlen_decode"
+    ):
         return Diagnosis.absent("full graphs of decodes have a fixed number of tokens a request")
     prepare, execute = source.function(_RUNNER, _PREPARE), source.function(_RUNNER, "GPUModelRunner.execute_model")
     build, graphs = source.function(_BACKEND, "FlashAttentionMetadataBuilder.build"), source.module(_GRAPHS)
-    made = prepare and prepare.only(_MADE.format("..."))
-    if prepare and execute and made and build and graphs and graphs.each(_ALLOWED, *_CAPTURED):
+    made = prepare and prepare.find_unique(_MADE.format("..."))
+    if prepare and execute and made and build and graphs and graphs.find_each(_ALLOWED, *_CAPTURED):
         longest = next(each.value for each in getattr(made, "keywords", ()) if each.arg == _LONGEST)
-        chosen_for_the_step = execute.only(_PREPARED) is not None and execute.only(_DISPATCHED) is not None
-        read_as_it_is = build.only(_READ) is not None and build.assigned(_LONGEST) == 1
+        chosen_for_the_step = (
+            execute.find_unique(_PREPARED) is not None and execute.find_unique(_DISPATCHED) is not None
+        )
+        read_as_it_is = build.find_unique(_READ) is not None and build.assigned(_LONGEST) == 1
         if chosen_for_the_step and read_as_it_is and ast.unparse(longest) == _OF_THE_STEP:
             return Diagnosis.affected(
                 "builders are told of the step's longest query, and a graph launches kernels for that of its capture",

@@ -59,7 +59,7 @@ ROWS_CLOSER = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the width of rows that the builder chooses, and how rows lie in their buffer."""
     path = _BACKEND if source.read(_BACKEND) is not None else _BACKEND_BEFORE
-    if not source.says(path, _ROWS):
+    if not source.contains_word(path, _ROWS):
         return Diagnosis.absent("no attention over entries of 128 tokens each, as in DeepSeek V4")
     builds = (source.function(path, f"{builder}.{_METHOD}") for builder in _BUILDERS)
     build, rows = next(filter(None, builds), None), source.function(path, _ROWS)
@@ -67,15 +67,15 @@ def diagnose(source: Source) -> Diagnosis:
         remedy = _at_the_buffers_stride(rows)
         if remedy is not None:
             return Diagnosis.fixed("rows are as far apart as in their buffer, however many entries they have", remedy)
-        if build.gives(f"{_ROWS}(...)", "max_compressed_tokens=self.c128a_max_compressed"):
+        if build.call_has_keyword(f"{_ROWS}(...)", "max_compressed_tokens=self.c128a_max_compressed"):
             return Diagnosis.fixed("each row has room for the longest request", build.where)
-        width = build.only(_WIDTH)
-        by_width = build.gives(f"{_ROWS}(...)", "max_compressed_tokens=active_topk_width")
+        width = build.find_unique(_WIDTH)
+        by_width = build.call_has_keyword(f"{_ROWS}(...)", "max_compressed_tokens=active_topk_width")
         # Of the batch's length as the builder has it, and the only width.
-        by_length = len(build.find("cm.max_seq_len")) == build.assigned("active_topk_width") == 1 and not build.sets(
-            "cm"
-        )
-        if width and by_width and by_length and rows.only(_PACKED) and build.qualname == _TARGET:
+        by_length = len(build.find("cm.max_seq_len")) == build.assigned(
+            "active_topk_width"
+        ) == 1 and not build.reassigns("cm")
+        if width and by_width and by_length and rows.find_unique(_PACKED) and build.qualname == _TARGET:
             return Diagnosis.affected(
                 "rows are packed as closely as the longest request of the batch allows, and graphs read them where "
                 "the capture had them",
@@ -88,7 +88,7 @@ def diagnose(source: Source) -> Diagnosis:
 def _at_the_buffers_stride(rows: Function) -> str | None:
     """Return where decode rows are taken from their buffer as they lie there, if in no other way."""
     taken = [part for pattern in _AS_THEY_LIE for part in rows.find(pattern)]
-    if not taken or rows.assigned("global_decode") != len(taken) or rows.sets("global_decode_buffer"):
+    if not taken or rows.assigned("global_decode") != len(taken) or rows.reassigns("global_decode_buffer"):
         return None
     return rows.at(taken[0]) if rows.find("global_decode_buffer.stride(0)") else None
 

@@ -11,7 +11,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Together, Verdict
+from vllm_graphfix.fix import Activity, Companion, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 from vllm_graphfix.fixes._capture_passes import CaptureSession, FactoryPerPass, WatchedFactory, current_session
 from vllm_graphfix.fixes._capture_source import (
     BUILDING,
@@ -64,7 +64,7 @@ def diagnose(source: Source) -> Diagnosis:
     """Find whether the warm-up and the recorded pass share an attention state, where its plan is lazy."""
     if not any(map(source.read, (MANAGER, _RUNNER))):
         return Diagnosis.absent("no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
-    if not any(source.says(path, "FlashMLASchedMeta") for path in (_FLASHMLA, _OPERATORS)):
+    if not any(source.contains_word(path, "FlashMLASchedMeta") for path in (_FLASHMLA, _OPERATORS)):
         planner = source.function(_OPERATORS, "get_mla_metadata")
         if planner and planner.find(_PLANS_AT_ONCE):
             return Diagnosis.fixed("no attention metadata is lazy", planner.where)
@@ -87,7 +87,7 @@ def diagnose(source: Source) -> Diagnosis:
     elif capture_graph is not None:
         split = source.function(MANAGER, "CudaGraphManager._capture_full_graph")
         shape = "capture-graph-split" if split else "capture-graph-inline"
-        built = capture_graph.only("prepare_inputs_to_capture(...)")
+        built = capture_graph.find_unique("prepare_inputs_to_capture(...)")
         if (
             built is not None
             and _share_one_state("model", ENTERED, capture_graph, split)
@@ -113,7 +113,7 @@ def _share_one_state(run: str, on_it: tuple[str, ...], capture_graph: Function, 
     runs = sum(len(part.find(f"{run}(...)")) for part in parts)
     ran_on_it = sum(len(part.find(pattern)) for part in parts for pattern in on_it)
     graphs = [graph for part in parts for graph in part.entering("torch.cuda.graph(...)")]
-    built = capture_graph.only(BUILT)
+    built = capture_graph.find_unique(BUILT)
     return (
         capture_graph.always(BUILT)
         and runs == ran_on_it == 2
@@ -319,8 +319,8 @@ FIX = fix(
     modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
     events=(STATE_CONSUMED,),
     needs=needs,
-    together=(
-        Together(
+    requires=(
+        Companion(
             name="draft-prefill-state",
             module="vllm.v1.worker.gpu.spec_decode.eagle.cudagraph",
             because="a speculator would warm up on states that were recorded and never run",

@@ -71,7 +71,7 @@ def diagnose(source: Source) -> Diagnosis:
     if forward is None or build is None:
         return Diagnosis.unrecognised("entries of groups of tokens are written in a way", forward or path)
     ends = _ends_between_saving_and_writing(forward)
-    skip = forward.only(_BY_MODE)
+    skip = forward.find_unique(_BY_MODE)
     if skip is not None and ends == [skip]:
         if "c128_boundary" not in ast.unparse(build.node):
             return Diagnosis.fixed("of no step it is known that it completes no group", build.where)
@@ -81,9 +81,9 @@ def diagnose(source: Source) -> Diagnosis:
             forward.at(skip),
             _shape(source),
         )
-    if ends == [] and not forward.names("c128_boundary"):
+    if ends == [] and not forward.contains_name("c128_boundary"):
         return Diagnosis.fixed("every step writes the entries of the groups that it completes", forward.where)
-    remedy = forward.only(_BY_CAPTURE)
+    remedy = forward.find_unique(_BY_CAPTURE)
     if remedy is not None and ends == [remedy]:
         return Diagnosis.fixed("what a graph records leaves nothing out", forward.at(remedy))
     return Diagnosis.unrecognised("entries of groups of tokens are written in a way", forward)
@@ -96,7 +96,7 @@ def _ends_between_saving_and_writing(forward: Function) -> list[ast.stmt | ast.e
     """
     saved = [call for name in _SAVES for call in forward.find(name)]
     written = [call for name in _WRITES for call in forward.find(name)]
-    dummy = forward.only(_DUMMY)
+    dummy = forward.find_unique(_DUMMY)
     if len(saved) != 1 or len(written) != 1 or dummy is None or not forward.in_one_block(dummy, *saved, *written):
         return None
     returns = [each for each in forward.find("return") if saved[0].lineno < each.lineno < written[0].lineno]
@@ -110,7 +110,7 @@ def _ends_between_saving_and_writing(forward: Function) -> list[ast.stmt | ast.e
 def _shape(source: Source) -> str:
     """Name the numbers by which it is known whether a step completes a group; no name where they are others."""
     decides = source.function(_COMPRESSOR, "_get_c128_boundary")
-    shapes = [shape for pattern, shape in _SHAPES.items() if decides is not None and decides.only(pattern)]
+    shapes = [shape for pattern, shape in _SHAPES.items() if decides is not None and decides.find_unique(pattern)]
     return shapes[0] if len(shapes) == 1 else ""
 
 

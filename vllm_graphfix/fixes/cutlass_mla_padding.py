@@ -68,7 +68,7 @@ def diagnose(source: Source) -> Diagnosis:
     decode = source.function(_BACKEND, f"CutlassMLAImpl._{_LAUNCH}")
     if builder is None or decode is None:
         return Diagnosis.unrecognised("Cutlass MLA decodes in a way", decode or _BACKEND)
-    support = builder.only(SUPPORT)
+    support = builder.find_unique(SUPPORT)
     if support is not None and support in builder.find(NO_FULL_GRAPHS):
         return Diagnosis.fixed("Cutlass MLA allows no full graphs, without which no row is padded", builder.where)
     zeros = _find_zeros(decode)
@@ -83,7 +83,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.affected(
             "full graphs are allowed, their padded rows have length 0, and the kernel is given memory as it is",
             decode.at(fresh),
-            "fresh-output" if source.says(COMMON, "MLACommonMetadataBuilder") else "fresh-output-of-old",
+            "fresh-output" if source.contains_word(COMMON, "MLACommonMetadataBuilder") else "fresh-output-of-old",
         )
     return Diagnosis.unrecognised("Cutlass MLA decodes in a way", decode, defect_seen=fresh is not None)
 
@@ -92,16 +92,16 @@ def _find_zeros(decode: Function) -> ast.stmt | ast.expr | None:
     """The statement that gives the kernel zeros to write to, or that clears empty rows behind it, on every path."""
     if not decode.find(_FRESH):
         if _follow_each_other(decode, _ZEROS, _CALLED, _RETURNED):
-            return decode.only(_ZEROS)
+            return decode.find_unique(_ZEROS)
         if _follow_each_other(decode, *_ZEROS_AT_FIRST, _CALLED, _RETURNED):
-            return decode.only(f"self._decode_{_ZEROS}")
+            return decode.find_unique(f"self._decode_{_ZEROS}")
     clears = (pattern for pattern in _CLEARED if _follow_each_other(decode, _FRESH, _CALLED, pattern, _RETURNED))
-    return next(map(decode.only, clears), None)
+    return next(map(decode.find_unique, clears), None)
 
 
 def _follow_each_other(decode: Function, *patterns: str) -> ast.stmt | ast.expr | None:
     """The first of the statements that equal *patterns*, if they are carried out in this order whatever happens."""
-    found = decode.each(*patterns)
+    found = decode.find_each(*patterns)
     return found[0] if found and found[0] in decode.node.body and decode.in_one_block(*found) else None
 
 

@@ -46,12 +46,12 @@ LENGTHS_OF_ANOTHER_BATCH = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find the lengths that a rank's graphs read: a new tensor in each step, or rows of a buffer."""
-    if not source.says(_BACKEND, _LENGTHS):
+    if not source.contains_word(_BACKEND, _LENGTHS):
         return Diagnosis.absent("FlashAttention has no lengths of a rank's share of the context")
     build = source.function(_BACKEND, f"{_BUILDER}.build")
     # The last one: before it, the lengths of all ranks together may have the same name.
     assigned = build.assignments(_LENGTHS, "...")[-1:] if build is not None else []
-    if build is not None and assigned and build.only(_COMPUTED):
+    if build is not None and assigned and build.find_unique(_COMPUTED):
         if _is_in_a_buffer(source, build, assigned[0]):
             return Diagnosis.fixed("a rank's context lengths are in a persistent buffer", build.at(assigned[0]))
         if assigned[0] in build.assignments(_LENGTHS, _COMPUTED):
@@ -80,9 +80,11 @@ def _is_in_a_buffer(source: Source, build: Function, assigned: ast.Assign) -> bo
         len(written) == 1
         and build.in_one_block(*build.assignments(_LOCAL, _COMPUTED), *written, assigned)
         and build.assigned(_LOCAL) <= 1
-        and builder.only(made) is not None
-        and init.only(made) is not None
-        and builder.confines(buffer.rpartition(".")[2], made, *writing, *clearing, f"{_LENGTHS} = {buffer}[:num_reqs]")
+        and builder.find_unique(made) is not None
+        and init.find_unique(made) is not None
+        and builder.used_only_in(
+            buffer.rpartition(".")[2], made, *writing, *clearing, f"{_LENGTHS} = {buffer}[:num_reqs]"
+        )
     )
 
 

@@ -99,7 +99,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.unrecognised("speculators are in a place", _PACKAGE)
     if init is not None and (chosen := _mode_for_decodes(init, (_MADE,))):
         return Diagnosis.fixed("draft decodes have full graphs or none", init.at(chosen))
-    taken = manager.only(_MODE_TAKEN) if manager else None
+    taken = manager.find_unique(_MODE_TAKEN) if manager else None
     if manager is not None and taken is not None and len(manager.find("self.cudagraph_mode = ...")) == 1:
         return Diagnosis.affected(
             "draft decodes take the configured decode mode as it is, PIECEWISE included",
@@ -121,7 +121,7 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     cleared = _are_old_indices_cleared(source, speculator, kernel)
     if chosen and cleared:
         return Diagnosis.fixed("draft decodes have full graphs or none, and stale indices are zeroed", init.at(chosen))
-    made = next((pattern for pattern in _DECODES_MADE if init.only(pattern)), "")
+    made = next((pattern for pattern in _DECODES_MADE if init.find_unique(pattern)), "")
     as_configured = bool(made) and (
         ".compilation_config" in made or not (chosen or init.find("CUDAGraphMode.FULL_DECODE_ONLY"))
     )
@@ -140,7 +140,7 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
 def _mode_for_decodes(init: Function, made: tuple[str, ...]) -> ast.stmt | ast.expr | None:
     """The statement that chooses the mode of the draft decodes, whose manager is *made* with it, later in its block."""
     for pattern in made:
-        parts = init.each(_CHOSEN, pattern)
+        parts = init.find_each(_CHOSEN, pattern)
         if parts and init.in_one_block(*parts):
             chosen, _ = parts
             after = [each for each in init.assignments("cudagraph_mode", "...") if each.lineno > chosen.lineno]
@@ -150,7 +150,7 @@ def _mode_for_decodes(init: Function, made: tuple[str, ...]) -> ast.stmt | ast.e
 
 def _are_old_indices_cleared(source: Source, speculator: Function, kernel: Function) -> bool:
     """Tell if the kernel zeroes the indices from the batch's end to the end of the buffer that a draft hands to it."""
-    stored = kernel.only("tl.store(last_token_indices_ptr + block, 0, mask=mask)")
+    stored = kernel.find_unique("tl.store(last_token_indices_ptr + block, 0, mask=mask)")
     covering = kernel.find("block = i + tl.arange(0, BLOCK_SIZE)") + kernel.find("mask = block < max_num_reqs")
     name = kernel.qualname.removeprefix("_").removesuffix("_kernel")
     prepare = source.function(kernel.path, name)

@@ -88,17 +88,17 @@ UNSUPPORTED_GRAPH = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    shape = "descriptors" if source.says(_GRAPHS, _MANAGERS["descriptors"]) else "sizes"
+    shape = "descriptors" if source.contains_word(_GRAPHS, _MANAGERS["descriptors"]) else "sizes"
     capture = source.function(_GRAPHS, f"{_MANAGERS[shape]}.capture")
     run, init = (source.function(_RUNNER, f"GPUModelRunner.{name}") for name in ("capture_model", "__init__"))
     execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
     initialize = source.function(_RUNNER, "GPUModelRunner.initialize_kv_cache")
     build = source.function(_ATTENTION, "build_attn_metadata")
-    if shape == "sizes" and not source.says(_GRAPHS, "uniform_decode_query_len"):
-        if source.read(_GRAPHS) is None or (source.says(_GRAPHS, "CudaGraphManager") and capture is not None):
+    if shape == "sizes" and not source.contains_word(_GRAPHS, "uniform_decode_query_len"):
+        if source.read(_GRAPHS) is None or (source.contains_word(_GRAPHS, "CudaGraphManager") and capture is not None):
             return Diagnosis.absent("model runner V2 makes no graphs for decodes with drafts")
         return Diagnosis.unrecognised("model runner V2 makes graphs in a way", _GRAPHS)
-    if initialize is not None and source.says(_RUNNER, "resolve_cudagraph_mode_and_sizes"):
+    if initialize is not None and source.contains_word(_RUNNER, "resolve_cudagraph_mode_and_sizes"):
         resolved = _is_resolved(initialize)
         if resolved and _are_asked(source) and _refuses_prompts(source):
             asked, open_case, shape = "the attention backends are asked what graphs they support", "", ""
@@ -114,12 +114,12 @@ def diagnose(source: Source) -> Diagnosis:
         and build is not None
         and _captures_as_known(capture, run, initialize)
         and _takes_as_known(source, shape)
-        and init.only("self.cudagraph_manager = ...")
-        and all(map(execute.only, _CHOSEN[shape]))
-        and build.only(_BUILT)
-        and not any(source.says(path, "get_cudagraph_support") for path in (_GRAPHS, _RUNNER, _ATTENTION))
-        and source.says(_BACKEND, "get_cudagraph_support")
-        and source.says(_BACKEND, "reorder_batch_threshold")
+        and init.find_unique("self.cudagraph_manager = ...")
+        and all(map(execute.find_unique, _CHOSEN[shape]))
+        and build.find_unique(_BUILT)
+        and not any(source.contains_word(path, "get_cudagraph_support") for path in (_GRAPHS, _RUNNER, _ATTENTION))
+        and source.contains_word(_BACKEND, "get_cudagraph_support")
+        and source.contains_word(_BACKEND, "reorder_batch_threshold")
     ):
         return Diagnosis.affected(
             "model runner V2 captures full graphs without asking the attention backends what they support",
@@ -135,16 +135,16 @@ def _refuses_prompts(source: Source) -> bool:
     From 0.22.0 to 0.25.1 it claims such graphs, and a capture ends in an error, raised by the builder.
     """
     return (
-        not source.says(_TRITON_MLA, "UNIFORM_BATCH")
-        or source.says(_TRITON_MLA, "query_len_support")
-        or source.says(_ATTENTION, "build_for_cudagraph_capture")
+        not source.contains_word(_TRITON_MLA, "UNIFORM_BATCH")
+        or source.contains_word(_TRITON_MLA, "query_len_support")
+        or source.contains_word(_ATTENTION, "build_for_cudagraph_capture")
     )
 
 
 def _is_resolved(initialize: Function) -> str | None:
     """The place where a mode is chosen by what the backends support, if the manager of the graphs is made with it."""
-    parts = initialize.each(_RESOLVED, _MADE)
-    known = initialize.only("attn_cg_support.min_cg_support")
+    parts = initialize.find_each(_RESOLVED, _MADE)
+    known = initialize.find_unique("attn_cg_support.min_cg_support")
     if len(parts) == 2 and known and initialize.in_one_block(*parts) and initialize.assigned("cudagraph_mode") == 1:
         return initialize.at(parts[0])
     return None
@@ -154,7 +154,7 @@ def _are_asked(source: Source) -> bool:
     """Whether what the backends support is the least that one of them says."""
     for name in ("get_attn_cg_support", "init_attn_backend"):
         asked = source.function(_ATTENTION, name)
-        parts = asked.each(_ASKED, _LEAST) if asked else []
+        parts = asked.find_each(_ASKED, _LEAST) if asked else []
         if asked and parts and asked.in_one_block(*parts) and asked.assigned("cg_support") == 1:
             return True
     return False
@@ -172,9 +172,9 @@ def _captures_as_known(capture: Function, run: Function, initialize: Function) -
         "self.attn_groups" in run.arguments(_CAPTURED)
         and any("attn_groups" in capture.arguments(call) for call in _HANDED_ON)
         and capture.mentions(attn_groups=1)
-        and run.only("self.attn_groups") is not None
-        and run.confines("cudagraph_manager", _CAPTURED, "self.cudagraph_manager.needs_capture()")
-        and not any(map(initialize.names, ("cudagraph_manager", "cudagraph_mode")))
+        and run.find_unique("self.attn_groups") is not None
+        and run.used_only_in("cudagraph_manager", _CAPTURED, "self.cudagraph_manager.needs_capture()")
+        and not any(map(initialize.contains_name, ("cudagraph_manager", "cudagraph_mode")))
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
-from vllm_graphfix.source.functions import matches_any
+from vllm_graphfix.source.patterns import matches_any
 
 if TYPE_CHECKING:
     import ast
@@ -86,21 +86,25 @@ ROWS_PADDED_WITH_REQUESTS = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find the requests that padded rows stand for, and whether logits are stored for such a row."""
-    path = next((path for path, (owner, _) in _OWNERS.items() if source.says(path, "draft_logits", of=owner)), None)
+    path = next(
+        (path for path, (owner, _) in _OWNERS.items() if source.contains_word(path, "draft_logits", of=owner)), None
+    )
     if path is None:
         return Diagnosis.absent("no speculator keeps the logits of its drafts by request")
     owner, copying = _OWNERS[path]
     copy = source.function(path, f"{owner}.{copying}")
     kernel = next(filter(None, (source.function(_GUMBEL, name) for name in _SAMPLERS)), None)
     if copy is not None and kernel is not None:
-        padded = copy.only(_PADDED)
+        padded = copy.find_unique(_PADDED)
         left_out = _leaves_rows_out(kernel) and _samples_as_mapped(source, path) and _pads_dflash(source, path, -1)
         if padded and _is_done_if_sampled(copy, padded) and left_out:
             return Diagnosis.fixed("padded rows have no request, and are not sampled", copy.at(padded))
         mapped = [part for form in _MAPPED for part in copy.find(form)]
-        every_row = any(kernel.only(f"{stored})") for stored in _STORED) and not kernel.names("is_valid_req")
+        every_row = any(kernel.find_unique(f"{stored})") for stored in _STORED) and not kernel.contains_name(
+            "is_valid_req"
+        )
         if len(mapped) == 1 and not padded and every_row and _pads_dflash(source, path, 0):
-            dflash = source.says(_DFLASH, "sample_idx_mapping")
+            dflash = source.contains_word(_DFLASH, "sample_idx_mapping")
             return Diagnosis.affected(
                 "padded rows of a draft graph still stand for requests of an earlier batch",
                 copy.at(mapped[0]),
@@ -125,9 +129,9 @@ def _is_done_if_sampled(copy: Function, padded: ast.stmt | ast.expr) -> bool:
 def _leaves_rows_out(kernel: Function) -> bool:
     """Tell if nothing is stored for a row whose request is below 0."""
     return bool(
-        any(map(kernel.only, _READ))
-        and kernel.only(_VALID)
-        and kernel.gives("tl.store(...)", "mask=mask & is_valid_req")
+        any(map(kernel.find_unique, _READ))
+        and kernel.find_unique(_VALID)
+        and kernel.call_has_keyword("tl.store(...)", "mask=mask & is_valid_req")
     )
 
 
@@ -137,15 +141,15 @@ def _samples_as_mapped(source: Source, path: str) -> bool:
     if path == _EAGLE or sample is None:
         return path == _EAGLE
     handed = sample.arguments("gumbel_sample(...)") | sample.arguments("sampler(...)")
-    return "idx_mapping" in handed and not sample.sets("idx_mapping")
+    return "idx_mapping" in handed and not sample.reassigns("idx_mapping")
 
 
 def _pads_dflash(source: Source, path: str, request: int) -> bool:
     """Tell if DFlash's padded samples get *request*; before it had such a buffer, they are padded as others are."""
-    if not source.says(_DFLASH, "sample_idx_mapping"):
+    if not source.contains_word(_DFLASH, "sample_idx_mapping"):
         return path == _EAGLE or request == 0
     kernel = source.function(_DFLASH, "_prepare_dflash_inputs_kernel")
-    return kernel is not None and kernel.only(_OF_DFLASH.format(request)) is not None
+    return kernel is not None and kernel.find_unique(_OF_DFLASH.format(request)) is not None
 
 
 def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction:

@@ -62,12 +62,12 @@ def diagnose(source: Source) -> Diagnosis:
         if chosen := state_of_a_pair(source, capture):
             return Diagnosis.fixed(_PAIR, capture.at(chosen))
         factory, manager = capture.inner("create_forward_fn"), source.function(MANAGER, "CudaGraphManager.capture")
-        shared = capture.only(_TAKEN)
+        shared = capture.find_unique(_TAKEN)
         if (
             shared is not None
             and factory is not None
             and all(map(factory.always, (_TAKEN, UNPACKED)))
-            and not any(map(factory.names, factory.parameters[1:]))
+            and not any(map(factory.contains_name, factory.parameters[1:]))
             and manager is not None
             and forward_functions(manager)
             and manager.find("return ...") == manager.find("return captured_attn_states") != []

@@ -67,7 +67,7 @@ def diagnose(source: Source) -> Diagnosis:
             and factory is not None
             and all(map(factory.always, (_LOOKED_UP, UNPACKED)))
             and target is not None
-            and target.only(_PREPARED)
+            and target.find_unique(_PREPARED)
             and {*_PREPARED_WITH} <= {*target.parameters}
         ):
             return Diagnosis.affected(
@@ -80,7 +80,7 @@ def diagnose(source: Source) -> Diagnosis:
         own = source.function(path, "SpeculatorCudaGraphManager.capture")
         if own is not None:
             init = source.function(speculator, f"{owner}.init_cudagraph_manager")
-            if prepares_own_states(source, own) and init is not None and init.only(_CONSTRUCTED):
+            if prepares_own_states(source, own) and init is not None and init.find_unique(_CONSTRUCTED):
                 return Diagnosis.fixed("the draft's passes build attention states of their own", own.where)
             return Diagnosis.unrecognised(in_a_way, own)
     older = source.read(_OLDER) is not None or source.read(EAGLE) is not None

@@ -81,15 +81,15 @@ ENCODED_WITH_ADAPTERS = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find the order in which images are encoded in graphs, and whether encoders with adapters have graphs at all."""
-    if not source.says(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
+    if not source.contains_word(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
         return Diagnosis.absent("no CUDA graphs of encoders")
     local, encode = source.function(_MANAGER, _LOCAL), source.function(RUNNER, ENCODE)
     by_size = [local, *(source.function(_MANAGER, f"{_LOCAL}_{paths}_path") for paths in ("single", "dual"))]
     encode_v2, make_v2 = source.function(RUNNER_V2, ENCODE_V2), source.function(_STATE_V2, _MAKE_V2)
-    in_v2 = encode_v2 is not None and encode_v2.names("execute")
+    in_v2 = encode_v2 is not None and encode_v2.contains_name("execute")
     runner, make = source.module(RUNNER), source.function(RUNNER, _MAKE)
     refused = [part for each in _REFUSED for part in (runner.find(each) if runner else ())]
-    refused_v2 = make_v2 is not None and any(make_v2.only(each) for each in _REFUSED_V2)
+    refused_v2 = make_v2 is not None and any(make_v2.find_unique(each) for each in _REFUSED_V2)
     if runner and make and len(refused) == 1 and refused_v2 == in_v2 and _makes_none(runner, make, refused[0]):
         return Diagnosis.fixed("encoders that take adapters have no graphs", make.at(refused[0]))
     if local is None or refused or refused_v2 or not any(each and _goes_by_size(each) for each in by_size):
@@ -107,7 +107,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _makes_none(runner: Function, make: Function, refused: ast.stmt | ast.expr) -> bool:
     """Tell whether *refused* is in the block that makes the graphs, before that, and nothing else makes any."""
-    made = make.only(_MADE)
+    made = make.find_unique(_MADE)
     return (
         made is not None and make.in_one_block(refused, made) and len(runner.find("EncoderCudaGraphManager(...)")) == 1
     )
@@ -115,7 +115,7 @@ def _makes_none(runner: Function, make: Function, refused: ast.stmt | ast.expr) 
 
 def _goes_by_size(local: Function) -> bool:
     """Tell whether images are sorted by size, and encoded in that order."""
-    return any(local.always(each) for each in _SORTED) and local.confines(
+    return any(local.always(each) for each in _SORTED) and local.used_only_in(
         "sorted_indices", *_SORTED, "for orig_idx in sorted_indices:\n    ..."
     )
 

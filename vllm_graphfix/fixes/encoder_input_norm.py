@@ -184,10 +184,10 @@ IMAGES_NOT_NORMALISED = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    if not source.says(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
+    if not source.contains_word(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
         return Diagnosis.absent("no CUDA graphs of encoders")
     made = [model.method(source, "__init__") for model in _MODELS]
-    if all(made) and not any(source.says(model.path, "input_norm") for model in _MODELS):
+    if all(made) and not any(source.contains_word(model.path, "input_norm") for model in _MODELS):
         return Diagnosis.absent("images are normalised before a model is given them")
     fixed = [_normalises_itself(source, model) for model in _MODELS]
     if all(fixed):
@@ -197,12 +197,12 @@ def diagnose(source: Source) -> Diagnosis:
     encode, encode_v2 = source.function(RUNNER, ENCODE), source.function(RUNNER_V2, ENCODE_V2)
     if (
         execute
-        and execute.takes == "self, mm_kwargs"
-        and execute.only("return result") is not None
-        and not execute.names("input_norm")
+        and execute.signature == "self, mm_kwargs"
+        and execute.find_unique("return result") is not None
+        and not execute.contains_name("input_norm")
         and normalise
-        and normalise.takes == "self, grid_thw, visual_dtype"
-        and not source.says(_MANAGER, "input_norm")
+        and normalise.signature == "self, grid_thw, visual_dtype"
+        and not source.contains_word(_MANAGER, "input_norm")
         and _only_hands_images_on(source)
         and encode
         and _encodes_as_batched(encode, IN_A_GRAPH, "model.embed_multimodal(**mm_kwargs_batch)")
@@ -224,9 +224,9 @@ def _normalises_itself(source: Source, model: _Model) -> str | None:
     """The place where the encoder of *model* normalises whatever it is given, before it embeds it, and nobody else."""
     forward = source.function(model.path, f"{model.encoder}.forward")
     around = [model.method(source, f"_process_{kind}_input") for kind in ("image", "video")]
-    if forward is None or any(each is None or each.names("input_norm") for each in around):
+    if forward is None or any(each is None or each.contains_name("input_norm") for each in around):
         return None
-    parts = forward.each(_IN_THE_ENCODER.format(states=model.states), _EMBEDDED.format(states=model.states))
+    parts = forward.find_each(_IN_THE_ENCODER.format(states=model.states), _EMBEDDED.format(states=model.states))
     if len(parts) == 2 and forward.in_one_block(*parts) and parts[0] in forward.node.body:
         return forward.at(parts[0])
     return None
@@ -236,7 +236,7 @@ def _only_hands_images_on(source: Source) -> bool:
     """Tell if the manager selects, copies and hands on images, and does nothing else with them."""
     methods = {name: source.function(_MANAGER, f"{_CLASS}.{name}") for name, *_ in _MANAGED}
     return all(
-        method is not None and method.confines(variable, *patterns)
+        method is not None and method.used_only_in(variable, *patterns)
         for name, variable, patterns in _MANAGED
         for method in (methods[name],)
     )
@@ -245,7 +245,7 @@ def _only_hands_images_on(source: Source) -> bool:
 def _encodes_as_batched(encode: Function, *calls: str) -> bool:
     """Tell if a model runner's *encode* makes *calls* with each batch as it was grouped."""
     return (
-        len(encode.each(_BATCHES, *calls)) == len(calls) + 1
+        len(encode.find_each(_BATCHES, *calls)) == len(calls) + 1
         and encode.mentions(mm_kwargs_batch=len(calls) + 1)
         and encode.assigned("mm_kwargs_batch") == 1
     )
@@ -253,7 +253,7 @@ def _encodes_as_batched(encode: Function, *calls: str) -> bool:
 
 def _embeds_at_once(encode: Function, states: str) -> bool:
     """Tell if an encoder's `forward` does nothing with images before it embeds them."""
-    parts = encode.each(_CONVERTED.format(states=states), _EMBEDDED.format(states=states))
+    parts = encode.find_each(_CONVERTED.format(states=states), _EMBEDDED.format(states=states))
     return (
         len(parts) == 2
         and encode.in_one_block(*parts, at_once=True)
@@ -272,30 +272,30 @@ def _leaves_graphs_out(source: Source, model: _Model) -> bool:
     encode = source.function(model.path, f"{model.encoder}.forward")
     return bool(
         make
-        and make.only(_MADE)
+        and make.find_unique(_MADE)
         and image
-        and image.only(_NORMALISED.format(pixels="pixel_values"))
+        and image.find_unique(_NORMALISED.format(pixels="pixel_values"))
         and video
-        and video.only(_NORMALISED.format(pixels="pixel_values_videos"))
+        and video.find_unique(_NORMALISED.format(pixels="pixel_values_videos"))
         and pixels
-        and pixels.each(_FOUND, "return pixel_values")
-        and pixels.confines("pixel_values", _FOUND, "return pixel_values")
+        and pixels.find_each(_FOUND, "return pixel_values")
+        and pixels.used_only_in("pixel_values", _FOUND, "return pixel_values")
         and select
-        and select.confines("pixel_values", f"pixel_values = {_TAKEN}", "pixel_values[:0]", _SLICE)
-        and select.confines("selected_pv", _SELECTED, _SELECTED_IMAGES, _SELECTED_VIDEOS)
-        and select.each(f"pixel_values = {_TAKEN}", _SELECTED, _SELECTED_IMAGES, _SELECTED_VIDEOS)
+        and select.used_only_in("pixel_values", f"pixel_values = {_TAKEN}", "pixel_values[:0]", _SLICE)
+        and select.used_only_in("selected_pv", _SELECTED, _SELECTED_IMAGES, _SELECTED_VIDEOS)
+        and select.find_each(f"pixel_values = {_TAKEN}", _SELECTED, _SELECTED_IMAGES, _SELECTED_VIDEOS)
         and replay
-        and replay.confines("values", _REPLAYED, "return EncoderCudaGraphReplayBuffers(values=values)")
-        and replay.only(_REPLAYED)
+        and replay.used_only_in("values", _REPLAYED, "return EncoderCudaGraphReplayBuffers(values=values)")
+        and replay.find_unique(_REPLAYED)
         and graph
-        and graph.confines("pixel_values", 'pixel_values = values.pop("pixel_values")', _IN_A_GRAPH)
-        and graph.only(_IN_A_GRAPH)
+        and graph.used_only_in("pixel_values", 'pixel_values = values.pop("pixel_values")', _IN_A_GRAPH)
+        and graph.find_unique(_IN_A_GRAPH)
         and eager
-        and eager.confines("pixel_values", f"pixel_values = {_TAKEN}", _WITHOUT_A_GRAPH)
-        and eager.only(_WITHOUT_A_GRAPH)
+        and eager.used_only_in("pixel_values", f"pixel_values = {_TAKEN}", _WITHOUT_A_GRAPH)
+        and eager.find_unique(_WITHOUT_A_GRAPH)
         and encode
         and _embeds_at_once(encode, model.states)
-        and not any(each.names("input_norm") for each in (pixels, select, replay, graph, eager, encode))
+        and not any(each.contains_name("input_norm") for each in (pixels, select, replay, graph, eager, encode))
     )
 
 

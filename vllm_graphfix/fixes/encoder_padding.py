@@ -59,10 +59,10 @@ PADDED_ENCODER_GRAPH = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find the memory that FlashAttention writes to where an encoder is captured."""
-    if not source.says(_RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
+    if not source.contains_word(_RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
         return Diagnosis.absent("no CUDA graphs of encoders")
     attend = source.function(_OPERATOR, _ATTEND)
-    launched = attend and attend.only(_LAUNCHED)
+    launched = attend and attend.find_unique(_LAUNCHED)
     if attend is not None and launched is not None:
         is_supported = attend.always(_SUPPORTED) and attend.assigned("supports_out") == 1
         remedies = (*_ZEROED, *_WHERE_SUPPORTED) if is_supported else _ZEROED

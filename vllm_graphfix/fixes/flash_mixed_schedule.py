@@ -68,13 +68,13 @@ def diagnose(source: Source) -> Diagnosis:
     """Find the longest query that a schedule is made for, and the one that the layer launches its kernel for."""
     builder, build = source.function(_BACKEND, _BUILDER), source.function(_BACKEND, _TARGET)
     forward = source.function(_BACKEND, "FlashAttentionImpl.forward")
-    read = build and build.only(_READ)
+    read = build and build.find_unique(_READ)
     if builder is not None and build is not None:
-        decodes = builder.only(_HOLDS_DECODES)
+        decodes = builder.find_unique(_HOLDS_DECODES)
         if decodes is not None and not builder.find("AttentionCGSupport.ALWAYS"):
             return Diagnosis.fixed("no full graph of FlashAttention holds prompts", builder.at(decodes))
         if read is not None and forward is not None and _is_scheduled_and_launched_by_it(builder, build, forward):
-            if builder.assigned(_LONGEST) == 1 and builder.only(_HOLDS_PROMPTS):
+            if builder.assigned(_LONGEST) == 1 and builder.find_unique(_HOLDS_PROMPTS):
                 return Diagnosis.affected(
                     "a schedule is made for the longest query of its step, and a graph launches a kernel for that of "
                     "its capture",
@@ -93,12 +93,12 @@ def _is_scheduled_and_launched_by_it(builder: Function, build: Function, forward
     known = [call for pattern in (*_OF_THE_STEP, *_OF_A_PREFIX) for call in build.find(pattern)]
     return (
         len(calls) == len(known) > 0
-        and builder.gives("get_scheduler_metadata(...)", "max_seqlen_q=max_query_len")
+        and builder.call_has_keyword("get_scheduler_metadata(...)", "max_seqlen_q=max_query_len")
         and any(
             parts != [] and builder.in_one_block(*parts)
-            for parts in (builder.each(*_STORED, handed_on) for handed_on in _HANDED_ON)
+            for parts in (builder.find_each(*_STORED, handed_on) for handed_on in _HANDED_ON)
         )
-        and forward.each(*_LAUNCHED) != []
+        and forward.find_each(*_LAUNCHED) != []
         and forward.assigned("max_seqlen_q") == 1
     )
 
@@ -110,7 +110,7 @@ def _remedy(build: Function) -> ast.stmt | ast.expr | None:
         each for each in (*build.find(_ALL_TOKENS_OF_GRAPHS), *build.find(_OF_A_GRAPH)) if each in build.node.body
     ]
     blocks = [build.node.body, *(getattr(guard, "body", []) for guard in guards)]
-    found = build.only(_ALL_TOKENS)
+    found = build.find_unique(_ALL_TOKENS)
     if found is None or found.lineno > min(schedules) or not any(found in block for block in blocks):
         return None
     return found

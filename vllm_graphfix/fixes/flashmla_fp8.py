@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
-from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Together, Verdict
+from vllm_graphfix.fix import Activity, Companion, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
 from vllm_graphfix.fixes._premises import AS_BUILT, BUILDERS_STAY
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ PLAN_OUTSIDE_BUFFERS = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the plan of a batch, and the copy of it in the buffers that graphs read."""
     build = source.function(_BACKEND, "FlashMLAMetadataBuilder._build_decode")
-    if not any(source.says(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
+    if not any(source.contains_word(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
         return Diagnosis.absent("no dense fp8 FlashMLA")
     if build is None:
         return Diagnosis.unrecognised("dense fp8 is planned in a place", _BACKEND)
-    new_plan = build.each(_PLANNED, *_POINTED_AT)
+    new_plan = build.find_each(_PLANNED, *_POINTED_AT)
     if new_plan and build.in_one_block(*new_plan):
-        full, kept = build.each(_FULL_GRAPHS), build.each(*_REMEDY)
+        full, kept = build.find_each(_FULL_GRAPHS), build.find_each(*_REMEDY)
         if full and kept and build.in_one_block(*kept) and kept[0] in getattr(full[0], "body", []):
             planned, *pointed = new_plan
             # A method that it calls might make other buffers.
@@ -160,8 +160,8 @@ FIX = fix(
     corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _plan_in_persistent_buffers),),
     events=(PLAN_OUTSIDE_BUFFERS,),
     needs=needs,
-    together=(
-        Together(
+    requires=(
+        Companion(
             name="flashmla-padding",
             module=_BACKEND_MODULE,
             because="a right plan makes the kernel follow padded rows to block -1, a crash instead of garbage",

@@ -39,7 +39,7 @@ PADDED_ROWS_GIVEN = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find the block number by which the runner pads block tables."""
     build_decode = source.function(_BACKEND, "FlashMLAMetadataBuilder._build_decode")
-    if not any(source.says(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
+    if not any(source.contains_word(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
         return Diagnosis.absent("no dense fp8 FlashMLA")
     build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
     if source.read(_RUNNER) is None:
@@ -54,14 +54,15 @@ def diagnose(source: Source) -> Diagnosis:
         table is not None
         and len(minus_one + null) == 1
         and table.always(_RETURNED)
-        and table.in_one_block(*minus_one, *null, *table.each(_RETURNED))
+        and table.in_one_block(*minus_one, *null, *table.find_each(_RETURNED))
         and not build.assigned("num_reqs")
     ):
         if minus_one:
             return Diagnosis.affected(
                 "block tables are padded with -1, which dense fp8 FlashMLA follows", build.at(minus_one[0]), "minus-one"
             )
-        if not getattr(source.module(_RUNNER), "assigned", int)("NULL_BLOCK_ID"):
+        runner = source.module(_RUNNER)
+        if runner is not None and not runner.reassigns("NULL_BLOCK_ID"):
             return Diagnosis.fixed("block tables are padded with the null block", build.at(null[0]))
     return Diagnosis.unrecognised("block tables are padded in a way", build, defect_seen=bool(minus_one))
 

@@ -65,7 +65,7 @@ def diagnose(source: Source) -> Diagnosis:
         for each, uses in ((write, _WRITTEN), (update, _HANDED_ON)):
             if len(raised) == 1 and raised[0][0] is each and _raises_before(each, raised[0][1], uses):
                 return Diagnosis.fixed("no slot below 0 is written to", each.at(raised[0][1]))
-        padded = map_slots and map_slots.only(_PADDED)
+        padded = map_slots and map_slots.find_unique(_PADDED)
         if map_slots and padded and not raised and _find_statement(write, _WRITTEN):
             return Diagnosis.affected(
                 "padded rows have slot -1, which is taken for the last slot of the last block",

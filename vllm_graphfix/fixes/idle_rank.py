@@ -89,7 +89,7 @@ IDLE_STEP_ON_REAL_BLOCKS = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find the step of an idle rank, and which of the buffers that it reads still name blocks of the last batch."""
-    if not source.says(_WORKER, "execute_dummy_batch", of="Worker"):
+    if not source.contains_word(_WORKER, "execute_dummy_batch", of="Worker"):
         return Diagnosis.absent("no idle rank runs a step")
     idle = source.function(_WORKER, _TARGET)
     run = source.function(_RUNNER, "GPUModelRunner._dummy_run")
@@ -114,7 +114,7 @@ def _stale_in_v1(source: Source, run: Function) -> tuple[str, ...] | None:
     if drafts is None:
         return None
     return (
-        *(() if any(map(run.only, _SLOTS_PADDED)) else ("slots",)),
+        *(() if any(map(run.find_unique, _SLOTS_PADDED)) else ("slots",)),
         *(() if _empties_rows(run) else ("block-table rows",)),
         *(("a draft's slots",) if drafts else ()),
     )
@@ -123,7 +123,7 @@ def _stale_in_v1(source: Source, run: Function) -> tuple[str, ...] | None:
 def _empties_rows(run: Function) -> bool:
     """Tell if the rows are emptied before metadata are built, and not copied from the CPU again behind that."""
     emptied = _first(run, _ROWS_EMPTIED)
-    built = run.only(_METADATA_BUILT)
+    built = run.find_unique(_METADATA_BUILT)
     if emptied is None or built is None or not run.in_one_block(emptied, built):
         return False
     committed = run.find("(...).commit_block_table(...)")
@@ -131,7 +131,7 @@ def _empties_rows(run: Function) -> bool:
 
 
 def _first(function: Function, patterns: Iterable[str]) -> ast.stmt | ast.expr | None:
-    return next((part for part in map(function.only, patterns) if part is not None), None)
+    return next((part for part in map(function.find_unique, patterns) if part is not None), None)
 
 
 def _stale_draft_slots(source: Source) -> bool | None:
@@ -140,7 +140,7 @@ def _stale_draft_slots(source: Source) -> bool | None:
         dummy = source.function(path, f"{name}.dummy_run")
         if dummy is None:
             continue
-        slots = dummy.only(_DRAFT_SLOTS)
+        slots = dummy.find_unique(_DRAFT_SLOTS)
         if slots is None:
             return None if "slot_mappings" in dummy.parameters else False  # 0.14.1 drafts write by attention alone
         padded = _first(dummy, _DRAFT_SLOTS_PADDED)
@@ -152,7 +152,7 @@ def _stale_in_v2(source: Source, idle: Function) -> str | None:
     """The same of model runner V2, in one word: `inputs`, `tables`, `drafts`, or nothing."""
     run = source.function(_RUNNER_V2, "GPUModelRunner._dummy_run")
     if run is None:
-        return None if source.says(_RUNNER_V2, "dummy_run") else ""
+        return None if source.contains_word(_RUNNER_V2, "dummy_run") else ""
     rows = source.function(_TABLE_V2, "BlockTables.get_dummy_block_tables")
     if rows is None or "skip_attn" not in run.parameters:
         return None
@@ -160,13 +160,13 @@ def _stale_in_v2(source: Source, idle: Function) -> str | None:
         return ""  # 0.14.1, which always prepares it, and has no layers but attention
     if _default_of(run, "skip_attn") is not False:
         return "inputs"
-    dirty = rows.each(*_DIRTY_ROWS_V2)
+    dirty = rows.find_each(*_DIRTY_ROWS_V2)
     if not rows.always(_EMPTIED_ROWS_V2) and not (dirty and rows.in_one_block(*dirty)):
         return "tables"
     copy = source.function(_SPECULATOR_V2, "DraftModelSpeculator._copy_request_inputs")
     if copy is None:
         return None
-    return "" if copy.only(_DRAFTS_MASKED_V2) is copy.node.body[-1] else "drafts"
+    return "" if copy.find_unique(_DRAFTS_MASKED_V2) is copy.node.body[-1] else "drafts"
 
 
 def _default_of(function: Function, parameter: str) -> object:

@@ -88,7 +88,7 @@ PADDED_ROWS_BELOW_ZERO = Event(
 def diagnose(source: Source) -> Diagnosis:
     """Find where the lengths of tokens are written, by two ways, and what makes them at least 0."""
     prepare, build = source.function(_INDEXER, _TARGET), source.function(_INDEXER, f"{_BUILDER}.build")
-    if not any(source.says(_INDEXER, word) for word in ("_prepare_decode_tensors", "decode_seq_lens_buffer")):
+    if not any(source.contains_word(_INDEXER, word) for word in ("_prepare_decode_tensors", "decode_seq_lens_buffer")):
         return Diagnosis.absent("no builder computes lengths for the tokens of padded rows")
     kernel = next(filter(None, (source.function(_INDEXER, name) for name in _KERNELS)), None)
     if prepare is None or build is None or kernel is None:
@@ -97,11 +97,11 @@ def diagnose(source: Source) -> Diagnosis:
     prepared, clamps = build.find(_PREPARED), [part for pattern in _CLAMPED_LATER for part in build.find(pattern)]
     if len(prepared) == len(clamps) == 1 and build.in_one_block(*prepared, *clamps, at_once=True):
         return Diagnosis.fixed("lengths are at least 0 once they are prepared", build.at(clamps[0]))
-    if not clamps and any(map(kernel.only, _CLAMPED_IN_THE_KERNEL)) and not kernel.find(_WRITTEN_IN_THE_KERNEL):
+    if not clamps and any(map(kernel.find_unique, _CLAMPED_IN_THE_KERNEL)) and not kernel.find(_WRITTEN_IN_THE_KERNEL):
         written = next(filter(None, (_find_written(prepare, statements) for statements in _CLAMPED)), None)
         if written is not None:
             return Diagnosis.fixed("lengths of tokens are at least 0", prepare.at(written[-2]))
-    if not clamps and kernel.only(_WRITTEN_IN_THE_KERNEL) and not any(map(kernel.find, _CLAMPED_IN_THE_KERNEL)):
+    if not clamps and kernel.find_unique(_WRITTEN_IN_THE_KERNEL) and not any(map(kernel.find, _CLAMPED_IN_THE_KERNEL)):
         for shape, statements in _WRITTEN.items():
             if _find_written(prepare, statements):
                 return Diagnosis.affected(
@@ -114,7 +114,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _find_written(prepare: Function, statements: tuple[str, ...]) -> list[ast.stmt | ast.expr]:
     """The *statements* that write lengths where graphs read them, if nothing is between them."""
-    written = prepare.each(*statements)
+    written = prepare.find_each(*statements)
     return written if written and prepare.in_one_block(*written, at_once=True) else []
 
 

@@ -55,17 +55,17 @@ INDICES_OF_ANOTHER_GROUP = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find a further group's new block table, and the copies of its block indices to where its graphs read them."""
-    if not all(source.says(_BUILDER, name) for name in _INDICES):
+    if not all(source.contains_word(_BUILDER, name) for name in _INDICES):
         return Diagnosis.absent("Mamba's builder has no block indices: no state is kept for each block")
     update = source.function(_BUILDER, _UPDATE)
     compute = source.function(_BUILDER, f"{_BASE}._compute_common_metadata")
     for_graphs = source.function(_BUILDER, f"{_BASE}.{_FOR_GRAPHS}")
     if update is not None:
-        returned = update.only(_FOR_GRAPHS_RETURNED)
+        returned = update.find_unique(_FOR_GRAPHS_RETURNED)
         remedy = update.at(returned) if returned and _copies_indices(for_graphs) else _place_of_copies(update)
         if remedy is not None:
             return Diagnosis.fixed("each group copies the block indices where its graphs read them", remedy)
-        defect = update.only(_TABLE_REPLACED) or update.only("return new_metadata")
+        defect = update.find_unique(_TABLE_REPLACED) or update.find_unique("return new_metadata")
         if defect is not None and (_copies_indices(compute) or _copies_indices(for_graphs)):
             return Diagnosis.affected(
                 "for further groups only the block table is updated, and their graphs keep the block indices of the "
@@ -78,14 +78,14 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _copies_indices(function: Function | None) -> bool:
     """Tell if *function* copies both kinds of indices into the builder's own buffers."""
-    return function is not None and bool(function.each(*(f"self.{name}[...].copy_(...)" for name in _INDICES)))
+    return function is not None and bool(function.find_each(*(f"self.{name}[...].copy_(...)" for name in _INDICES)))
 
 
 def _place_of_copies(update: Function) -> str | None:
     """Find the copies of both kinds of indices beside the block table's own, or before it is handed on."""
-    table, replaced = update.only(_TABLE_COPIED), update.only(_TABLE_REPLACED)
+    table, replaced = update.find_unique(_TABLE_COPIED), update.find_unique(_TABLE_REPLACED)
     for pattern in itertools.chain(_COPIES, zip(_GUARDED_COPIES, strict=True)):
-        copies = update.each(*pattern)
+        copies = update.find_each(*pattern)
         if not copies:
             continue
         if (replaced and update.in_one_block(*copies, replaced)) or (table and update.in_one_block(table, *copies)):

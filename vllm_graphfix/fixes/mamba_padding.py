@@ -50,11 +50,13 @@ def diagnose(source: Source) -> Diagnosis:
     """Find the marks over padded rows, what clears them, and the builder that splits the batch by them."""
     build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
     compute = source.function(_BUILDER, "BaseMambaAttentionMetadataBuilder._compute_common_metadata")
-    if not source.says(_RUNNER, "is_prefilling") and not source.says(_BUILDER, "treat_short_extends_as_decodes"):
+    if not source.contains_word(_RUNNER, "is_prefilling") and not source.contains_word(
+        _BUILDER, "treat_short_extends_as_decodes"
+    ):
         return Diagnosis.absent("the model runner does not tell the builders which rows are prefilling")
-    marked = build and build.only(_MARKED)
+    marked = build and build.find_unique(_MARKED)
     if build is not None and compute is not None and marked is not None:
-        cleared = next((part for part in map(build.only, _CLEARED) if part is not None), None)
+        cleared = next((part for part in map(build.find_unique, _CLEARED) if part is not None), None)
         # One after the other: in between nothing is done to the marks, nor to the number of rows.
         if cleared is not None and build.in_one_block(marked, cleared, at_once=True) and not _is_padding_counted(build):
             return Diagnosis.fixed("padded rows are marked as not prefilling", build.at(cleared))
@@ -64,7 +66,7 @@ def diagnose(source: Source) -> Diagnosis:
                 build.at(marked),
                 "prefilling-over-padding",
             )
-        if compute.find(_SPLIT) and not source.says(_BUILDER, "treat_short_extends_as_decodes"):
+        if compute.find(_SPLIT) and not source.contains_word(_BUILDER, "treat_short_extends_as_decodes"):
             return Diagnosis.fixed("the Mamba builder does not split the batch by phase", compute.where)
     return Diagnosis.unrecognised("rows are marked as prefilling in a way", build or _RUNNER)
 

@@ -114,14 +114,18 @@ def _of_v1(source: Source) -> Diagnosis:
     uniform = source.function(_RUNNER, "GPUModelRunner._is_uniform_decode")
     determine = source.function(_RUNNER, "GPUModelRunner._determine_batch_execution_and_padding")
     execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
-    if uniform is None and not source.says(_RUNNER, "uniform_decode", of="GPUModelRunner"):
+    if uniform is None and not source.contains_word(_RUNNER, "uniform_decode", of="GPUModelRunner"):
         return Diagnosis.absent("no model runner V1 with graphs for decodes only")
-    if uniform and determine and execute and execute.only(_DETERMINED):
-        by_shape = uniform.takes == _TAKES and uniform.only(_BY_SHAPE) and determine.only(_ASKED.format(""))
+    if uniform and determine and execute and execute.find_unique(_DETERMINED):
+        by_shape = (
+            uniform.signature == _TAKES and uniform.find_unique(_BY_SHAPE) and determine.find_unique(_ASKED.format(""))
+        )
         remedy = _place_of_remedy(uniform, determine, execute, by_shape=bool(by_shape))
         if remedy is not None:
             return Diagnosis.fixed("model runner V1 checks which phase the rows are in", remedy)
-        forced = any(execute.gives(_DETERMINE, f"{name}=...") for name in ("force_uniform_decode", "force_eager"))
+        forced = any(
+            execute.call_has_keyword(_DETERMINE, f"{name}=...") for name in ("force_uniform_decode", "force_eager")
+        )
         if by_shape and not forced:
             return Diagnosis.affected(
                 "model runner V1 treats a step as a decode by its shape alone", uniform.where, _V1
@@ -132,30 +136,40 @@ def _of_v1(source: Source) -> Diagnosis:
 def _place_of_remedy(uniform: Function, determine: Function, execute: Function, *, by_shape: bool) -> str | None:
     """Find where the number of computed tokens is compared with the prompts, for each row, and decides."""
     if by_shape:
-        call = execute.only(_DETERMINED)
-        return execute.at(call) if call and any(execute.gives(_DETERMINE, forced) for forced in _FORCED) else None
-    if not execute.gives(_DETERMINE, "force_uniform_decode=..."):
+        call = execute.find_unique(_DETERMINED)
+        return (
+            execute.at(call)
+            if call and any(execute.call_has_keyword(_DETERMINE, forced) for forced in _FORCED)
+            else None
+        )
+    if not execute.call_has_keyword(_DETERMINE, "force_uniform_decode=..."):
         for name, answered, asked in _REMEDIES:
-            call = determine.only(asked)
-            if call and uniform.takes == f"{_TAKES}, {name}" and uniform.only(answered):
+            call = determine.find_unique(asked)
+            if call and uniform.signature == f"{_TAKES}, {name}" and uniform.find_unique(answered):
                 return determine.at(call)
     return None
 
 
 def _of_v2(source: Source) -> Diagnosis:
-    if source.read(_HYBRIDS_V2) is None and not source.says(_RUNNER_V2, "MambaSpec"):
+    if source.read(_HYBRIDS_V2) is None and not source.contains_word(_RUNNER_V2, "MambaSpec"):
         return Diagnosis.absent("model runner V2 has no recurrent models")
     execute = source.function(_RUNNER_V2, "GPUModelRunner.execute_model")
     gather = source.function(_RUNNER_V2, "GPUModelRunner.gather_batch_req_state")
     by_phase = source.function(_UTILS, "get_uniform_decode_token_count")
     by_shape = source.function(_GRAPHS_V2, "get_uniform_token_count")
     if execute and gather and by_phase and by_shape is None:
-        prefilling = gather.each(*_PREFILLING_V2)
+        prefilling = gather.find_each(*_PREFILLING_V2)
         answers = zip(_ANSWERED_V2, _BY_PHASE_V2, strict=True)
-        by_answer = any(gather.only(answered) and by_phase.only(phase) for answered, phase in answers)
-        if execute.only(_GATHERED_V2) and prefilling and by_answer:
+        by_answer = any(gather.find_unique(answered) and by_phase.find_unique(phase) for answered, phase in answers)
+        if execute.find_unique(_GATHERED_V2) and prefilling and by_answer:
             return Diagnosis.fixed("model runner V2 checks which phase the rows are in", gather.at(prefilling[0]))
-    elif execute and by_shape and gather is None and by_shape.only(_UNIFORM_V2) and execute.only(_COUNTED_V2):
+    elif (
+        execute
+        and by_shape
+        and gather is None
+        and by_shape.find_unique(_UNIFORM_V2)
+        and execute.find_unique(_COUNTED_V2)
+    ):
         return Diagnosis.affected("model runner V2 treats a step as a decode by its shape alone", by_shape.where, _V2)
     return Diagnosis.unrecognised("model runner V2 tells decodes from prefills in a way", execute or _RUNNER_V2)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction
-from vllm_graphfix.source.functions import matches_any
+from vllm_graphfix.source.patterns import matches_any
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -75,7 +75,9 @@ READ_AFTER_DRAFT = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find the drafts, what computes prompt log-probabilities, and copies of the hidden states before the drafts."""
-    if not all(source.says(_RUNNER, word) for word in ("_get_prompt_logprobs_dict", "propose_draft_token_ids")):
+    if not all(
+        source.contains_word(_RUNNER, word) for word in ("_get_prompt_logprobs_dict", "propose_draft_token_ids")
+    ):
         return Diagnosis.absent("no model runner V1 that drafts and returns prompt log-probabilities")
     sample, bookkeep, execute = (
         source.function(_RUNNER, f"GPUModelRunner.{name}")
@@ -84,16 +86,16 @@ def diagnose(source: Source) -> Diagnosis:
     if sample is not None and bookkeep is not None and execute is not None:
         first = next(iter(_calls_of_drafter(sample)), None)
         in_bookkeeping, directly = bookkeep.find(_PROMPTS), sample.find(_PROMPTS)
-        read = sample.only(_PROMPTS if directly else _READ)
+        read = sample.find_unique(_PROMPTS if directly else _READ)
         if first is not None and read is not None and len(in_bookkeeping) + len(directly) == 1:
             if read.lineno < first.lineno and _is_done_whenever_scored(sample.node.body, read):
                 reason = "prompt log-probabilities are computed before the drafter runs"
                 return Diagnosis.fixed(reason, sample.at(read))
             handed = (getattr(read, "args", [])[0 if directly else 3 :] or [None])[0]
             copied = _effective_copy(sample, execute, getattr(handed, "id", ""), first)
-            if copied is not None and (directly or bookkeep.only(_OF_ALL_TOKENS)):
+            if copied is not None and (directly or bookkeep.find_unique(_OF_ALL_TOKENS)):
                 return Diagnosis.fixed("the hidden states are copied before the drafter runs", copied)
-            late = first.lineno < read.lineno and bookkeep.only(_OF_ALL_TOKENS)
+            late = first.lineno < read.lineno and bookkeep.find_unique(_OF_ALL_TOKENS)
             if late and getattr(handed, "id", "") == "hidden_states" and not _all_copies(sample) + _all_copies(execute):
                 return Diagnosis.affected(
                     "the drafter runs before prompt log-probabilities are computed from the target's hidden states",
@@ -125,7 +127,7 @@ def _effective_copy(sample: Function, execute: Function, name: str, first: ast.s
         only = sample.assigned(name) == 1 + len(others) and all(other.lineno < copies[0].lineno for other in others)
         if only and copies[0].lineno < first.lineno and _is_done_whenever_scored(sample.node.body, copies[0]):
             return sample.at(copies[0])
-    state = execute.only(_HANDED_ON)
+    state = execute.find_unique(_HANDED_ON)
     by_target = [copy for pattern in _COPIES["hidden_states"] for copy in execute.find(pattern)]
     if name == "hidden_states" and len(by_target) == 1 and state is not None and not copies:
         return execute.at(by_target[0]) if execute.in_one_block(by_target[0], state, at_once=True) else None

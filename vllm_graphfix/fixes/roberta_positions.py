@@ -57,11 +57,11 @@ def diagnose(source: Source) -> Diagnosis:
     zeroed = select and _zeroing_statement(select)
     if select is not None and zeroed:
         return Diagnosis.fixed("the positions of padded rows are 0 at every step", select.at(zeroed))
-    looked_up = embed and embed.only(_OUT_OF_PLACE)
-    if embed is not None and looked_up and not source.says(_MODELS, _ADDS):
+    looked_up = embed and embed.find_unique(_OUT_OF_PLACE)
+    if embed is not None and looked_up and not source.contains_word(_MODELS, _ADDS):
         return Diagnosis.fixed("the offset of positions is added to a copy, in the embedding", embed.at(looked_up))
     add = source.function(_MODELS, _ADDS)
-    added = add and add.only(_IN_PLACE)
+    added = add and add.find_unique(_IN_PLACE)
     prepare = source.function(_RUNNER, "GPUModelRunner._prepare_inputs")
     remedies = (*_ZEROED, _ALL_REFRESHED)
     remedied = [part for each in (select, prepare) if each for pattern in remedies for part in each.find(pattern)]
@@ -76,11 +76,11 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _zeroing_statement(select: Function) -> ast.stmt | ast.expr | None:
     """Return where the positions of padded rows become 0 whenever there are any, as soon as they are selected."""
-    zeroed = next((part for part in map(select.only, _ZEROED) if part is not None), None)
-    selected = select.only("positions = self.positions[:num_input_tokens]") or select.only(_SELECTED)
+    zeroed = next((part for part in map(select.find_unique, _ZEROED) if part is not None), None)
+    selected = select.find_unique("positions = self.positions[:num_input_tokens]") or select.find_unique(_SELECTED)
     if zeroed is None or selected is None:
         return None
-    padded = select.only(_IF_PADDED)
+    padded = select.find_unique(_IF_PADDED)
     rows = padded if padded is not None and select.in_one_block(zeroed) and _is_all_of(padded, zeroed) else zeroed
     return zeroed if select.in_one_block(selected, rows, at_once=True) else None
 

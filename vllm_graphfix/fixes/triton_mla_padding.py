@@ -78,15 +78,15 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.absent("no Triton MLA")
     builder = source.function(_BACKEND, _BUILDER)
     inherited = COMMON if source.read(COMMON) is not None else COMMON_BEFORE
-    if source.says(inherited, "MLACommonMetadataBuilder") and not any(
-        source.says(path, word) for path in (_BACKEND, inherited) for word in ("AttentionCGSupport", _BUILDER)
+    if source.contains_word(inherited, "MLACommonMetadataBuilder") and not any(
+        source.contains_word(path, word) for path in (_BACKEND, inherited) for word in ("AttentionCGSupport", _BUILDER)
     ):
         return Diagnosis.fixed("Triton MLA allows no full graphs, without which no row is padded", f"{_BACKEND}:1")
     forward = source.function(_BACKEND, "TritonMLAImpl.forward_mqa")
     reduce = source.function(_KERNELS, _REDUCE)
     if builder is None or forward is None or reduce is None:
         return Diagnosis.unrecognised("Triton MLA decodes in a way", _BACKEND)
-    support = builder.only(SUPPORT)
+    support = builder.find_unique(SUPPORT)
     allowed = any(map(builder.find, (*FULL_GRAPHS, *_BY_SPECIFICATION)))
     if support is not None and support in builder.find(NO_FULL_GRAPHS) and not allowed:
         return Diagnosis.fixed("Triton MLA allows no full graphs, without which no row is padded", builder.where)
@@ -95,7 +95,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.fixed("rows of length 0 leave no 0/0", remedy)
     guards = {statement for statements in _GUARDED for statement in statements} - {_DIVIDED}
     # Programs are told apart as in the kernel of this fix; a slice does not show the numbers.
-    seen = bool(reduce.each(*_PROGRAMS)) and reduce.always(_DIVIDED) and not any(map(reduce.find, guards))
+    seen = bool(reduce.find_each(*_PROGRAMS)) and reduce.always(_DIVIDED) and not any(map(reduce.find, guards))
     if (
         seen
         and not any(map(forward.find, _CLEARED))
@@ -112,7 +112,7 @@ def diagnose(source: Source) -> Diagnosis:
 def _find_guard(reduce: Function) -> str | None:
     """The place where the second stage sees to it that a row without tokens is not 0/0, on every path."""
     for statements in _GUARDED:
-        guard = reduce.each(*statements)
+        guard = reduce.find_each(*statements)
         if (
             guard
             and guard[0] in reduce.node.body
@@ -127,7 +127,7 @@ def _find_guard(reduce: Function) -> str | None:
 def _find_cleared(forward: Function) -> str | None:
     """The place where the backend itself clears what the kernel leaves in empty rows, on every path."""
     for pattern in _CLEARED:
-        found = forward.each(_CALLED, pattern, _RETURNED)
+        found = forward.find_each(_CALLED, pattern, _RETURNED)
         if found and found[2] in forward.node.body and forward.in_one_block(*found):
             return forward.at(found[1])
     return None

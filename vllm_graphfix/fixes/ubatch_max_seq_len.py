@@ -41,13 +41,13 @@ def diagnose(source: Source) -> Diagnosis:
     found = {shape: source.function(path, _TARGET) for shape, path in _PLACES.items()}
     made = {shape: make for shape, make in found.items() if make is not None}
     if not made:
-        if any(source.says(path, _SPLIT) for path in (*_PLACES.values(), _RUNNER)):
+        if any(source.contains_word(path, _SPLIT) for path in (*_PLACES.values(), _RUNNER)):
             return Diagnosis.unrecognised("metadata of micro-batches are made in a way", _RUNNER)
         return Diagnosis.absent("no metadata of micro-batches")
     ((shape, make), *others) = made.items()
     longest = [pattern for pattern in (*_LONGEST, _BATCHS) if make.find(pattern)]
     own = [part for pattern in _OWN for part in make.find(pattern)]
-    if not others and make.assigned("max_seq_len") == 1 and not make.sets("attn_metadata"):
+    if not others and make.assigned("max_seq_len") == 1 and not make.reassigns("attn_metadata"):
         schedule = source.function(_FLASH, "FlashAttentionMetadataBuilder.build")
         read = schedule is not None and schedule.always(_READ) and schedule.assigned("max_seq_len") == 1
         if len(longest) == 1 and make.always(longest[0]) and read:

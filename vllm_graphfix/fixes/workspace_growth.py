@@ -62,11 +62,11 @@ def diagnose(source: Source) -> Diagnosis:
     ensure = source.function(_WORKSPACE, "WorkspaceManager._ensure_workspace_size")
     capture = source.function(_RUNNER, "GPUModelRunner.capture_model")
     if manager is not None and ensure is not None and capture is not None:
-        cleared = ensure.only(_CLEARED)
+        cleared = ensure.find_unique(_CLEARED)
         locked = _place_of_lock(source, manager, ensure, capture)
         if locked is not None:
             return Diagnosis.fixed("the workspace is locked when graphs are captured, and growth is an error", locked)
-        if cleared is not None and not any(source.says(path, "lock_workspace") for path in (_RUNNER, _WORKER)):
+        if cleared is not None and not any(source.contains_word(path, "lock_workspace") for path in (_RUNNER, _WORKER)):
             holding = _holding_statement(manager, ensure, cleared)
             if holding is not None:
                 return Diagnosis.fixed("an outgrown workspace is kept", ensure.at(holding))
@@ -83,11 +83,11 @@ def diagnose(source: Source) -> Diagnosis:
 def _place_of_lock(source: Source, manager: Function, ensure: Function, capture: Function) -> str | None:
     """The place behind every capture where model runner V2, or the worker of both runners, locks the workspace."""
     lock = source.function(_WORKSPACE, "WorkspaceManager.lock")
-    if lock is None or not lock.always("self._locked = True") or ensure.only(_LOCKED) is None:
+    if lock is None or not lock.always("self._locked = True") or ensure.find_unique(_LOCKED) is None:
         return None
     if len(manager.find("self._locked = ...")) != 2:  # by `lock` and `unlock`, whose callers are in slices
         return None
-    if source.says(_RUNNER, "lock_workspace"):
+    if source.contains_word(_RUNNER, "lock_workspace"):
         return _place_behind(capture, _UNLESS_ON_TRIAL, "(...).capture(...)", "(...).capture_model(...)")
     warm_up = source.function(_WORKER, "Worker.compile_or_warm_up_model")
     return warm_up and _place_behind(warm_up, _UNLESS_EAGER, "self.model_runner.capture_model(...)")
@@ -95,7 +95,7 @@ def _place_of_lock(source: Source, manager: Function, ensure: Function, capture:
 
 def _place_behind(function: Function, condition: str, *captures: str) -> str | None:
     """The place where *function* locks the workspace behind all *captures*, always or under *condition*."""
-    locked = function.only(_LOCK)
+    locked = function.find_unique(_LOCK)
     captured = [call.lineno for pattern in captures for call in function.find(pattern)]
     if locked is None or not captured or max(captured) > locked.lineno:
         return None
@@ -107,14 +107,14 @@ def _place_behind(function: Function, condition: str, *captures: str) -> str | N
 
 def _holding_statement(manager: Function, ensure: Function, cleared: ast.stmt | ast.expr) -> ast.stmt | ast.expr | None:
     """The statement that appends a slot's tensor, just before the slot is cleared, to a list that is never emptied."""
-    appended = ensure.only(_APPENDED)
+    appended = ensure.find_unique(_APPENDED)
     holder: Any = getattr(getattr(appended, "func", None), "value", None)
     if isinstance(holder, ast.Subscript):
         holder = holder.value
     if appended is None or not isinstance(holder, ast.Attribute) or ast.unparse(holder.value) != "self":
         return None
     made, name = f"{ast.unparse(holder)} = ...", holder.attr
-    only_grows = manager.confines(name, made, ast.unparse(appended)) and len(manager.find(made)) <= 1
+    only_grows = manager.used_only_in(name, made, ast.unparse(appended)) and len(manager.find(made)) <= 1
     return appended if only_grows and not ensure.find(made) and ensure.in_one_block(appended, cleared) else None
 
 
@@ -122,7 +122,7 @@ def _shape(source: Source, ensure: Function) -> str:
     """Name which slots grow, and whether graphs are captured on trial first."""
     shape = "every-slot" if ensure.find(_SLOTS) else "one-slot"
     profile = source.function(_RUNNER, "GPUModelRunner.profile_cudagraph_memory")
-    on_trial = profile is not None and profile.only("return _profile_cudagraph_memory(self)") is not None
+    on_trial = profile is not None and profile.find_unique("return _profile_cudagraph_memory(self)") is not None
     return f"{shape}-on-trial" if on_trial else shape
 
 

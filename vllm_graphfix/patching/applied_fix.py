@@ -1,4 +1,4 @@
-"""One fix in this process: what is wanted of it, and how far it has come."""
+"""The state machine of one fix in this process, from the policy to the patches that are applied or reverted."""
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graphfix.fix import Activity, Code, Diagnosis, Mode, Patch, State, Together, Verdict
+from vllm_graphfix.fix import Activity, Code, Companion, Diagnosis, Mode, Patch, State, Verdict
 from vllm_graphfix.patching import sites
 from vllm_graphfix.settings.environment import PREFIX, Master, asks_for_less, names
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class FixState(NamedTuple):
-    """What this process did about one fix."""
+    """The state of one fix in this process, for reports."""
 
     name: str
     mode: Mode
     diagnosis: Diagnosis | None
-    """None if there was none to be had: the fix is off, or the source could not be read."""
+    """None where the fix is off or the source cannot be read."""
     state: State
     reason: str
     code: Code = Code.NONE
@@ -28,19 +28,19 @@ class FixState(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What is to be done about all fixes: the environment's word, or what the first process of an engine made of it."""
+    """The modes of all fixes, from the environment or from the decision of an engine's first process."""
 
     master: Master
     modes: Mapping[str, Mode]
     withheld: str | None = None
-    """Why nothing is patched although the switch is on."""
+    """The reason for which nothing is patched although the switch is on."""
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, and names that do, each with that value."""
+    """Variables with an invalid value, and unknown names, each with its value."""
     trees: Mapping[str, str] = {}
-    """Fixes that are on for unrecognised code, each with the `Diagnosis.tree` of that code."""
+    """The `Diagnosis.tree` of unrecognised code, by the name of the fix that the user switched on for it."""
 
     def required(self, name: str) -> bool:
-        """Whether the engine must not start without the fix where it is needed."""
+        """Tell if the engine must not start without the fix *name* where it is needed."""
         if self.withheld is not None or self.master is Master.OFF:
             return False
         mode = self.modes[name]
@@ -48,14 +48,14 @@ class Policy(NamedTuple):
 
     @property
     def mistyped(self) -> tuple[str, ...]:
-        """The names that are no variable, each with its value, where an engine must not start with one of them."""
+        """The unknown names, each with its value, with which an engine must not start."""
         if self.withheld is not None or self.master is not Master.STRICT:
             return ()
         known = names(self.modes)
         return tuple(f"{name}={value}" for name, value in self.misconfigured.items() if name not in known)
 
     def why_off(self, variable: str) -> str:
-        """The setting by which *variable* switches something off."""
+        """Return the setting by which *variable* switches something off."""
         if variable in self.misconfigured:
             return f"{variable}={self.misconfigured[variable]} means nothing, which counts as off"
         mistyped = (name for name, value in self.misconfigured.items() if asks_for_less(name, value))
@@ -64,12 +64,12 @@ class Policy(NamedTuple):
         return f"{variable}=off"
 
     def code_of(self, variable: str) -> Code:
-        """The kind of reason that `why_off` is."""
+        """Return the kind of reason that `why_off` is."""
         return Code.MISCONFIGURED if variable in self.misconfigured else Code.SETTING
 
 
 class AppliedFix:
-    """One fix in this process."""
+    """One fix in this process: it is judged once, then applied module by module, and reverted."""
 
     def __init__(self, fix: "Patchable", wanted: Policy) -> None:
         self.fix = fix
@@ -98,70 +98,89 @@ class AppliedFix:
 
     @property
     def engaged(self) -> bool:
-        """Whether its patches are on vLLM, or will be when vLLM imports the targets.
-
-        They are those that put right, or those that only look.
-        """
+        """Tell if patches, of either mode, are on vLLM or will be when it imports their targets."""
         return self.state in (State.ACTIVE, State.OBSERVING, State.WAITING)
 
     @property
-    def puts_right(self) -> bool:
+    def is_correcting(self) -> bool:
         return self.engaged and not self.observes
 
     @property
-    def will_be(self) -> State:
-        """The state once vLLM has imported all that it concerns, if nothing goes wrong; it has to be judged before."""
+    def expected_state(self) -> State:
+        """The state after all imports if nothing fails. Needs a diagnosis: see `judge`."""
         if self.state is State.WAITING and self.diagnosis is not None:
             return State.OBSERVING if self.observes else State.ACTIVE
         return self.state
 
-    def is_chosen(self) -> bool:
-        """Whether the user has it off or only observed."""
+    def is_restrained(self) -> bool:
+        """Tell if the user switched it off, or only observes."""
         return self.state is State.OFF or self.observes
 
     def lacks(
-        self, together: Together, other: "AppliedFix", is_affected: Callable[["AppliedFix"], bool]
+        self, companion: Companion, other: "AppliedFix", is_affected: Callable[["AppliedFix"], bool]
     ) -> bool | None:
-        """Whether it must not stay without *other*, its companion: None if nothing is lacking, False if it may.
+        """Tell if it must be reverted for lack of *other*, its *companion*; None if *other* is not lacking.
 
-        *is_affected* says of a fix that the user has not switched on whether this vLLM would need it.
+        False where *other* is lacking and the user accepted that. *is_affected* tells, of a fix that is not switched
+        on, if this vLLM needs it.
         """
-        if not self.puts_right or other.puts_right or other.state is State.NOT_NEEDED:
+        if not self.is_correcting or other.is_correcting or other.state is State.NOT_NEEDED:
             return None
-        if other.is_chosen() and not is_affected(other):
+        if other.is_restrained() and not is_affected(other):
             return None
-        return not (other.is_chosen() and together.may_be_off)
+        return not (other.is_restrained() and companion.may_be_off)
 
     @property
     def patches(self) -> tuple[Patch, ...]:
-        """What is to be put on this vLLM. The module of the fix is asked, once: where vLLM has imported a target."""
+        """The patches for this vLLM. The first access imports the fix: not before a target."""
         if self._patches is None:
-            found = self.diagnosis
-            affected = found is not None and found.verdict is Verdict.AFFECTED
-            offered = self.fix.patches(found.shape) if found is not None and affected else ()
+            diagnosis = self.diagnosis
+            affected = diagnosis is not None and diagnosis.verdict is Verdict.AFFECTED
+            offered = self.fix.patches(diagnosis.shape) if diagnosis is not None and affected else ()
             self._patches = tuple(patch for patch in offered if patch.observes or not self.observes)
         return self._patches
 
-    def judge(self, found: Diagnosis) -> None:
-        """Goes by the diagnosis of its vLLM."""
-        if found.tree and found.tree == self._tree:
-            reason = f"{found.reason}; {self.fix.variable}=on:{found.tree} names this very code"
-            found = found._replace(verdict=Verdict.AFFECTED, reason=reason)
-        self.diagnosis = found
-        if found.verdict is Verdict.AFFECTED:
+    def judge(self, diagnosis: Diagnosis) -> None:
+        """Take over the *diagnosis* of this vLLM, and settle on the state that follows."""
+        if diagnosis.tree and diagnosis.tree == self._tree:
+            reason = f"{diagnosis.reason}; {self.fix.variable}=on:{diagnosis.tree} names this very code"
+            diagnosis = diagnosis._replace(verdict=Verdict.AFFECTED, reason=reason)
+        self.diagnosis = diagnosis
+        if diagnosis.verdict is Verdict.AFFECTED:
             done = "observed" if self.observes else "applied"
-            self.set_state(State.WAITING, f"{found.reason} ({found.where}); to be {done} when vLLM imports that code")
-        elif found.verdict is Verdict.UNRECOGNISED:
-            named = f"; {self.fix.variable} names another tree, {self._tree}" if self._tree and found.tree else ""
-            state = State.INCOMPATIBLE if found.defect_seen else State.UNKNOWN
-            self.set_state(state, f"{found.reason} ({found.where}){named}", Code.NEW_CODE)
+            self.set_state(
+                State.WAITING, f"{diagnosis.reason} ({diagnosis.where}); to be {done} when vLLM imports that code"
+            )
+        elif diagnosis.verdict is Verdict.UNRECOGNISED:
+            named = f"; {self.fix.variable} names another tree, {self._tree}" if self._tree and diagnosis.tree else ""
+            state = State.INCOMPATIBLE if diagnosis.defect_seen else State.UNKNOWN
+            self.set_state(state, f"{diagnosis.reason} ({diagnosis.where}){named}", Code.NEW_CODE)
         else:
-            self.set_state(State.NOT_NEEDED, found.reason)
+            self.set_state(State.NOT_NEEDED, diagnosis.reason)
 
-    def take_back(self, state: State, reason: str, code: Code = Code.NONE) -> None:
-        """Settles on *state*, or on why that cannot be done."""
+    def apply(self, module: str, files: sites.DiagnosedFiles) -> bool:
+        """Put the patches of *module*, which is imported, on vLLM; False if there are none.
+
+        Raises `ConflictError` where other code than *files* runs there, and whatever a wrapper raises.
+        """
+        patches = [patch for patch in self.patches if patch.module == module]
+        if not patches:
+            return False
+        files.refuse_others(self.fix)
+        self.sites += sites.apply(self.fix.name, patches, self.activity, files.text)
+        for site in self.sites:
+            if reason := site.lost():
+                raise sites.ConflictError(reason)
+        missing = sorted({patch.module for patch in self.patches if patch.module not in sys.modules})
+        rest = f"; {', '.join(missing)} when it is imported" if missing else ""
+        state, done = (State.OBSERVING, "counts at") if self.observes else (State.ACTIVE, "applied to")
+        self.set_state(state, f"{done} {', '.join(site.name for site in self.sites)}{rest}")
+        return True
+
+    def revert(self, state: State, reason: str, code: Code = Code.NONE) -> None:
+        """Take the patches off vLLM, and settle on *state*, or on why that cannot be done."""
         try:
-            sites.take_back(self.fix.name, self.sites)
+            sites.revert(self.fix.name, self.sites)
             sites.drop_copies(self._patches or ())
         except Exception as error:
             foreign = isinstance(error, sites.ConflictError)
@@ -173,14 +192,14 @@ class AppliedFix:
 
     @property
     def failed_in_use(self) -> bool:
-        """Whether it failed while vLLM ran, and stands where it was put."""
+        """Tell if it failed while vLLM ran, and is still in place."""
         applied = bool(self.sites) and not any(site.lost() for site in self.sites)
         return self.state is State.FAILED and self.activity.error is not None and applied
 
-    def left_undone(self, *, v2: bool | None) -> bool:
-        """Whether this engine has imported what the fix is for, and the fix is not on all of it.
+    def is_unapplied(self, *, v2: bool | None) -> bool:
+        """Tell if the engine imported a module that the fix is for, and the fix is not on all of its targets.
 
-        *v2*: whether the engine is on model runner V2; None if that is not known.
+        *v2* tells if the engine runs model runner V2; None if that is not known.
         """
         if self.fix.runner is not None and v2 is not None and (self.fix.runner == "V2") != v2:
             return False

@@ -1,7 +1,4 @@
-"""Where the plugin comes in: hooks on vLLM's imports and wrappers of its functions.
-
-What goes wrong in them stays in them.
-"""
+"""Import hooks and wrappers. No exception escapes into vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from vllm_graphfix.patching.sites import own_wrappers
 
 
 def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
-    """Calls *hook* with the module once it is imported, or now if it is; whatever goes wrong stays here."""
+    """Call *hook* with the module when it is imported, or now if it is. Errors of *hook* are logged."""
 
     def run(imported: ModuleType) -> None:
         try:
@@ -31,17 +28,16 @@ def when_imported(module: str, hook: Callable[[ModuleType], None]) -> None:
 
     loaded = sys.modules.get(module)
     if getattr(getattr(loaded, "__spec__", None), "_initializing", False):
-        # Another thread is importing it, and wrapt would call the hook on what is there so far. This waits for that
-        # thread.
+        # Another thread is importing it, and wrapt would call the hook on half a module: wait for that thread.
         importlib.import_module(module)
     wrapt.register_post_import_hook(run, module)
 
 
 def _renew_locks() -> None:
-    """In a forked child: gives wrapt's import hooks new locks, whatever wrapt calls them.
+    """Replace the locks of wrapt's import hooks in a forked child.
 
-    Every import takes such a lock. A thread that had it when the process was forked, because it imported a module that
-    somebody waits for, is not in the child: there it would be held for ever.
+    Every import takes such a lock. The thread that held one at the fork does not exist in the child, so nobody would
+    release it. By type, since wrapt's names for them are private.
     """
     importer = sys.modules[wrapt.register_post_import_hook.__module__]
     for name, value in list(vars(importer).items()):
@@ -54,9 +50,10 @@ os.register_at_fork(after_in_child=_renew_locks)
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Puts *around* on a function of vLLM, if it is there: called with what it wraps, then with its arguments.
+    """Wrap the function *name* of *owner*, if there is one, in *around*.
 
-    What it wraps is asked for at each call: a fix beneath may be taken back.
+    *around* is called with the wrapped function and the arguments of the call. The wrapped function is looked up at
+    each call, since a fix beneath may be reverted.
     """
     stock = getattr(owner, name, None)
     if stock is None:
@@ -71,7 +68,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def guarded(function: Callable[..., Any], *args: Any) -> None:
-    """Calls *function*, inside one of vLLM's functions; whatever goes wrong stays here."""
+    """Call *function* inside one of vLLM's. Errors are logged and end here."""
     try:
         function(*args)
     except Exception:

@@ -1,6 +1,6 @@
-"""Puts fixes on vLLM's functions.
+"""Layers of fixes around vLLM's functions.
 
-All targets of a fix are patched or none, read back, and taken back; somebody else's patch is left alone.
+All targets of a fix are patched or none, and read back. Patches of others are left alone.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Layer = Callable[[StockFunction], Callable[..., Any]]
 
 
 class ConflictError(Exception):
-    """The target is not vLLM's own function: somebody else has patched it."""
+    """The target is not stock: other code has patched or replaced it."""
 
 
 class DiagnosedFiles:
-    """The files that diagnoses have read, by module: vLLM has to run these, or the diagnoses are of other code.
+    """The files that diagnoses have read, by module: a diagnosis holds only if vLLM runs these files.
 
-    Paths and texts, and not the `Source`: it holds syntax trees, which no engine should keep.
+    Paths and texts, not the `Source`: its syntax trees must not stay in an engine's memory.
     """
 
     def __init__(self) -> None:
@@ -39,19 +39,19 @@ class DiagnosedFiles:
         self._texts: dict[str, bytes | None] = {}
 
     def add(self, fix: Patchable, source: Source, targets: Iterable[str]) -> None:
-        """Keeps where *fix* was diagnosed from, and the text of the modules *targets* that it will be put on."""
+        """Record the files that *fix* was diagnosed from, and the text of the modules *targets* to be patched."""
         if source.folder is not None:
-            self._paths.update({_module_of(path): source.folder / path for path in fix.reads})
+            self._paths.update({_module_of(path): source.folder / path for path in fix.inspected_files})
         for module in targets:
             self._texts[module] = source.read(f"{module.replace('.', '/')}.py")
 
     def text(self, module: str) -> bytes | None:
-        """The source of *module* as it was diagnosed; None for one that is not to be patched."""
+        """Return the source of *module* as it was diagnosed; None for one that is not to be patched."""
         return self._texts.get(module)
 
     def refuse_others(self, fix: Patchable) -> None:
-        """Raises ConflictError where Python has a module that the diagnosis read from a file elsewhere."""
-        for module in map(_module_of, fix.reads):
+        """Raise `ConflictError` where Python has loaded an inspected module from another file."""
+        for module in map(_module_of, fix.inspected_files):
             origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None)
             if origin and module in self._paths and not self._paths[module].samefile(origin):
                 raise ConflictError(f"{origin} runs instead of {self._paths[module]}, which was diagnosed")
@@ -71,7 +71,7 @@ class Site:
 
     @property
     def name(self) -> str:
-        """For people: ``Class.method`` or ``module.function``."""
+        """``Class.method`` or ``module.function``, for reports."""
         owner = getattr(self.owner, "__qualname__", None) or self.owner.__name__.rpartition(".")[2]
         return f"{owner}.{self.attribute}"
 
@@ -79,9 +79,10 @@ class Site:
         return vars(self.owner).get(self.attribute)
 
     def set_layer(self, fix: str, new: Layer | None) -> None:
-        """Adds (or, with None, takes away) the layer of *fix* and installs what results.
+        """Set the layer of *fix*, or remove it with None, and install the resulting function.
 
-        If that fails, all is as before.
+        Raises TypeError for a wrapper that is no plain function, RuntimeError where the attribute reads back as
+        something else. After an error all is as before.
         """
         layers = {name: layer for name, layer in {**self.layers, fix: new}.items() if layer is not None}
         function = self.stock
@@ -92,14 +93,14 @@ class Site:
             function = outer
         codes = self._codes_of(function)
         if function is not self.stock:
-            # Before it is installed: another thread may carry it into its module at once, by `from target import name`.
+            # Before it is installed: at once another thread may copy it by `from target import name`.
             _stock_of[function] = self.stock
         caller, name = self._called_from() or (self.owner, self.attribute)
         try:
             setattr(caller, name, function)
             if vars(caller).get(name) is not function:
                 raise RuntimeError(f"{self.attribute} reads back as something other than what was set")
-        except BaseException:  # an interrupt too: a layer that nobody knows of could never be taken back
+        except BaseException:  # an interrupt too: an unrecorded layer could never be removed
             setattr(caller, name, self.installed)
             raise
         self.layers, self.installed, self._codes = layers, function, codes
@@ -108,11 +109,11 @@ class Site:
         return {each: each.__code__ for each in (function, inspect.unwrap(self.stock))}
 
     def is_ours(self) -> bool:
-        """Whether nothing is on top of what was installed, but for wrappers of the plugin's own hooks."""
+        """Tell if nothing but wrappers of the plugin's own hooks is on top of the installed function."""
         return self._called_from() is not None
 
     def _called_from(self) -> tuple[Any, str] | None:
-        """What has what was installed, and by which name: the owner, or the hook's wrapper that was put right on it."""
+        """Return the holder of the installed function, the owner or our innermost hook, and the attribute's name."""
         caller, name = self.owner, self.attribute
         called = self.current()
         while called is not self.installed:
@@ -123,9 +124,9 @@ class Site:
         return caller, name
 
     def lost(self) -> str | None:
-        """Why what was installed is no longer what is called.
+        """Return the reason for which the installed function is no longer called.
 
-        None if it is called, perhaps through a wrapper that came later.
+        None if it is, perhaps through a wrapper that came later.
         """
         after = "after the fix was applied"
         stands: Any = sys.modules.get(self.module)
@@ -138,7 +139,7 @@ class Site:
         for function, code in self._codes.items():
             if function.__code__ is not code:
                 return f"{self.name} was given the code of {_location(function.__code__)} {after}"
-        # A later wrapper that names ours as what it wraps still calls it: that is no conflict.
+        # A later wrapper whose `__wrapped__` is ours still calls it: no conflict.
         called = self.current()
         for _ in range(_MOST_WRAPPERS):
             if called is self.installed:
@@ -146,7 +147,7 @@ class Site:
             called = getattr(called, "__wrapped__", None)
         return f"{self.name} was replaced by {_author(self.current())} {after}"
 
-    def holds(self) -> bool:
+    def is_in_place(self) -> bool:
         return self.lost() is None
 
 
@@ -158,29 +159,29 @@ _MOST_WRAPPERS = 100
 
 _sites: dict[tuple[int, str], Site] = {}
 _stock_of: weakref.WeakKeyDictionary[FunctionType, FunctionType] = weakref.WeakKeyDictionary()
-"""Our functions and what they wrap: `from target import name` may have carried one into another module."""
+"""The stock function of each of ours, of which `from target import name` may have put copies into other modules."""
 
 own_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Wrappers that the plugin's hooks have put on functions of vLLM. Each asks for what it wraps at each call."""
+"""Wrappers of the plugin's hooks. Each looks up its wrapped function at each call."""
 
 _as_diagnosed: dict[str, tuple[Any, int, int]] = {}
-"""Modules that run the text that was diagnosed: the spec, and the hash and the length of that text."""
+"""Modules known to run the diagnosed text: the spec, and the hash and length of that text."""
 
 
 def apply(fix: str, patches: Iterable[Patch], activity: Activity, diagnosed: Read = lambda _: None) -> list[Site]:
-    """Puts the layer of *fix* on every target, whose modules are imported, or on none.
+    """Put the layer of *fix* on the targets of all *patches*, whose modules are imported, or on none.
 
-    *diagnosed* takes the name of a module, and returns the source that its code must be of, or None.
+    *diagnosed* maps the name of a module to the source that it must run, or to None.
 
-    Raises ConflictError, and AttributeError where a target is gone.
+    Raises `ConflictError`, and AttributeError where a target is missing.
     """
-    # All are found and looked at before the first is touched.
+    # All targets are checked before the first is touched.
     sites = [(_site(patch, diagnosed(patch.module)), patch.wrap) for patch in patches]
     try:
         for site, wrap in sites:
             site.set_layer(fix, _layer(wrap, activity))
     except BaseException:
-        take_back(fix, [site for site, _ in sites])
+        revert(fix, [site for site, _ in sites])
         raise
     return [site for site, _ in sites]
 
@@ -189,10 +190,10 @@ def _layer(wrap: Wrap, activity: Activity) -> Layer:
     return lambda stock: wrap(stock, activity)
 
 
-def take_back(fix: str, sites: Iterable[Site]) -> None:
-    """Removes the layers of *fix*, wherever that can be done. Graphs captured before keep what they recorded.
+def revert(fix: str, sites: Iterable[Site]) -> None:
+    """Remove the layers of *fix* wherever that is possible. Graphs captured before keep what they recorded.
 
-    Raises ConflictError where somebody else's patch is on top.
+    Raises `ConflictError` where a foreign patch is on top.
     """
     stuck = []
     for site in sites:
@@ -201,24 +202,24 @@ def take_back(fix: str, sites: Iterable[Site]) -> None:
         if site.is_ours():
             site.set_layer(fix, None)
         else:
-            stuck.append(site)  # taking their wrapper away is not ours to do
+            stuck.append(site)  # a foreign wrapper must not be removed
     if stuck:
         patched = ", ".join(f"{site.name} was patched by {_author(site.current())}" for site in stuck)
         raise ConflictError(f"{patched} after the fix, whose wrapper is still underneath")
 
 
 def drop_copies(patches: Iterable[Patch]) -> None:
-    """Puts stock functions back where `from … import` has carried ours to, and where these patches would have gone.
+    """Replace copies of our functions, made by `from … import`, by stock's at the targets of *patches*.
 
-    A fix that fails on the importing module is taken back from where it is, and has no site there.
+    A fix that fails on the importing module has no `Site` there through which `revert` would do so.
     """
     for patch in patches:
         module = sys.modules.get(patch.module)
-        found = getattr(module, patch.name, None)  # of a module: a method's name has a dot
-        if type(found) is not FunctionType or (stock := _stock_of.get(found)) is None:
+        function = getattr(module, patch.name, None)  # of a module: a method's name has a dot
+        if type(function) is not FunctionType or (stock := _stock_of.get(function)) is None:
             continue
         site = _sites.get((id(module), patch.name))
-        if site is None or found is not site.installed:
+        if site is None or function is not site.installed:
             setattr(module, patch.name, stock)
 
 
@@ -226,13 +227,13 @@ def _site(patch: Patch, diagnosed: bytes | None) -> Site:
     *classes, attribute = patch.name.split(".")
     owner = _owner(patch.module, classes)
     _refuse_foreign_owner(owner, patch)
-    found = vars(owner).get(attribute)
-    if found is None:
+    function = vars(owner).get(attribute)
+    if function is None:
         raise AttributeError(f"{patch.module} has no {patch.name} of its own")
     known = _sites.get((id(owner), attribute))
-    if known is not None and known.owner is owner and known.is_ours() and known.holds():
+    if known is not None and known.owner is owner and known.is_ours() and known.is_in_place():
         return known
-    stock = _stock_of.get(found, found) if type(found) is FunctionType else found
+    stock = _stock_of.get(function, function) if type(function) is FunctionType else function
     _refuse_another_text(sys.modules[patch.module], diagnosed)
     _refuse_foreign_function(owner, patch, stock)
     site = _sites[id(owner), attribute] = Site(patch, owner, stock)
@@ -251,8 +252,7 @@ def _refuse_foreign_owner(owner: Any, patch: Patch) -> None:
         if owner.__module__ != patch.module:
             raise ConflictError(f"{_author(owner)} replaces {patch.module}'s class")
         return
-    # A layer on a copy of the module would be called by nobody: functions look names up in the module that they were
-    # made in.
+    # A layer on a copy of the module would never be called: functions look names up in the module that defines them.
     members = [vars(thing).values() if isinstance(thing, type) else (thing,) for thing in vars(owner).values()]
     written_here = [
         function.__globals__ is vars(owner)
@@ -267,12 +267,11 @@ def _refuse_foreign_owner(owner: Any, patch: Patch) -> None:
 
 
 def _refuse_another_text(module: ModuleType, diagnosed: bytes | None) -> None:
-    """Bytecode of another source, or a file that was replaced since it was diagnosed."""
+    """Raise `ConflictError` for bytecode of another source, or a file that was replaced after its diagnosis."""
     spec: Any = module.__spec__
     if diagnosed is None or not hasattr(getattr(spec, "loader", None), "source_to_code"):
         return
-    # Once: to compile a model runner takes 60 ms, and several fixes have targets there. What is loaded anew has another
-    # spec.
+    # Once per spec, which a reload renews: compiling a model runner takes 60 ms, and several fixes have targets there.
     known, *text = _as_diagnosed.get(spec.name, (None,))
     if known is spec and text == [hash(diagnosed), len(diagnosed)]:
         return
@@ -284,10 +283,9 @@ def _refuse_another_text(module: ModuleType, diagnosed: bytes | None) -> None:
 
 
 def _refuse_foreign_function(owner: Any, patch: Patch, function: Any) -> None:
-    """Raises ConflictError unless *function* is stock.
+    """Raise `ConflictError` unless *function* is stock.
 
-    Stock means: vLLM's own function, under no wrapper but those of vLLM's, torch's and the standard library's
-    decorators.
+    That is vLLM's own function, under decorators of vLLM, torch and the standard library alone.
     """
     layer = function
     layers = []
@@ -302,7 +300,7 @@ def _refuse_foreign_function(owner: Any, patch: Patch, function: Any) -> None:
         if written_in.split(".")[0] not in _DECORATORS:
             raise ConflictError(f"{patch.name} is wrapped by {_author(layer)}")
         layer = inner
-    # A name that a module imported is another vLLM module's function; a method is written where its class is.
+    # A name that a module imports is a function of another vLLM module; a method is defined with its class.
     if not (written_in.startswith("vllm.") if isinstance(owner, ModuleType) else written_in == patch.module):
         raise ConflictError(f"{patch.name} was replaced by {_author(layer)}")
     for layer in layers:
@@ -311,14 +309,11 @@ def _refuse_foreign_function(owner: Any, patch: Patch, function: Any) -> None:
 
 
 def _is_as_written(function: FunctionType) -> bool:
-    """Whether the file of its module has the code of *function*.
-
-    An assignment to its ``__code__`` leaves no other trace.
-    """
+    """Tell if the file of its module contains the code of *function*: the only trace of an assigned ``__code__``."""
     spec: Any = function.__globals__.get("__spec__")
     if not hasattr(getattr(spec, "loader", None), "get_code"):
         return True
-    codes = [spec.loader.get_code(spec.name)]  # from the bytecode that the import has left, where it could
+    codes = [spec.loader.get_code(spec.name)]  # from the cached bytecode where there is some
     for code in codes:
         if code == function.__code__:
             return True
@@ -330,13 +325,13 @@ def _module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def _author(found: object) -> str:
-    if isinstance(found, type):
-        return f"{found.__qualname__} of {found.__module__}"
-    # wrapt's proxies tell of what they wrap, and a partial of nobody.
-    theirs = getattr(found, "_self_wrapper", None) or getattr(found, "func", found)
+def _author(thing: object) -> str:
+    if isinstance(thing, type):
+        return f"{thing.__qualname__} of {thing.__module__}"
+    # wrapt's proxies pretend to be the wrapped function, and a partial has no module.
+    theirs = getattr(thing, "_self_wrapper", None) or getattr(thing, "func", thing)
     module = getattr(theirs, "__globals__", {}).get("__name__") or getattr(type(theirs), "__module__", "?")
-    return f"{type(found).__name__} {getattr(theirs, '__qualname__', getattr(theirs, '__name__', '?'))} of {module}"
+    return f"{type(thing).__name__} {getattr(theirs, '__qualname__', getattr(theirs, '__name__', '?'))} of {module}"
 
 
 def _location(code: CodeType) -> str:

@@ -117,11 +117,11 @@ def diagnose(source: Source) -> Diagnosis:
     run = source.function(_MANAGER, "CudaGraphManager.run_fullgraph")
     for shape, speculator in SHAPES.items():
         hook = source.function(speculator.path, f"{speculator.name}.{speculator.hook}")
-        if hook and run and run.takes == "self, desc" and _has_shape(source, speculator, hook):
+        if hook and run and run.signature == "self, desc" and _has_shape(source, speculator, hook):
             return Diagnosis(Verdict.AFFECTED, f"full graphs of drafts replay in {speculator.name}", hook.where, shape)
     path, name = _EAGLE
     propose = source.function(path, f"{name}.propose")
-    if propose and propose.only("return self.cudagraph_manager.run_fullgraph(batch_desc)[:num_reqs]"):
+    if propose and propose.find_unique("return self.cudagraph_manager.run_fullgraph(batch_desc)[:num_reqs]"):
         return Diagnosis(
             Verdict.ABSENT, "when drafts replay a graph, nothing is built that a step without it needs", propose.where
         )
@@ -152,7 +152,7 @@ def _has_shape(source: Source, speculator: Speculator, hook: Function) -> bool:
             hook.find(f"self.{graphs.manager} = ...")
             and caller
             and eager
-            and caller.only(f"self.{graphs.manager}.run_fullgraph(...)")
+            and caller.find_unique(f"self.{graphs.manager}.run_fullgraph(...)")
             and _is_called_as_known(caller, graphs)
             and eager.parameters[:2] == ("self", "num_reqs")
             and eager.parameters[3:7] == _ARGUMENTS
@@ -179,7 +179,7 @@ def _attributes_used(function: Function) -> set[str]:
 
 
 def _is_called_as_known(caller: Function, graphs: DrafterGraphs) -> bool:
-    call = caller.only(f"self.{graphs.eager}(...)")
+    call = caller.find_unique(f"self.{graphs.eager}(...)")
     if not isinstance(call, ast.Call):
         return False
     named = {keyword.arg: keyword.value for keyword in call.keywords}

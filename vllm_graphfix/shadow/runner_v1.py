@@ -46,26 +46,26 @@ def diagnose(source: Source) -> Diagnosis:
     if init is None or call is None:
         return Diagnosis(Verdict.ABSENT, "there is no CUDAGraphWrapper with which model runner V1 replays full graphs")
     replays = (
-        init.takes == "self, runnable, vllm_config, runtime_mode, cudagraph_options"
-        and init.only("self.runtime_mode = runtime_mode")
-        and init.only("self.runnable = runnable")
-        and call.takes == "self, *args, **kwargs"
-        and call.only("entry = self.concrete_cudagraph_entries[batch_descriptor]")
-        and call.only("cudagraph_runtime_mode = forward_context.cudagraph_runtime_mode")
-        and call.only("batch_descriptor = forward_context.batch_descriptor")
-        and call.only("entry.cudagraph.replay()")
-        and call.only("return entry.output")
+        init.signature == "self, runnable, vllm_config, runtime_mode, cudagraph_options"
+        and init.find_unique("self.runtime_mode = runtime_mode")
+        and init.find_unique("self.runnable = runnable")
+        and call.signature == "self, *args, **kwargs"
+        and call.find_unique("entry = self.concrete_cudagraph_entries[batch_descriptor]")
+        and call.find_unique("cudagraph_runtime_mode = forward_context.cudagraph_runtime_mode")
+        and call.find_unique("batch_descriptor = forward_context.batch_descriptor")
+        and call.find_unique("entry.cudagraph.replay()")
+        and call.find_unique("return entry.output")
         and call.find("return self.runnable(*args, **kwargs)")
     )
     passes = (
         override
-        and override.takes == "forward_context"
+        and override.signature == "forward_context"
         and context
         and all(
             context.find(f"{name}: ...") or context.mentions(**{name: 1}) for name in ("attn_metadata", "slot_mapping")
         )
     )
-    padded = slots and slots.only("slot_mapping[num_tokens_unpadded:num_tokens_padded].fill_(-1)")
+    padded = slots and slots.find_unique("slot_mapping[num_tokens_unpadded:num_tokens_padded].fill_(-1)")
     if replays and passes and padded and (shape := _shape(source)):
         return Diagnosis(
             Verdict.AFFECTED, "full graphs of model runner V1 replay in CUDAGraphWrapper", call.where, shape
@@ -80,7 +80,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _shape(source: Source) -> str | None:
     """Whether breakable graphs take the place of full ones; None if that is not recognised."""
-    if not source.says(RUNNER, "BreakableCUDAGraphWrapper"):
+    if not source.contains_word(RUNNER, "BreakableCUDAGraphWrapper"):
         return _SHAPE
     load = source.function(RUNNER, "GPUModelRunner.load_model")
     if load is None:
@@ -93,12 +93,12 @@ def _shape(source: Source) -> str | None:
     known = (
         load.find(f"{made})")
         and init
-        and init.takes == "self, runnable, vllm_config"
-        and init.only("self.runnable = runnable")
+        and init.signature == "self, runnable, vllm_config"
+        and init.find_unique("self.runnable = runnable")
         and call
-        and call.takes == "self, *args, **kwargs"
-        and call.only("entry = self.entries.get(batch_descriptor)")
-        and call.only("batch_descriptor = forward_context.batch_descriptor")
+        and call.signature == "self, *args, **kwargs"
+        and call.find_unique("entry = self.entries.get(batch_descriptor)")
+        and call.find_unique("batch_descriptor = forward_context.batch_descriptor")
         and call.find("return self._replay(entry, args, kwargs)")
         and call.find("return self.runnable(*args, **kwargs)")
     )

@@ -58,10 +58,10 @@ def diagnose(source: Source) -> Diagnosis:
             Verdict.ABSENT, "there is no ModelCudaGraphManager with which model runner V2 replays full graphs"
         )
     if (
-        run.takes == "self, desc"
-        and run.only("super().run_fullgraph(desc)")
+        run.signature == "self, desc"
+        and run.find_unique("super().run_fullgraph(desc)")
         and execute
-        and execute.only("model_output = self.cudagraph_manager.run_fullgraph(batch_desc)")
+        and execute.find_unique("model_output = self.cudagraph_manager.run_fullgraph(batch_desc)")
         and execute.find("model_output = self.model(**model_inputs)")
         and all(execute.assignments(name, "...") for name in ("attn_metadata", "slot_mappings_by_layer", "input_batch"))
         and execute.assignments("model_inputs", "...")
@@ -71,7 +71,9 @@ def diagnose(source: Source) -> Diagnosis:
         <= set(context.parameters)
     ):
         capture = source.function(GRAPHS, "CudaGraphManager.capture")
-        asks = forward_functions(capture) if capture and capture.takes.startswith("self, create_forward_fn, ") else []
+        asks = (
+            forward_functions(capture) if capture and capture.signature.startswith("self, create_forward_fn, ") else []
+        )
         measured = asks and capture and capture.mentions(create_forward_fn=len(asks))
         shape = _SHAPE if measured else _UNMEASURED
         return Diagnosis(
@@ -94,7 +96,9 @@ def _agrees_with_the_others(source: Source) -> bool:
     dispatch = source.function(DISPATCH, "dispatch_cg_and_sync_dp")
     return bool(
         agree
-        and agree.takes.startswith("cudagraph_manager, desired_batch_desc, num_tokens, num_reqs, uniform_token_count, ")
+        and agree.signature.startswith(
+            "cudagraph_manager, desired_batch_desc, num_tokens, num_reqs, uniform_token_count, "
+        )
         and dispatch
         and dispatch.mentions(**{AGREEMENT: 1})
     )

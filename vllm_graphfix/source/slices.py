@@ -12,27 +12,28 @@ import hashlib
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function, canonical, matches_any
+from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function
+from vllm_graphfix.source.patterns import canonical, matches_any
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.part import Slice
 
 MISSING = "missing"
-"""The fingerprint of a slice whose file or function is not there."""
+"""The fingerprint of a slice whose file or function is missing."""
 EMPTY = "empty"
-"""The fingerprint of a slice whose function names none of the data."""
-_LEAVES = (ast.Return, ast.Break, ast.Continue)
-"""What goes on silently elsewhere. An exception is not silent."""
+"""The fingerprint of a slice whose function mentions none of the data."""
+_EXITS = (ast.Return, ast.Break, ast.Continue)
+"""Statements that leave a block silently. An exception is not silent."""
 _WITHOUT_GRADIENTS = ("torch.no_grad()", "torch.inference_mode()")
-"""Decorators under which a function does the same."""
+"""Decorators that do not change what a function does."""
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
-def fingerprint(source: Source, part: Slice, left_out: Collection[str] = ()) -> str:
-    """Hash of the slice *part* of *source*, without the statements that equal one of the patterns *left_out*.
+def fingerprint(source: Source, part: Slice, excluded: Collection[str] = ()) -> str:
+    """Hash the slice *part* of *source*, without the statements that equal one of the patterns *excluded*.
 
     Positions, comments and docstrings do not matter, nor does an argument of a call that names none of the data, nor
     such a keyword of a context that the data are in.
@@ -43,28 +44,28 @@ def fingerprint(source: Source, part: Slice, left_out: Collection[str] = ()) -> 
         return MISSING
     if part.function and not part.names:
         return function.fingerprint()
-    # Kept with the code: of a file that is as in another tree it is taken once.
-    kept: dict[tuple[str, tuple[str, ...]], str] = vars(function.node).setdefault("graphfix_slices", {})
-    key = part.names, tuple(left_out)
-    if key not in kept:
-        text = "\n".join(_Slicer(frozenset(part.names.split()), left_out).lines(function))
-        kept[key] = hashlib.sha256(text.encode()).hexdigest()[:16] if text else EMPTY
-    return kept[key]
+    # Cached on the syntax tree, which trees with the same file share.
+    digests: dict[tuple[str, tuple[str, ...]], str] = vars(function.node).setdefault("graphfix_slices", {})
+    key = part.names, tuple(excluded)
+    if key not in digests:
+        text = "\n".join(_Slicer(frozenset(part.names.split()), excluded).lines(function))
+        digests[key] = hashlib.sha256(text.encode()).hexdigest()[:16] if text else EMPTY
+    return digests[key]
 
 
-def lines(source: Source, part: Slice, left_out: Collection[str] = (), *, readable: bool = False) -> list[str] | None:
-    """The statements of the slice *part*, a line each; None where there is no such code.
+def lines(source: Source, part: Slice, excluded: Collection[str] = (), *, readable: bool = False) -> list[str] | None:
+    """Return the statements of the slice *part*, a line each; None where there is no such code.
 
-    As their fingerprint is taken, or *readable*, as Python.
+    They are written as they are hashed or, with *readable*, as Python.
     """
     function = _function(source, part)
     slicer = _ReadableSlicer if readable else _Slicer
-    return None if function is None else slicer(frozenset(part.names.split()), left_out).lines(function)
+    return None if function is None else slicer(frozenset(part.names.split()), excluded).lines(function)
 
 
-def lines_of(function: Function, part: Slice, left_out: Collection[str]) -> list[str]:
-    """The statements of *function* that name the data of *part*, whatever that is a slice of."""
-    return _Slicer(frozenset(part.names.split()), left_out).lines(function)
+def lines_of(function: Function, part: Slice, excluded: Collection[str]) -> list[str]:
+    """Return the statements of *function* that mention the data of *part*, even if that is a slice of another."""
+    return _Slicer(frozenset(part.names.split()), excluded).lines(function)
 
 
 def _function(source: Source, part: Slice) -> Function | None:
@@ -72,7 +73,7 @@ def _function(source: Source, part: Slice) -> Function | None:
 
 
 def joined(values: dict[str, str], whole: dict[str, str]) -> str:
-    """Hash of all slices, *values*, and the whole functions that they are of; "" where nothing of them is there."""
+    """Hash all slices, *values*, and the *whole* functions of these, by place; "" if all are missing or empty."""
     if all(value in (MISSING, EMPTY) for value in values.values()):
         return ""
     text = "\n".join(f"{place} {values[place]} {whole.get(place, '')}" for place in sorted(values))
@@ -80,36 +81,36 @@ def joined(values: dict[str, str], whole: dict[str, str]) -> str:
 
 
 class _Slicer:
-    """Writes the statements that mention one of the names, one a line, each behind the headers that it stands in."""
+    """Write the statements that mention one of the names, one a line, each behind the headers that it stands in."""
 
-    def __init__(self, names: frozenset[str], left_out: Collection[str]) -> None:
-        self._names, self._left_out = names, list(left_out)
+    def __init__(self, names: frozenset[str], excluded: Collection[str]) -> None:
+        self._names, self._excluded = names, list(excluded)
 
     def lines(self, function: Function) -> list[str]:
         named = filter(self._mentions, _parameters(function.node))
-        found = [("", False, self._pruned(argument)) for argument in named] + self._block(function.node.body)
-        return [f"{where}{text}" for where, _, text in _between_uses(found)]
+        parts = [("", False, self._pruned(argument)) for argument in named] + self._block(function.node.body)
+        return [f"{where}{text}" for where, _, text in _between_uses(parts)]
 
     def _block(self, statements: list[ast.stmt]) -> list[tuple[str, bool, str]]:
         return [line for statement in statements for line in self._statement(statement)]
 
     def _statement(self, node: ast.AST) -> Iterator[tuple[str, bool, str]]:
-        """The lines of one statement: the headers that they stand in, whether they only leave, and their text."""
-        recognised = next((pattern for pattern in self._left_out if matches_any(node, [pattern])), None)
+        """Yield the lines of one statement: their headers, whether they only leave the block, and their text."""
+        recognised = next((pattern for pattern in self._excluded if matches_any(node, [pattern])), None)
         if recognised is not None:
-            # Once: a second pass, or a remedy that is there twice, is more than what was recognised.
-            self._left_out.remove(recognised)
+            # Once: a second pass, or a remedy that stands twice, is more than was recognised.
+            self._excluded.remove(recognised)
             return
         blocks = [(name, block) for name in _BLOCKS if isinstance(block := getattr(node, name, None), list) and block]
         if not blocks:
             if self._mentions(node):
                 yield "", False, self._pruned(node)
-            elif isinstance(node, _LEAVES):
+            elif isinstance(node, _EXITS):
                 yield "", True, type(node).__name__
             return
         in_blocks = {id(each) for _, block in blocks for each in block}
         header = [child for child in ast.iter_child_nodes(node) if id(child) not in in_blocks]
-        if isinstance(node, DEFINITIONS):  # of its parameters those alone that are named
+        if isinstance(node, DEFINITIONS):  # of its parameters only those that are named
             decorators = [each for each in node.decorator_list if not matches_any(each, _WITHOUT_GRADIENTS)]
             header = [*decorators, *filter(self._mentions, _parameters(node)), *getattr(node, "bases", ())]
         if any(map(self._mentions, header)):
@@ -120,14 +121,14 @@ class _Slicer:
         if isinstance(node, DEFINITIONS):
             inside = _between_uses(inside)
         elif isinstance(node, _LOOPS) and all(leaves for _, leaves, _ in inside):
-            inside = [line for line in inside if line[2] == ast.Return.__name__]  # the others leave this loop alone
-        if inside:  # most statements hold nothing, and to write their headers takes most of the time
+            inside = [line for line in inside if line[2] == ast.Return.__name__]  # the others leave this loop only
+        if inside:  # most statements have none, and writing headers takes most of the time
             name = getattr(node, "name", "") or ""
             within = f"{type(node).__name__} {name}({','.join(map(self._whole, header))})"
             yield from ((f"{within}{where}", leaves, text) for where, leaves, text in inside)
 
     def _whole(self, node: ast.AST) -> str:
-        """A header that names none of the data; of a context that is entered without keywords: it runs all the same."""
+        """Write a header that mentions none of the data; of a context that is entered, without keywords."""
         if isinstance(node, ast.withitem) and isinstance(node.context_expr, ast.Call):
             call, named = node.context_expr, node.optional_vars
             keywords = [each for each in call.keywords if each.arg is None or self._mentions(each)]
@@ -138,15 +139,15 @@ class _Slicer:
         return not self._names.isdisjoint(_names_below(node))
 
     def _pruned(self, node: object) -> str:
-        """*node* as text, without what a call is given besides the data, and what is unpacked besides them.
+        """Write *node* without the arguments of calls and the targets of tuples that mention none of the data.
 
         Constants stay where a method of the data is called: ``lengths.clamp(min=0)`` is not ``lengths.clamp(min=1)``.
         """
         if isinstance(node, ast.Call) and self._mentions(node):
             of_the_data = isinstance(node.func, ast.Attribute) and self._mentions(node.func.value)
 
-            def matters(given: ast.expr) -> bool:
-                return self._mentions(given) or (of_the_data and _is_constant(given))
+            def matters(argument: ast.expr) -> bool:
+                return self._mentions(argument) or (of_the_data and _is_constant(argument))
 
             arguments = [f"{place}:{self._pruned(each)}" for place, each in enumerate(node.args) if matters(each)]
             keywords = [
@@ -172,7 +173,7 @@ class _Slicer:
 
 
 class _ReadableSlicer(_Slicer):
-    """Writes Python, for people; its text differs between Python releases."""
+    """Write Python, for people; its text differs between Python releases."""
 
     def _pruned(self, node: object) -> str:
         return ast.unparse(node) if isinstance(node, ast.AST) else str(node)
@@ -186,10 +187,7 @@ def _is_constant(node: ast.expr) -> bool:
 
 
 def _between_uses(lines: list[tuple[str, bool, str]]) -> list[tuple[str, bool, str]]:
-    """*lines* of one function, without ways out of it before its first use of the data and behind its last.
-
-    Those do not part one use from another.
-    """
+    """Drop the exits of a function before its first use of the data and after its last: they separate no uses."""
     uses = [number for number, (_, leaves, _) in enumerate(lines) if not leaves]
     return lines[uses[0] : uses[-1] + 1] if uses else []
 
@@ -202,18 +200,18 @@ def _parameters(node: Definition) -> list[ast.arg]:
 
 
 def _names_below(node: ast.AST) -> frozenset[str]:
-    """All names in *node*; those of a statement are kept with it: slices of several fixes look at one function."""
+    """Return all names in *node*. Those of a statement are cached on it: slices of several fixes share functions."""
     if not isinstance(node, _STATEMENTS):
         return frozenset(name for each in ast.walk(node) for name in _names_of(each))
-    kept: frozenset[str] | None = vars(node).get("graphfix_names")
-    if kept is None:
-        kept = frozenset(_names_of(node)).union(*map(_names_below, ast.iter_child_nodes(node)))
-        vars(node)["graphfix_names"] = kept
-    return kept
+    names: frozenset[str] | None = vars(node).get("graphfix_names")
+    if names is None:
+        names = frozenset(_names_of(node)).union(*map(_names_below, ast.iter_child_nodes(node)))
+        vars(node)["graphfix_names"] = names
+    return names
 
 
 def _names_of(node: ast.AST) -> tuple[str, ...]:
-    """The names that one node has: of a variable, an attribute, an argument, an import, a definition, or as text."""
+    """Return the names of one node: variable, attribute, argument, import, definition, or string."""
     if isinstance(node, ast.Name):
         return (node.id,)
     if isinstance(node, ast.Attribute):

@@ -166,7 +166,7 @@ def _what_is_missing(case: Case, source: Source) -> str | None:
     with it.
     """
     folder = source.folder
-    if case.shows_with is not None and not source.says(*case.shows_with[:2]):
+    if case.shows_with is not None and not source.contains_word(*case.shows_with[:2]):
         return f"on this vLLM {case.shows_with[2]}; `verify --device cpu` proves the fix on the CPU double"
     if case.needs is None or importlib.util.find_spec(case.needs) or (folder and (folder / case.needs).is_dir()):
         return None

@@ -88,7 +88,7 @@ class Case:
 
     def on(self, source: Source) -> Case:
         """The case as it is run with the vLLM of *source*."""
-        if self.where_said is None or not source.says(*self.where_said[:2]):
+        if self.where_said is None or not source.contains_word(*self.where_said[:2]):
             return self
         return replace(self, arguments=self.arguments | self.where_said[2], where_said=None)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def _counts_on_v2(source: Source) -> bool:
     """Whether model runner V2 has a graph for each number of adapters."""
-    return source.says("vllm/v1/worker/gpu/lora_utils.py", "get_num_active_loras_for_dispatch")
+    return source.contains_word("vllm/v1/worker/gpu/lora_utils.py", "get_num_active_loras_for_dispatch")
 
 
 TRIAL = Trial(

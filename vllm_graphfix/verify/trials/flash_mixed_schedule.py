@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def _v2_pads_before_it_schedules(source: Source) -> bool:
     """Tell if the longest query is all that model runner V2 gets wrong; from 0.14.1 to 0.17.1 it is not."""
-    return source.says("vllm/v1/worker/gpu/model_states/default.py", "num_reqs_after_padding")
+    return source.contains_word("vllm/v1/worker/gpu/model_states/default.py", "num_reqs_after_padding")
 
 
 TRIAL = Trial(
