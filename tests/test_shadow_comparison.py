@@ -184,7 +184,7 @@ def test_a_graph_of_which_each_step_is_left_out_shows_until_one_is_checked(monke
     assert (of.shadow.results.skipped, told()) == (4, (State.ACTIVE, Code.NONE))
     of.wrong("b", 0.0, 0.3, 0.6, 0.9, 1.2)
     of.wrong("a", 0.0, 0.0)  # that another one is checked says nothing of it
-    assert told() == (State.ACTIVE, Code.GRAPH_LEFT_OUT)
+    assert told() == (State.ACTIVE, Code.GRAPH_EXCLUDED)
     of.wrong("b", 0.0, 0.0)
     assert told() == (State.ACTIVE, Code.NONE)
 

@@ -1,7 +1,7 @@
-"""Decorators and a factory to write fixes with: they try, count, observe and fall back, once for all fixes.
+"""Decorators and a factory for fixes: they try, count, observe and fall back, once for all fixes.
 
-A fix states what is particular to it. `correct_arguments` and `correct_result` put a function of the fix around one of
-vLLM's; whatever else a fix wraps is a `Patch` of its own. `fix` makes the record.
+`correct_arguments` and `correct_result` wrap a function of vLLM in one of the fix; any other wrapper is a `Patch` of
+its own. `fix` makes the record.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ def correct_arguments(
 ) -> Callable[[Callable[..., tuple[Any, ...] | None]], Patch]:
     """Make a `Patch` of *target*, ``Class.method`` or a name of *module*, whose first arguments may be corrected.
 
-    The function below is called with the arguments of each call. It returns None where they are right, or else new
-    values of as many leading arguments as it likes, `self` included; *event* is then counted. It changes nothing
-    itself: while a fix only observes, what it returns is dropped. Where it raises, stock runs with what it was called
-    with.
+    The decorated function is called with the arguments of each call. It returns None where they are right, or else new
+    values of any number of leading arguments, `self` included; *event* is then counted. It changes nothing itself:
+    while the fix only observes, the new values are dropped. If it raises, stock runs with the original arguments.
     """
 
     def decorate(correct: Callable[..., tuple[Any, ...] | None]) -> Patch:
         names = _named(correct)
 
         def wrap(stock: StockFunction, activity: Activity) -> StockFunction:
-            met, corrects = activity.counter(event), activity.corrects
+            occurrences, corrects = activity.counter(event), activity.corrects
 
             @functools.wraps(stock)
             def corrected_call(*args: Any, **kwargs: Any) -> Any:
                 try:
                     corrected = correct(*args, **kwargs)
                     if corrected is not None:
-                        met.count += 1
+                        occurrences.count += 1
                         if corrects:
                             by_name = {n: v for n, v in zip(names, corrected, strict=False) if n in kwargs}
                             by_position = corrected[: len(args)]
@@ -63,27 +62,26 @@ def correct_arguments(
 def correct_result(
     module: str, target: str, event: Event
 ) -> Callable[[Callable[..., Callable[[], Any] | None]], Patch]:
-    """Make a `Patch` of *target*, ``Class.method`` or a name of *module*, that puts right what the function leaves.
+    """Make a `Patch` of *target*, ``Class.method`` or a name of *module*, whose result or effects may be corrected.
 
-    The function below is called after stock's, with its result and then its arguments. It returns None where all is
-    right, or else the correction to carry out, a function without arguments; *event* is then counted. While a fix only
-    observes, that function is not called. What it returns is dropped: it corrects in place. Where either raises, the
-    result is stock's.
+    The decorated function is called after stock, with its result and then its arguments. It returns None where all is
+    right, or else the correction, a function without arguments that corrects in place; *event* is then counted. While
+    the fix only observes, the correction is not called. If either raises, the result is stock's.
     """
 
     def decorate(correct: Callable[..., Callable[[], Any] | None]) -> Patch:
         def wrap(stock: StockFunction, activity: Activity) -> StockFunction:
-            met, corrects = activity.counter(event), activity.corrects
+            occurrences, corrects = activity.counter(event), activity.corrects
 
             @functools.wraps(stock)
             def call_and_correct(*args: Any, **kwargs: Any) -> Any:
                 result = stock(*args, **kwargs)
                 try:
-                    put_right = correct(result, *args, **kwargs)
-                    if put_right is not None:
+                    correction = correct(result, *args, **kwargs)
+                    if correction is not None:
                         if corrects:
-                            put_right()
-                        met.count += 1
+                            correction()
+                        occurrences.count += 1
                 except Exception as error:
                     activity.failed(error)
                 return result
@@ -121,12 +119,12 @@ def fix(
     requires: tuple[Companion, ...] = (),
     default_because: Rationale = None,
 ) -> Fix:
-    """Make the record of a fix; `inspected_files` is what *surroundings* name, `modules` what *corrections* patch.
+    """Make the record of a fix, with `inspected_files` from *surroundings*, and `modules` from *corrections*.
 
-    *corrections* that differ by shape are a function of the shape, and *modules* then names what any of them patches.
-    *wordings* are patterns of statements that `diagnose` recognises, the defect's own and remedies in all wordings:
-    slices leave them out, so that a remedy in other words does not make its surroundings new. *distant_code* names
-    what is too far away for slices, and what a fork that changes it might break.
+    *corrections* that differ by shape are a function of the shape; *modules* then lists all modules that it may patch.
+    *wordings* are patterns of the statements that `diagnose` recognises, the defect's and remedies in all wordings:
+    slices leave them out, so that another wording of a remedy does not make its surroundings new. *distant_code* names
+    code that is too far away for slices, and by which a fork might undo a remedy.
     """
     if not callable(corrections):
         patches: tuple[Patch, ...] = corrections

@@ -1,8 +1,8 @@
 """The vocabulary: a fix, its diagnosis, its mode, its state.
 
-Named tuples, since this is imported in every process of an engine and dataclasses take several milliseconds to make.
-Without ``from __future__ import annotations``: a named tuple compiles each annotation that is text, which for `Fix`
-took half a millisecond.
+Every process of an engine imports this module, so it has named tuples, not dataclasses, which take several
+milliseconds to make. It has no ``from __future__ import annotations``: a named tuple compiles each annotation that is a
+string, which took half a millisecond for `Fix`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class Verdict(str, Enum):
-    """What the source of a vLLM says about one defect."""
+    """The judgement of a vLLM's source on one defect."""
 
     AFFECTED = "affected"
     FIXED = "fixed"
-    """The component is there, with a remedy or without the cause."""
+    """The component exists, with a remedy or without the cause."""
     ABSENT = "absent"
-    """The component is not there."""
+    """The component does not exist."""
     UNRECOGNISED = "unrecognised"
-    """The code is new to the plugin, and nothing is proven; `Diagnosis.defect_seen` tells two kinds apart."""
+    """The code is new to the plugin, so nothing is proven; `Diagnosis.defect_seen` separates two kinds."""
 
 
 class Mode(str, Enum):
-    """What the user wants of a fix."""
+    """The user's setting for a fix."""
 
     AUTO = "auto"
     ON = "on"
@@ -40,7 +40,7 @@ class Mode(str, Enum):
 
 
 class State(str, Enum):
-    """What a process did about a fix."""
+    """The state of a fix in a process."""
 
     ACTIVE = "active"
     OBSERVING = "observing"
@@ -53,36 +53,36 @@ class State(str, Enum):
     WAITING = "waiting"
     """Needed; vLLM has not imported the module yet."""
     UNKNOWN = "unknown"
-    """Cannot be told: nothing of the defect was seen, and the code is newer than what is known."""
+    """Undecidable: the defect was not seen, and the code is newer than every known release."""
 
 
 class Code(str, Enum):
-    """The kind of reason for a state: a closed list for metrics, in whose labels free text has no place."""
+    """The kind of reason for a state, a closed list for the labels of metrics."""
 
     NONE = "none"
-    """The state says it all, or an older release wrote the record."""
+    """The state needs no reason, or an older release wrote the record."""
     SETTING = "setting"
     """A variable says so."""
     MISCONFIGURED = "misconfigured"
-    """A variable has a value that means nothing."""
+    """A variable has an invalid value."""
     NEW_CODE = "new-code"
     """This vLLM's code is not recognised."""
     COMPANION = "companion"
-    """A fix that it needs is not there."""
+    """A fix that it requires is missing."""
     FOREIGN_PATCH = "foreign-patch"
-    """Somebody else's patch is on the same function."""
+    """A patch of other code is on the same function."""
     ERROR = "error"
-    """An error of the plugin's own."""
+    """An error in the plugin."""
     IN_CAPTURE = "in-capture"
-    """It failed while graphs were captured; if it is active all the same, these graphs are not used."""
+    """It failed while graphs were captured; if it is still active, these graphs are not used."""
     ENGINE = "engine"
-    """A detector does not work with this engine, or its action does not."""
+    """A detector, or its action, does not work with this engine."""
     NOTHING_MARKED = "nothing-marked"
     """The marks are on, and in more than 10,000 steps no block was marked."""
-    GRAPH_LEFT_OUT = "graph-left-out"
-    """The shadow check is on, and leaves out each step of some graph."""
+    GRAPH_EXCLUDED = "graph-left-out"
+    """The shadow check is on, and skips every step of some graph."""
     CANNOT_ABORT = "cannot-abort"
-    """A detector is on, and cannot have requests ended, though that is its action."""
+    """A detector is on, but cannot end requests, which is its action."""
     UNDELIVERED = "undelivered"
     """Verdicts on requests do not reach the scheduler."""
 
@@ -97,12 +97,12 @@ class Diagnosis(NamedTuple):
     shape: str = ""
     """Name of the recognised shape of the code; a fix chooses its patches by it."""
     known: bool = False
-    """All functions that the verdict rests on are those of one stock release that was looked at."""
+    """All functions that the verdict rests on are those of one recorded stock release."""
     defect_seen: bool = False
-    """True of an `UNRECOGNISED` verdict whose code has the defect in new surroundings; False where none was seen."""
+    """True for an `UNRECOGNISED` verdict on code that has the defect in new surroundings."""
     tree: str = ""
-    """Of `UNRECOGNISED` code that a patch would fit: 16 hexadecimal digits that stand for this very code, as
-    ``VLLM_GRAPHFIX_X=on:TREE`` names it. Only who has run it can know whether it has the defect."""
+    """The identity, 16 hexadecimal digits, of `UNRECOGNISED` code that a patch would fit, for
+    ``VLLM_GRAPHFIX_X=on:TREE``. The user may have found out by running it that it has the defect."""
 
     @classmethod
     def absent(cls, reason: str) -> "Diagnosis":
@@ -133,18 +133,17 @@ class Diagnosis(NamedTuple):
 
 
 class Event(NamedTuple):
-    """Something that a fix looks for: what `observe` would have changed, and what `active` did change."""
+    """An occurrence that a fix counts: one that it corrected or, observing, would have corrected."""
 
     name: str
     meaning: str
-    """One sentence for people: what one more of it says."""
+    """One sentence for people on what a count of 1 means."""
 
 
 class Counter:
-    """How often a fix has met one of its events.
+    """The number of times that one event of a fix occurred.
 
-    Counted where it happens with ``counter.count += 1``, which takes no lock, allocates nothing that lasts and writes
-    nothing: one thread runs the model, and who reads the number may be one behind.
+    ``counter.count += 1`` needs no lock: one thread runs the model, and a reader may be one behind.
     """
 
     __slots__ = ("count",)
@@ -154,44 +153,43 @@ class Counter:
 
 
 STEPPED_ASIDE = "stepped-aside"
-"""The event of every fix: a call was left alone, since code that is not vLLM's own may have put it right."""
+"""The event of every fix: a call was not touched, since foreign code may have corrected it already."""
 
 
 class Activity:
-    """What one fix does in this process: whether it corrects or only counts, what it has counted, and how it failed.
+    """The activity of one fix in this process: its mode, counts and failures, shared by its wrappers.
 
-    Its wrappers are given it. A wrapper that meets an error of its own lets vLLM do as stock does, for that call.
+    Where a wrapper fails, that call does what stock does.
     """
 
     __slots__ = ("_aside", "_counters", "_foreign", "corrects", "error", "graphs")
     capturing: ClassVar[Callable[[], Hashable] | None] = None
-    """A function that names the graph that is being captured; None while this process captures none.
+    """Return the graph that is being captured; None while this process captures none.
 
-    What fails during a capture stays in that graph for as long as it is replayed.
+    A failure during a capture stays in that graph for as long as it is replayed.
     """
 
     def __init__(self, events: Sequence[Event] = (), *, corrects: bool = True) -> None:
         self.corrects = corrects
-        """Whether its wrappers put right what they find; without it they change nothing, and count."""
+        """True if its wrappers correct; they only count otherwise."""
         self._counters = {event.name: Counter() for event in events}
         self._aside, self._foreign = Counter(), set[str]()
         self.error: str | None = None
         """The first error of a wrapper outside of captures."""
         self.graphs: dict[Hashable, str] = {}
-        """Graphs whose capture it failed in, each with its first error; None stands for an error that belongs to no
-        graph that is known."""
+        """The first error in the capture of each graph; None stands for an unknown graph."""
 
     def counter(self, event: Event) -> Counter:
         return self._counters[event.name]
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of times that each event occurred, by its name, and that the fix stepped aside, if it ever did."""
+        """The number of times that each event occurred, by its name; `STEPPED_ASIDE` is among them if it ever did."""
         met = {name: counter.count for name, counter in self._counters.items()}
         return met | {STEPPED_ASIDE: self._aside.count} if self._aside.count else met
 
     def step_aside(self, name: str, foreign: str) -> None:
-        """Count a call that the fix *name* leaves alone: *foreign*, which is not vLLM's own, may have it right.
+        """Count a call that the fix *name* does not touch, since *foreign* code may have corrected it already.
 
         The log names that code once.
         """
@@ -203,19 +201,19 @@ class Activity:
             )
 
     def failed(self, error: Exception) -> None:
-        """Takes down an error of a wrapper. Never raises.
+        """Record an error of a wrapper. Never raises.
 
-        The first is in the log; what goes wrong once on the decode path may go wrong at every step.
+        Only the first is logged: an error on the decode path may recur at every step.
         """
         first = self.error is None and not self.graphs
         try:
             reason = f"{type(error).__name__}: {error}"
             if Activity.capturing is not None:
-                # What becomes of these graphs is decided after the capture, by all ranks together: see `CaptureGate`.
+                # All ranks decide on these graphs together, after the capture: see `CaptureGate`.
                 self.graphs.setdefault(Activity.capturing(), reason)
             elif self.error is None:
                 self.error = reason
-        except Exception:  # an error that cannot be told, or no file to import from: it has failed all the same
+        except Exception:  # an error without a text, or no file to import from: it has failed all the same
             if Activity.capturing is not None:
                 self.graphs[None] = type(error).__name__
             else:
@@ -224,7 +222,7 @@ class Activity:
             logger.warning("graphfix: a fix failed in use; vLLM runs its own code there", exc_info=error)
 
     def reset(self) -> None:
-        """Begins anew, in a forked child: what was counted, and what failed, was its parent's."""
+        """Forget counts and failures in a forked child: they are its parent's."""
         for counter in self._counters.values():
             counter.count = 0
         self._aside.count = 0
@@ -232,47 +230,46 @@ class Activity:
 
 
 Rationale = Literal["answers", "memory", "upstream"] | None
-"""Why a fix is on by default.
+"""The evidence by which a fix is on by default.
 
 ``answers``: an engine on a GPU gave wrong answers, or none, and right ones with the fix. ``memory``: an engine on a GPU
-wrote to memory that belongs to others. ``upstream``: upstream has merged the same remedy, with a reproduction.
+wrote to memory of others. ``upstream``: upstream has merged the same remedy, with a reproduction.
 """
 StockFunction = Callable[..., Any]
 Wrap = Callable[[StockFunction, Activity], Callable[..., Any]]
 
 
 class Patch(NamedTuple):
-    """One name of one module, and what to put around the stock function found there."""
+    """A function of one module, and the wrapper to put around it."""
 
     module: str
     name: str
     """``Class.method``, or a name that the functions of the module look up in its globals."""
     wrap: Wrap
-    """Takes the stock function and the activity of the fix, returns a plain function made with `functools.wraps`.
+    """Takes the stock function and the activity of the fix, and returns a plain function made with `functools.wraps`.
 
-    It counts, and changes nothing unless the activity corrects."""
+    That function counts, and changes nothing unless the activity corrects."""
     observes: bool = True
-    """Whether it is put there where the fix only counts, too."""
+    """True if it is also applied where the fix only counts."""
     leading: int | None = None
-    """How many leading parameters of the stock function *wrap* goes by, and passes on all others as they come; None
-    for all of them."""
+    """The number of leading parameters that *wrap* depends on, and passes on all others as they come; None for all."""
 
 
 class Companion(NamedTuple):
-    """Another fix without which this one trades one defect for another."""
+    """Another fix, without which this one would trade its defect for another one."""
 
     name: str
     module: str
-    """The import of this module makes the other fix necessary."""
+    """The module whose import makes the other fix necessary."""
     because: str
     may_be_off: bool
-    """The user may switch the other one off by name and keep this one."""
+    """True if the user may switch the other one off by name and keep this one."""
 
 
-if TYPE_CHECKING:  # to make a protocol takes as long as to read the index of the fixes
+if TYPE_CHECKING:  # making a protocol takes as long as reading the index of the fixes
 
     class Patchable(Protocol):
-        """What is diagnosed and put around vLLM's functions: a `Fix`, or what the shadow check wraps."""
+        """A diagnosis with patches: a `Fix`, or the hooks of the shadow check."""
 
         @property
         def name(self) -> str: ...
@@ -295,16 +292,16 @@ if TYPE_CHECKING:  # to make a protocol takes as long as to read the index of th
 
 
 class Fix(NamedTuple):
-    """One upstream correction, brought to stock wheels at run time: what the machinery needs of it.
+    """The record of one upstream correction that is applied to stock wheels at run time.
 
-    `authoring.fix` makes it; what people read of it stands beside it, in a page of the same name.
+    `authoring.fix` makes it; a page of the same name beside its module describes it for people.
     """
 
     name: str
     runner: str | None
     """``V1`` or ``V2`` if an engine on the other model runner does not need it."""
     inspected_files: tuple[str, ...]
-    """Every file of a vLLM that the diagnosis may look at, relative to the folder that holds ``vllm/``."""
+    """Every file of a vLLM that the diagnosis may read, relative to the folder that holds ``vllm/``."""
     modules: tuple[str, ...]
     """Every module that a patch of this fix may touch."""
     diagnose: Callable[["Source"], Diagnosis]
@@ -312,17 +309,17 @@ class Fix(NamedTuple):
     """The patches for the shape of code that the diagnosis named."""
     events: tuple[Event, ...]
     needs: Callable[[], "tuple[Need, ...]"]
-    """Who is affected: what the defect needs of a deployment, for people and for `status --for`."""
+    """The conditions under which a deployment is affected, for people and for `status --for`."""
     requires: tuple[Companion, ...] = ()
     default_rationale: Rationale = None
-    """What it rests on that the fix is applied where the user sets nothing; None if it only counts there."""
+    """The evidence by which the fix is on by default; None if it only counts by default."""
     surroundings: tuple[Slice, ...] = ()
-    """The code that the defect's data pass through: a verdict holds where all of it is that of a known release."""
+    """The code that the defect's data pass through: a verdict holds where all of it is known from a release."""
     wordings: tuple[str, ...] = ()
-    distant_code: str = ""
-    """Names of functions, classes and arguments, space-separated, on which no verdict on a release rests. Where a fork
-    has code of its own that has one of them, nothing is known of that fork."""
     """Patterns of statements that `diagnose` recognises, which slices leave out."""
+    distant_code: str = ""
+    """Names of functions, classes and arguments, space-separated, on which no verdict on a release rests. A fork whose
+    own code mentions one of them is not recognised."""
 
     @property
     def variable(self) -> str:
@@ -335,5 +332,5 @@ class Fix(NamedTuple):
 
 
 def variable(name: str) -> str:
-    """The environment variable that holds the mode of the fix *name*."""
+    """Return the environment variable that holds the mode of the fix *name*."""
     return "VLLM_GRAPHFIX_" + name.upper().replace("-", "_")

@@ -1,18 +1,18 @@
-"""The shipped manifest: the code of the stock releases that were looked at, and the verdicts on it.
+"""The manifest that ships with the package: the code of the recorded stock releases, and the verdicts on it.
 
 A verdict stands on two rings. The first is the fix's own `diagnose`: patterns of the defect and of its remedies. The
-second is the code around them, the fix's `surroundings`, whose fingerprints are those of known releases, or are not.
-The burden of proof is on the all-clear:
+second is the code around them, the fix's `surroundings`, whose fingerprints are known from a release or new. The burden
+of proof is on the all-clear:
 
 - ``affected``: the defect was recognised, and each slice is that of some release that has it in that shape.
 - ``fixed``: a remedy was recognised, and each slice is that of some release that has the component.
-- ``absent``: all functions are those of one release that lacks the component. That something was not found proves
-  nothing: it may have another name, or be in another file.
+- ``absent``: all functions are those of one release that lacks the component. A search without a match proves nothing:
+  the component may have another name, or be in another file.
 - ``unrecognised``: anything else.
 
 Where all files that a fix reads are those of one release, its verdict is taken from here, and nothing is parsed.
-An all-clear, ``fixed`` or ``absent``, needs the rest of the package, too: a file that no known release has might take
-the place of what it rests on (`source/elsewhere.py`).
+An all-clear, ``fixed`` or ``absent``, depends on the rest of the package, too: a file that no known release has might
+replace the code that it rests on (`source/elsewhere.py`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class ManifestError(Exception):
 
 @functools.lru_cache(maxsize=1)
 def load() -> dict[str, Any]:
+    """Read the manifest, once. Raises `ManifestError`."""
     import json
 
     try:
@@ -66,7 +67,7 @@ def load() -> dict[str, Any]:
 
 
 def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """*entry*, if it has what a diagnosis takes from it."""
+    """Check the fields of *entry* that a diagnosis uses. Raises TypeError, ValueError, KeyError."""
     Verdict(entry["verdict"])
     texts = (entry["reason"], entry["shape"], "" if entry["where"] is None else entry["where"])
     if not all(isinstance(text, str) for text in texts):
@@ -77,74 +78,76 @@ def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def diagnose(fix: Patchable, source: Source) -> Diagnosis:
-    """The verdict of *fix* on *source*. Raises `SourceError`, `ManifestError`."""
+    """Judge *source* for *fix*. Raises `SourceError`, `ManifestError`."""
     try:
-        found = _by_files(fix, source) or _by_structure(fix, source)
-        if found.verdict in (Verdict.FIXED, Verdict.ABSENT):
-            found = _replaced_elsewhere(fix, source, found) or _acted_on_elsewhere(fix, source, found) or found
-        elif found.verdict is Verdict.AFFECTED:
-            found = _acted_on_elsewhere(fix, source, found) or found
-            if found.known and _is_named_elsewhere(fix, source):
-                found = found._replace(known=False)
-        return found._replace(tree=tree_of(fix, source, found.shape)) if found.defect_seen else found
+        diagnosis = _by_files(fix, source) or _by_structure(fix, source)
+        if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT):
+            refused = _replaced_elsewhere(fix, source, diagnosis) or _acted_on_elsewhere(fix, source, diagnosis)
+            diagnosis = refused or diagnosis
+        elif diagnosis.verdict is Verdict.AFFECTED:
+            diagnosis = _acted_on_elsewhere(fix, source, diagnosis) or diagnosis
+            if diagnosis.known and _is_named_elsewhere(fix, source):
+                diagnosis = diagnosis._replace(known=False)
+        return diagnosis._replace(tree=tree_of(fix, source, diagnosis.shape)) if diagnosis.defect_seen else diagnosis
     except RecursionError as error:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
 
 
-def _replaced_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Diagnosis | None:
-    """Refuse the all-clear *found* where a file of no known release may take the place of what it rests on."""
+def _replaced_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) -> Diagnosis | None:
+    """Refuse the all-clear *diagnosis* where a file of no known release may replace the code that it rests on."""
     if fix.name not in BY_NAME:
         return None
     search, recorded = _search(source), load()["elsewhere"].get(fix.name, {})
     if not search.paths:
         return None
     if search.is_like_no_release:
-        return Diagnosis(Verdict.UNRECOGNISED, f"{found.reason}; but most files of this vLLM are of no known release")
+        reason = f"{diagnosis.reason}; but most files of this vLLM are of no known release"
+        return Diagnosis(Verdict.UNRECOGNISED, reason)
     own = module_of(fix.name).FIX
     for part, replacement in search.replacements(basis_of_all_clear(own), own.wordings, load()["subclasses"]):
-        if replacement.value not in recorded and part.only_for in (None, found.verdict):
-            reason = f"{found.reason}; but {part.function or part.path} may be replaced by code of no known release"
+        if replacement.value not in recorded and part.only_for in (None, diagnosis.verdict):
+            reason = f"{diagnosis.reason}; but {part.function or part.path} may be replaced by code of no known release"
             return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
     return None
 
 
-def _acted_on_elsewhere(fix: Patchable, source: Source, found: Diagnosis) -> Diagnosis | None:
-    """Refuse the verdict *found* on a fork, where code of no known release may act on what it rests on.
+def _acted_on_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) -> Diagnosis | None:
+    """Refuse the *diagnosis* of a fork where code of no known release may act on the code that it rests on.
 
-    That code may undo a remedy, or be one: then the patch could do harm.
+    That code may undo a remedy, or be one, in which case the patch could do harm.
     """
     search = _search(source)
     if fix.name not in BY_NAME or not (search.paths and search.is_fork):
         return None
-    own, seen = module_of(fix.name).FIX, found.verdict is Verdict.AFFECTED
+    own, seen = module_of(fix.name).FIX, diagnosis.verdict is Verdict.AFFECTED
     nothing = elsewhere.Reach(*4 * (frozenset(),))
-    # Where the defect is recognised its surroundings are judged by slices, and only what is distant might mend it.
+    # Slices judge the surroundings of a recognised defect; only distant code might be a remedy.
     reach, data = (nothing, ()) if seen else (load()["reach"].get(fix.name, nothing), own.surroundings)
     for name, where, value in search.in_reach(reach, _as_known(own, source), data, own.distant_code):
         if value not in known(KNOWN_FUNCTIONS):
-            reason = f"{found.reason}; but code of no known release may act on it, by {name}"
-            return Diagnosis(Verdict.UNRECOGNISED, reason, where, found.shape if seen else "", defect_seen=seen)
+            reason = f"{diagnosis.reason}; but code of no known release may act on it, by {name}"
+            return Diagnosis(Verdict.UNRECOGNISED, reason, where, diagnosis.shape if seen else "", defect_seen=seen)
     return None
 
 
 def _is_named_elsewhere(fix: Patchable, source: Source) -> bool:
-    """Tell if a file that no known release has, and *fix* does not read, names a function that a verdict rests on."""
+    """Tell if a file that no known release has, and *fix* does not read, mentions code that a verdict rests on."""
     search, reach = _search(source), load()["reach"].get(fix.name)
     if reach is None:
         return False
-    names = {name for name in reach.own if "_" in name or not name.islower()}  # `make` may be anybody's
+    names = {name for name in reach.own if "_" in name or not name.islower()}  # names such as `make` are too common
     return any(not names.isdisjoint(search.words(path)) for path in set(search.paths).difference(fix.inspected_files))
 
 
 def basis_of_all_clear(fix: Fix) -> list[Slice]:
-    """The slices that one of ``fixed`` and ``absent`` rests on."""
+    """Return the slices that ``fixed`` or ``absent`` rests on."""
     return [part for part in fix.surroundings if part.only_for is not Verdict.AFFECTED]
 
 
 def _as_known(fix: Fix, source: Source) -> list[Slice]:
-    """The slices that an all-clear rests on, and those besides that are as in some known release.
+    """Return the slices that an all-clear rests on, and others that are known from some release.
 
-    Less those of whole classes that look for one thing that a remedy rests on.
+    Slices of whole files and classes that only ``fixed`` rests on are left out.
     """
     entries = load()["fixes"].get(fix.name, ())
 
@@ -162,19 +165,19 @@ def _as_known(fix: Fix, source: Source) -> list[Slice]:
 
 @functools.lru_cache(maxsize=1)
 def _search(source: Source) -> elsewhere.Search:
-    """One search for all fixes that judge *source*, one after the other."""
+    """Return one search for all fixes, which judge *source* one after the other."""
     return elsewhere.Search(source)
 
 
 def tree_of(fix: Patchable, source: Source, shape: str) -> str:
-    """Hash of all files that *fix* reads, and of the shape that its patches are for: this tree and no other."""
+    """Hash all files that *fix* reads, and the shape that its patches are for: the identity of this tree."""
     files = (f"{path} {source.digest(path) or 'absent'}" for path in sorted(fix.inspected_files))
     return hashlib.sha256("\n".join([fix.name, shape, *files]).encode()).hexdigest()[:16]
 
 
 def _by_files(fix: Patchable, source: Source) -> Diagnosis | None:
     if all(source.read(path) is None for path in fix.inspected_files) and (not source.sizes or _search(source).paths):
-        return None  # that none of its files is there proves nothing, but for a package without a new file
+        return None  # that its files are missing proves something only in a package without new files
     files = load()["files"]
     releases: set[str] | None = None
     for path in fix.inspected_files:
@@ -189,28 +192,28 @@ def _by_files(fix: Patchable, source: Source) -> Diagnosis | None:
 
 
 class Evidence(NamedTuple):
-    """Fingerprints of the code that a verdict rests on."""
+    """The fingerprints of the code that a verdict rests on."""
 
     slices: dict[str, str]
-    """Of each of the fix's `surroundings`, by its place."""
+    """Fingerprints of the fix's `surroundings`, and signatures of its targets, by place."""
     code: str
-    """Of all functions that these are slices of, whole; "" where none of them is there: no evidence is no proof."""
+    """Hash of all functions that these are slices of; "" where none of them exists: then nothing is proven."""
     needed: frozenset[str]
     """The places that the verdict rests on."""
 
     @property
     def functions(self) -> list[str]:
-        """The places that are there, whole files and signatures left out."""
+        """The places that exist, without whole files and signatures."""
         there = (place for place, value in self.slices.items() if value != slices.MISSING)
         return [place for place in there if not place.endswith(("::", "()"))]
 
 
 def _by_structure(fix: Patchable, source: Source) -> Diagnosis:
-    found, evidence = examine(fix, source)
+    diagnosis, evidence = examine(fix, source)
     if not evidence.slices:
-        return found  # nothing is recorded of what the shadow check wraps
+        return diagnosis  # nothing is recorded for the shadow check
     entries = load()["fixes"].get(fix.name, [])
-    judged = judge(found, evidence, entries)
+    judged = judge(diagnosis, evidence, entries)
     if judged.known and not any(
         _has_the_files_of(source, release, fix.inspected_files)
         for entry in entries
@@ -222,23 +225,23 @@ def _by_structure(fix: Patchable, source: Source) -> Diagnosis:
 
 
 def _has_the_files_of(source: Source, release: str, paths: Iterable[str]) -> bool:
-    """Tell if *source* has those of the files *paths* that *release* has, and no other: none was moved."""
+    """Tell if *source* has the same of the files *paths* as *release*, so that none was moved."""
     files = load()["files"]
     return all(
         (source.read(path) is None) == (release in files.get(path, {}).get("absent", "").split()) for path in paths
     )
 
 
-def judge(found: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]]) -> Diagnosis:
-    """What *found*, the word of the patterns alone, is worth by the *entries* of known releases, oldest first."""
-    if found.verdict is not Verdict.UNRECOGNISED and any(
-        (entry["verdict"], entry["shape"], entry["code"]) == (found.verdict.value, found.shape, evidence.code)
+def judge(diagnosis: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]]) -> Diagnosis:
+    """Weigh *diagnosis*, which rests on patterns alone, by the *entries* of known releases, oldest first."""
+    if diagnosis.verdict is not Verdict.UNRECOGNISED and any(
+        (entry["verdict"], entry["shape"], entry["code"]) == (diagnosis.verdict.value, diagnosis.shape, evidence.code)
         for entry in entries
         if evidence.code
     ):
-        return found._replace(known=True)
-    trusted = _trusted(found, entries)
-    # Of a shape that no release has no signature is recorded.
+        return diagnosis._replace(known=True)
+    trusted = _trusted(diagnosis, entries)
+    # No signature is recorded for a shape that no release has.
     recorded = {place for entry in trusted for place in entry["slices"]}
     new = [
         place
@@ -248,96 +251,96 @@ def judge(found: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]]) -
         and not any(entry["slices"].get(place) == value for entry in trusted)
         and not (value == slices.EMPTY and _appeared(place, trusted))
     ]
-    if found.verdict is Verdict.UNRECOGNISED or not evidence.code:
-        return _not_proven(found, evidence, entries)
-    return _not_proven(found, evidence, entries, new) if new or not trusted else found
+    if diagnosis.verdict is Verdict.UNRECOGNISED or not evidence.code:
+        return _not_proven(diagnosis, evidence, entries)
+    return _not_proven(diagnosis, evidence, entries, new) if new or not trusted else diagnosis
 
 
 def _appeared(place: str, trusted: list[dict[str, Any]]) -> bool:
-    """Whether the function at *place* is new: where it names none of the data, that is no more than without it."""
+    """Tell if no release has the function at *place*: without a mention of the data it changes nothing."""
     return {entry["slices"].get(place) for entry in trusted} == {slices.MISSING}
 
 
-def _trusted(found: Diagnosis, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries whose slices *found* may have."""
-    if found.verdict is Verdict.AFFECTED:
-        # The first word of a shape is what is patched; others say how, and are recognised by themselves.
-        shape = found.shape.partition(" ")[0]
-        affected = [entry for entry in entries if entry["verdict"] == found.verdict.value]
+def _trusted(diagnosis: Diagnosis, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries whose slices *diagnosis* may share."""
+    if diagnosis.verdict is Verdict.AFFECTED:
+        # The first word of a shape names the patches; the others vary them, and are recognised by themselves.
+        shape = diagnosis.shape.partition(" ")[0]
+        affected = [entry for entry in entries if entry["verdict"] == diagnosis.verdict.value]
         alike = [entry for entry in affected if entry["shape"].partition(" ")[0] == shape]
-        # A shape that no release has is one without its remedy, of a nightly say: slices are without it, too.
+        # A shape that no release has is that of a nightly without the remedy, which slices leave out, too.
         return alike or [entry for entry in entries if entry["verdict"] == Verdict.FIXED.value]
-    if found.verdict is Verdict.FIXED:
-        # A remedy in an affected release leaves that release's surroundings: slices are without it.
+    if diagnosis.verdict is Verdict.FIXED:
+        # A remedy in an affected release keeps that release's surroundings, since slices leave it out.
         return [e for e in entries if e["verdict"] in (Verdict.FIXED.value, Verdict.AFFECTED.value)]
     return []
 
 
 def _not_proven(
-    found: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]], new: list[str] | None = None
+    diagnosis: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]], new: list[str] | None = None
 ) -> Diagnosis:
-    """*found* as unrecognised: with the code that is new, and the nearest known release and its verdict."""
+    """Turn *diagnosis* into unrecognised, with the new code, the nearest known release and its verdict."""
 
     def likeness(entry: dict[str, Any]) -> int:
         return sum(entry["slices"].get(place) == value for place, value in evidence.slices.items())
 
-    # Of equally near ones the newest, which is the last.
+    # Among equally near releases the newest, which is the last.
     nearest = max(reversed(entries), key=likeness, default=None)
-    reason, where = found.reason, found.where
+    reason, where = diagnosis.reason, diagnosis.where
     if nearest is not None:
         changed = new or [place for place, value in evidence.slices.items() if nearest["slices"].get(place) != value]
         names = [place.partition("::")[2] or place.partition("::")[0] for place in changed]
-        if found.verdict is not Verdict.UNRECOGNISED:
+        if diagnosis.verdict is not Verdict.UNRECOGNISED:
             claim = {
-                Verdict.AFFECTED: f"{found.reason}; but what surrounds it is new",
-                Verdict.FIXED: f"a remedy is there ({found.reason}), but what surrounds it is new",
+                Verdict.AFFECTED: f"{diagnosis.reason}; but what surrounds it is new",
+                Verdict.FIXED: f"a remedy is there ({diagnosis.reason}), but what surrounds it is new",
                 Verdict.ABSENT: "nothing of it was seen, in code that is new",
             }
-            reason = claim[found.verdict]
+            reason = claim[diagnosis.verdict]
         reason += (
             f"; the nearest known release is {nearest['releases'][-1]}, where it is {nearest['verdict']}"
             f"; changed since: {', '.join(names[:3]) or 'nothing that is fingerprinted'}"
             f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
         )
         where = where or f"{changed[0].partition('::')[0]}:1" if changed else where
-    seen = found.verdict is Verdict.AFFECTED or found.defect_seen
-    return Diagnosis(Verdict.UNRECOGNISED, reason, where, found.shape if seen else "", defect_seen=seen)
+    seen = diagnosis.verdict is Verdict.AFFECTED or diagnosis.defect_seen
+    return Diagnosis(Verdict.UNRECOGNISED, reason, where, diagnosis.shape if seen else "", defect_seen=seen)
 
 
 def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
-    """What the patterns of *fix* say, and the fingerprints of the code around them."""
-    # All fixes ask one source, one after the other: what an earlier one looked at is no evidence for this one.
+    """Judge *source* by the patterns of *fix* alone, and take the fingerprints of its surroundings."""
+    # All fixes share the source, one after the other: forget what an earlier one requested.
     source.replaced.clear()
     source.imported.clear()
-    found = fix.diagnose(source)
-    own = module_of(fix.name).FIX if fix.name in BY_NAME else None  # what the shadow check wraps has no surroundings
+    diagnosis = fix.diagnose(source)
+    own = module_of(fix.name).FIX if fix.name in BY_NAME else None  # the shadow check has no surroundings
     surroundings, wordings = (own.surroundings, own.wordings) if own else ((), ())
     values = {part.place: slices.fingerprint(source, part, wordings) for part in surroundings}
-    targets = own.patches(found.shape) if own and found.verdict is Verdict.AFFECTED else ()
+    targets = own.patches(diagnosis.shape) if own and diagnosis.verdict is Verdict.AFFECTED else ()
     values |= {f"{place}()": takes for place, takes in _signatures(source, targets)}
     missing = [path for path, name in map(_place_of, targets) if name.partition(".")[0] not in source.names(path)]
     if missing:
         unknown = Diagnosis.unrecognised("what is patched is defined in a way", missing[0], defect_seen=True)
-        found = unknown._replace(shape=found.shape)
-    # What a remedy alone rests on may be a slice of a whole runner, of which the rest does not matter.
+        diagnosis = unknown._replace(shape=diagnosis.shape)
+    # A slice for ``fixed`` alone may be of a whole runner, whose other code does not matter.
     whole = {
         part.place: slices.fingerprint(source, part._replace(names=""))
         for part in surroundings
         if part.function and part.only_for is not Verdict.FIXED
     }
-    if source.replaced and found.verdict is not Verdict.UNRECOGNISED:
-        function, seen = source.replaced[0], found.verdict is Verdict.AFFECTED
+    if source.replaced and diagnosis.verdict is not Verdict.UNRECOGNISED:
+        function, seen = source.replaced[0], diagnosis.verdict is Verdict.AFFECTED
         in_a_way = f"{function.qualname} is decorated or replaced in a way"
-        found = Diagnosis.unrecognised(in_a_way, function, defect_seen=seen)
-    return found, Evidence(values, slices.joined(values, whole), needed(surroundings, found.verdict, values))
+        diagnosis = Diagnosis.unrecognised(in_a_way, function, defect_seen=seen)
+    return diagnosis, Evidence(values, slices.joined(values, whole), needed(surroundings, diagnosis.verdict, values))
 
 
 def _signatures(source: Source, patches: Iterable[Patch]) -> Iterator[tuple[str, str]]:
-    """The place of each function that is patched, and the parameters that its wrapper goes by."""
+    """Yield the place of each function that is patched, and the parameters that its wrapper depends on."""
     for patch in patches:
         path, name = _place_of(patch)
         function = source.function(path, name)
-        if function is not None:  # else a name that the module imports
+        if function is not None:  # None for a name that the module imports
             yield f"{path}::{name}", ", ".join(function.signature.split(", ")[: patch.leading])
 
 
@@ -346,6 +349,6 @@ def _place_of(patch: Patch) -> tuple[str, str]:
 
 
 def needed(surroundings: Iterable[Slice], verdict: Verdict, places: Iterable[str] = ()) -> frozenset[str]:
-    """The places of *surroundings* that *verdict* rests on, and of *places* those of signatures."""
+    """Return the places of *surroundings* that *verdict* rests on, and those of signatures among *places*."""
     of_slices = {part.place for part in surroundings if part.only_for in (None, verdict)}
     return frozenset(of_slices.union(place for place in places if place.endswith("()")))

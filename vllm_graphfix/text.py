@@ -1,4 +1,4 @@
-"""Values, ranks and times in few words, fit for a line of a log or of a terminal."""
+"""Short texts of values, ranks and durations for one line of a log or a terminal."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 
 def brief_repr(value: str) -> str:
-    """A value fit for one line of a log, whatever it was."""
+    """Quote *value* for one line of a log, 40 characters at most before escapes."""
     return repr(value if len(value) <= 40 else value[:37] + "...")
 
 
 def printable(text: str) -> str:
-    """*text* on one line, without what a terminal would act on; directions of writing are among that."""
+    """Return *text* on one line, without control characters and marks of writing direction."""
     if text.isprintable():
         return text
     return "".join(
@@ -20,7 +20,7 @@ def printable(text: str) -> str:
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0, 2-5``."""
+    """Format *ranks* as ``rank 3`` or ``ranks 0, 2-5``."""
     ordered = sorted(set(ranks))
     runs: list[list[int]] = []
     for rank in ordered:
@@ -28,17 +28,17 @@ def ranks_named(ranks: Iterable[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank {told}" if len(ordered) == 1 else f"ranks {told}"
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
 
 
 def lasting(seconds: float) -> str:
-    """How long, in one unit: ``45 s``, ``3 min``, ``5 h``."""
+    """Format a duration in one unit: ``45 s``, ``3 min``, ``5 h``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def ago(seconds: float) -> str:
-    """How long since: ``3 min ago``."""
+    """Format an age: ``3 min ago``."""
     return f"{lasting(seconds)} ago"

@@ -108,7 +108,7 @@ def state(of_runners: Mapping[str, FixState]) -> FixState:
         return found._replace(state=State.FAILED, reason=f"the check has stopped: {SHADOW.stopped}", code=Code.ERROR)
     if SHADOW is not None and SHADOW.leaves_out_a_graph():
         reason = f"each step of a graph is left out, so that nobody sees whether it is right; {found.reason}"
-        found = found._replace(reason=reason, code=Code.GRAPH_LEFT_OUT)
+        found = found._replace(reason=reason, code=Code.GRAPH_EXCLUDED)
     if SHADOW is not None and SHADOW.cannot_abort is not None:
         reason = f"requests are not ended, since {SHADOW.cannot_abort}; {found.reason}"
         found = found._replace(reason=reason, code=Code.CANNOT_ABORT)
