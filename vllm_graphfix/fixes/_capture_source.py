@@ -278,7 +278,7 @@ def prepares_each_state(source: Source) -> bool:
         and any(map(prepare.find_unique, _PREPARED))
         and prepare.find_unique("return ...")
         and any(map(prepare.always, _RETURNED))
-        and any(map(attention.find, _METADATA))
+        and attention.find(*_METADATA)
         and (attention.always(_SHARED[0]) or not attention.contains_name("cached_metadata"))
         and attention.find_unique("return ...")
         and attention.always("return attn_metadata")

@@ -113,8 +113,7 @@ def _mamba(source: Source) -> str:
     )
     built = source.function(MAMBA2, "Mamba2AttentionMetadataBuilder.build")
     told = built and built.call_has_keyword(
-        "self._compute_common_metadata(...)",
-        "num_decode_draft_tokens_cpu=kwargs.get('num_decode_draft_tokens_cpu')",
+        "self._compute_common_metadata(...)", "num_decode_draft_tokens_cpu=kwargs.get('num_decode_draft_tokens_cpu')"
     )
     return "mamba-tail" if tails and told and common.mentions(prefill_to_decode=4, has_prior_state=2) else ""
 

@@ -71,8 +71,8 @@ def diagnose(source: Source) -> Diagnosis:
         if everything and args.always(_ALL) and args.assigned("num_active_loras") == 1:
             return Diagnosis.fixed("kernels have programs for all adapters and none", args.at(everything))
         shape = next((name for name, (_, handed) in _SHAPES.items() if len(args.find(handed)) == 1), None)
-        counted = [part for pattern in _COUNTED for part in listed.find(pattern)]
-        room = [part for pattern in _ROOM for part in listed.find(pattern)]
+        counted = listed.find(*_COUNTED)
+        room = listed.find(*_ROOM)
         handed_on = listed.find(_HANDED_ON)
         # One after the other, whatever the batch; a number that is counted anew, or later, is not what kernels get.
         is_effective = (

@@ -87,7 +87,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _at_the_buffers_stride(rows: Function) -> str | None:
     """Return where decode rows are taken from their buffer as they lie there, if in no other way."""
-    taken = [part for pattern in _AS_THEY_LIE for part in rows.find(pattern)]
+    taken = rows.find(*_AS_THEY_LIE)
     if not taken or rows.assigned("global_decode") != len(taken) or rows.reassigns("global_decode_buffer"):
         return None
     return rows.at(taken[0]) if rows.find("global_decode_buffer.stride(0)") else None

@@ -94,8 +94,8 @@ def _ends_between_saving_and_writing(forward: Function) -> list[ast.stmt | ast.e
 
     None where it does not save and write once each, in the same block.
     """
-    saved = [call for name in _SAVES for call in forward.find(name)]
-    written = [call for name in _WRITES for call in forward.find(name)]
+    saved = forward.find(*_SAVES)
+    written = forward.find(*_WRITES)
     dummy = forward.find_unique(_DUMMY)
     if len(saved) != 1 or len(written) != 1 or dummy is None or not forward.in_one_block(dummy, *saved, *written):
         return None

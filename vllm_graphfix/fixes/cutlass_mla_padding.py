@@ -77,8 +77,8 @@ def diagnose(source: Source) -> Diagnosis:
     fresh = _follow_each_other(decode, _FRESH, _CALLED, _RETURNED)
     if (
         fresh is not None
-        and any(support in builder.find(pattern) for pattern in FULL_GRAPHS)
-        and not any(map(decode.find, (_ZEROS, *_ZEROS_AT_FIRST, *_CLEARED)))
+        and support in builder.find(*FULL_GRAPHS)
+        and not decode.find(_ZEROS, *_ZEROS_AT_FIRST, *_CLEARED)
     ):
         return Diagnosis.affected(
             "full graphs are allowed, their padded rows have length 0, and the kernel is given memory as it is",
@@ -101,8 +101,8 @@ def _find_zeros(decode: Function) -> ast.stmt | ast.expr | None:
 
 def _follow_each_other(decode: Function, *patterns: str) -> ast.stmt | ast.expr | None:
     """The first of the statements that equal *patterns*, if they are carried out in this order whatever happens."""
-    found = decode.find_each(*patterns)
-    return found[0] if found and found[0] in decode.node.body and decode.in_one_block(*found) else None
+    parts = decode.find_sequence(*patterns)
+    return parts[0] if parts and parts[0] in decode.node.body else None
 
 
 def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:

@@ -75,7 +75,7 @@ def _is_in_a_buffer(source: Source, build: Function, assigned: ast.Assign) -> bo
     made = f"{buffer} = torch.zeros(...)"
     writing = [f"{buffer}[:num_reqs]{form}" for form in (f" = {_LOCAL}", f".copy_({_LOCAL})", f".copy_({_COMPUTED})")]
     clearing = [f"{buffer}[num_reqs:]{form}" for form in (" = 0", ".zero_()", ".fill_(0)")]
-    written = [part for pattern in writing for part in build.find(pattern)]
+    written = build.find(*writing)
     return (
         len(written) == 1
         and build.in_one_block(*build.assignments(_LOCAL, _COMPUTED), *written, assigned)

@@ -140,8 +140,8 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
 def _mode_for_decodes(init: Function, made: tuple[str, ...]) -> ast.stmt | ast.expr | None:
     """The statement that chooses the mode of the draft decodes, whose manager is *made* with it, later in its block."""
     for pattern in made:
-        parts = init.find_each(_CHOSEN, pattern)
-        if parts and init.in_one_block(*parts):
+        parts = init.find_sequence(_CHOSEN, pattern)
+        if parts:
             chosen, _ = parts
             after = [each for each in init.assignments("cudagraph_mode", "...") if each.lineno > chosen.lineno]
             return chosen if len(after) == 2 else None  # those of the choice
@@ -388,12 +388,7 @@ FIX = fix(
             "last_token_indices",
             Verdict.AFFECTED,
         ),
-        Slice(
-            _SPECULATOR,
-            _DRAFT,
-            "num_reqs num_tokens_padded attn_metadata cudagraph_runtime_mode",
-            Verdict.AFFECTED,
-        ),
+        Slice(_SPECULATOR, _DRAFT, "num_reqs num_tokens_padded attn_metadata cudagraph_runtime_mode", Verdict.AFFECTED),
         # The token indices: the kernel, and the buffer that it gets.
         *(Slice(path, kernel, "last_token_indices_ptr", Verdict.FIXED) for path, _, kernel in _SPECULATORS),
         *(

@@ -143,9 +143,9 @@ def _refuses_prompts(source: Source) -> bool:
 
 def _is_resolved(initialize: Function) -> str | None:
     """The place where a mode is chosen by what the backends support, if the manager of the graphs is made with it."""
-    parts = initialize.find_each(_RESOLVED, _MADE)
+    parts = initialize.find_sequence(_RESOLVED, _MADE)
     known = initialize.find_unique("attn_cg_support.min_cg_support")
-    if len(parts) == 2 and known and initialize.in_one_block(*parts) and initialize.assigned("cudagraph_mode") == 1:
+    if parts and known and initialize.assigned("cudagraph_mode") == 1:
         return initialize.at(parts[0])
     return None
 
@@ -154,8 +154,8 @@ def _are_asked(source: Source) -> bool:
     """Whether what the backends support is the least that one of them says."""
     for name in ("get_attn_cg_support", "init_attn_backend"):
         asked = source.function(_ATTENTION, name)
-        parts = asked.find_each(_ASKED, _LEAST) if asked else []
-        if asked and parts and asked.in_one_block(*parts) and asked.assigned("cg_support") == 1:
+        builds = asked is not None and asked.find_sequence(_ASKED, _LEAST)
+        if asked and builds and asked.assigned("cg_support") == 1:
             return True
     return False
 

@@ -99,7 +99,7 @@ def diagnose(source: Source) -> Diagnosis:
         left_out = _leaves_rows_out(kernel) and _samples_as_mapped(source, path) and _pads_dflash(source, path, -1)
         if padded and _is_done_if_sampled(copy, padded) and left_out:
             return Diagnosis.fixed("padded rows have no request, and are not sampled", copy.at(padded))
-        mapped = [part for form in _MAPPED for part in copy.find(form)]
+        mapped = copy.find(*_MAPPED)
         every_row = any(kernel.find_unique(f"{stored})") for stored in _STORED) and not kernel.contains_name(
             "is_valid_req"
         )

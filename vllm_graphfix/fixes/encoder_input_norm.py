@@ -226,8 +226,8 @@ def _normalises_itself(source: Source, model: _Model) -> str | None:
     around = [model.method(source, f"_process_{kind}_input") for kind in ("image", "video")]
     if forward is None or any(each is None or each.contains_name("input_norm") for each in around):
         return None
-    parts = forward.find_each(_IN_THE_ENCODER.format(states=model.states), _EMBEDDED.format(states=model.states))
-    if len(parts) == 2 and forward.in_one_block(*parts) and parts[0] in forward.node.body:
+    parts = forward.find_sequence(_IN_THE_ENCODER.format(states=model.states), _EMBEDDED.format(states=model.states))
+    if parts and parts[0] in forward.node.body:
         return forward.at(parts[0])
     return None
 
@@ -253,13 +253,8 @@ def _encodes_as_batched(encode: Function, *calls: str) -> bool:
 
 def _embeds_at_once(encode: Function, states: str) -> bool:
     """Tell if an encoder's `forward` does nothing with images before it embeds them."""
-    parts = encode.find_each(_CONVERTED.format(states=states), _EMBEDDED.format(states=states))
-    return (
-        len(parts) == 2
-        and encode.in_one_block(*parts, at_once=True)
-        and parts[0] in encode.node.body
-        and encode.find("x")[0].lineno >= parts[0].lineno
-    )
+    parts = encode.find_sequence(_CONVERTED.format(states=states), _EMBEDDED.format(states=states), at_once=True)
+    return bool(parts) and parts[0] in encode.node.body and encode.find("x")[0].lineno >= parts[0].lineno
 
 
 def _leaves_graphs_out(source: Source, model: _Model) -> bool:

@@ -67,11 +67,11 @@ def diagnose(source: Source) -> Diagnosis:
         is_supported = attend.always(_SUPPORTED) and attend.assigned("supports_out") == 1
         remedies = (*_ZEROED, *_WHERE_SUPPORTED) if is_supported else _ZEROED
         # Whatever the images are: in the function's own block, before the launch.
-        zeroed = [part for pattern in remedies for part in attend.find(pattern) if attend.in_one_block(part, launched)]
+        zeroed = [part for part in attend.find(*remedies) if attend.in_one_block(part, launched)]
         given = attend.find('kwargs["out"]')
         if len(zeroed) == 1 and attend.assigned("kwargs") == 1 and all(part in ast.walk(zeroed[0]) for part in given):
-            zeros = next(part for pattern in _IN_ANY_CASE for part in attend.find(pattern))
-            return Diagnosis.fixed("what a graph records writes to zeros", attend.at(zeros))
+            zeros = attend.find(*_IN_ANY_CASE)
+            return Diagnosis.fixed("what a graph records writes to zeros", attend.at(zeros[0]))
         if not given:
             return Diagnosis.affected(
                 "FlashAttention's output is memory as it was, and the rows that pad a graph stay so",

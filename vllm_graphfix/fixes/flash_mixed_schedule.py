@@ -27,6 +27,7 @@ _TARGET = f"{_BUILDER}.build"
 _LONGEST = "max_query_len"
 _READ = "max_query_len = common_attn_metadata.max_query_len"
 _SCHEDULES = ("schedule", "self._get_scheduler_metadata")
+_SCHEDULE_CALLS = tuple(f"{make}(...)" for make in _SCHEDULES)
 _OF_THE_STEP = tuple(f"scheduler_metadata = {make}(*..., max_query_len=max_query_len)" for make in _SCHEDULES)
 _OF_A_PREFIX = tuple(
     f"prefix_scheduler_metadata = {make}(*..., max_query_len=num_actual_tokens)" for make in _SCHEDULES
@@ -89,15 +90,12 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _is_scheduled_and_launched_by_it(builder: Function, build: Function, forward: Function) -> bool:
     """Tell if all schedules are for that length and go into the buffer, and the kernel is launched for it."""
-    calls = [call for make in _SCHEDULES for call in build.find(f"{make}(...)")]
-    known = [call for pattern in (*_OF_THE_STEP, *_OF_A_PREFIX) for call in build.find(pattern)]
+    calls = build.find(*_SCHEDULE_CALLS)
+    known = build.find(*_OF_THE_STEP, *_OF_A_PREFIX)
     return (
         len(calls) == len(known) > 0
         and builder.call_has_keyword("get_scheduler_metadata(...)", "max_seqlen_q=max_query_len")
-        and any(
-            parts != [] and builder.in_one_block(*parts)
-            for parts in (builder.find_each(*_STORED, handed_on) for handed_on in _HANDED_ON)
-        )
+        and any(builder.find_sequence(*_STORED, handed_on) for handed_on in _HANDED_ON)
         and forward.find_each(*_LAUNCHED) != []
         and forward.assigned("max_seqlen_q") == 1
     )
@@ -105,7 +103,7 @@ def _is_scheduled_and_launched_by_it(builder: Function, build: Function, forward
 
 def _remedy(build: Function) -> ast.stmt | ast.expr | None:
     """Find where the longest query becomes the whole batch, before any schedule, wherever there are full graphs."""
-    schedules = [part.lineno for make in _SCHEDULES for part in build.find(f"{make}(...)")]
+    schedules = [part.lineno for part in build.find(*_SCHEDULE_CALLS)]
     guards = [
         each for each in (*build.find(_ALL_TOKENS_OF_GRAPHS), *build.find(_OF_A_GRAPH)) if each in build.node.body
     ]

@@ -56,15 +56,15 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.absent("no dense fp8 FlashMLA")
     if build is None:
         return Diagnosis.unrecognised("dense fp8 is planned in a place", _BACKEND)
-    new_plan = build.find_each(_PLANNED, *_POINTED_AT)
-    if new_plan and build.in_one_block(*new_plan):
-        full, kept = build.find_each(_FULL_GRAPHS), build.find_each(*_REMEDY)
-        if full and kept and build.in_one_block(*kept) and kept[0] in getattr(full[0], "body", []):
+    new_plan = build.find_sequence(_PLANNED, *_POINTED_AT)
+    if new_plan:
+        full, kept = build.find_each(_FULL_GRAPHS), build.find_sequence(*_REMEDY)
+        if full and kept and kept[0] in getattr(full[0], "body", []):
             planned, *pointed = new_plan
             # A method that it calls might make other buffers.
             if build.in_one_block(planned, *full, *pointed) and not build.own_calls():
                 return Diagnosis.fixed("the plan is copied into persistent buffers", build.at(planned))
-        elif not any(map(build.find, _KEPT)):
+        elif not build.find(*_KEPT):
             return Diagnosis.affected(
                 "every batch gets a new plan, but graphs read the one of their capture",
                 build.at(new_plan[0]),

@@ -61,7 +61,7 @@ def diagnose(source: Source) -> Diagnosis:
     write = source.function(_MODEL, "basic_cache")
     update = source.function(_MODEL, "CacheOnlyAttentionImpl.do_kv_cache_update")
     if write is not None and update is not None:
-        raised = [(each, part) for each in (write, update) for pattern in _RAISED for part in each.find(pattern)]
+        raised = [(each, part) for each in (write, update) for part in each.find(*_RAISED)]
         for each, uses in ((write, _WRITTEN), (update, _HANDED_ON)):
             if len(raised) == 1 and raised[0][0] is each and _raises_before(each, raised[0][1], uses):
                 return Diagnosis.fixed("no slot below 0 is written to", each.at(raised[0][1]))
@@ -77,7 +77,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _find_statement(function: Function, patterns: tuple[str, ...]) -> ast.stmt | ast.expr | None:
     """Return the only part that equals one of *patterns*."""
-    parts = [part for pattern in patterns for part in function.find(pattern)]
+    parts = function.find(*patterns)
     return parts[0] if len(parts) == 1 else None
 
 

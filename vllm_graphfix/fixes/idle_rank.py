@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
@@ -11,8 +11,6 @@ from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFun
 from vllm_graphfix.fixes._premises import NULL_BLOCK, TAKEN_FIRST
 
 if TYPE_CHECKING:
-    import ast
-
     from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
@@ -122,16 +120,12 @@ def _stale_in_v1(source: Source, run: Function) -> tuple[str, ...] | None:
 
 def _empties_rows(run: Function) -> bool:
     """Tell if the rows are emptied before metadata are built, and not copied from the CPU again behind that."""
-    emptied = _first(run, _ROWS_EMPTIED)
+    emptied = run.find_first_unique(_ROWS_EMPTIED)
     built = run.find_unique(_METADATA_BUILT)
     if emptied is None or built is None or not run.in_one_block(emptied, built):
         return False
     committed = run.find("(...).commit_block_table(...)")
     return not committed or (committed == run.find(_COMMIT) and run.in_one_block(*committed, emptied, built))
-
-
-def _first(function: Function, patterns: Iterable[str]) -> ast.stmt | ast.expr | None:
-    return next((part for part in map(function.find_unique, patterns) if part is not None), None)
 
 
 def _stale_draft_slots(source: Source) -> bool | None:
@@ -143,7 +137,7 @@ def _stale_draft_slots(source: Source) -> bool | None:
         slots = dummy.find_unique(_DRAFT_SLOTS)
         if slots is None:
             return None if "slot_mappings" in dummy.parameters else False  # 0.14.1 drafts write by attention alone
-        padded = _first(dummy, _DRAFT_SLOTS_PADDED)
+        padded = dummy.find_first_unique(_DRAFT_SLOTS_PADDED)
         return padded is None or not dummy.in_one_block(padded, slots)
     return None
 
@@ -160,8 +154,7 @@ def _stale_in_v2(source: Source, idle: Function) -> str | None:
         return ""  # 0.14.1, which always prepares it, and has no layers but attention
     if _default_of(run, "skip_attn") is not False:
         return "inputs"
-    dirty = rows.find_each(*_DIRTY_ROWS_V2)
-    if not rows.always(_EMPTIED_ROWS_V2) and not (dirty and rows.in_one_block(*dirty)):
+    if not rows.always(_EMPTIED_ROWS_V2) and not rows.find_sequence(*_DIRTY_ROWS_V2):
         return "tables"
     copy = source.function(_SPECULATOR_V2, "DraftModelSpeculator._copy_request_inputs")
     if copy is None:

@@ -94,14 +94,14 @@ def diagnose(source: Source) -> Diagnosis:
     if prepare is None or build is None or kernel is None:
         return Diagnosis.unrecognised("the lengths of tokens are prepared in a way", prepare or build or _INDEXER)
     # At once: in between nothing is done to the lengths.
-    prepared, clamps = build.find(_PREPARED), [part for pattern in _CLAMPED_LATER for part in build.find(pattern)]
+    prepared, clamps = build.find(_PREPARED), build.find(*_CLAMPED_LATER)
     if len(prepared) == len(clamps) == 1 and build.in_one_block(*prepared, *clamps, at_once=True):
         return Diagnosis.fixed("lengths are at least 0 once they are prepared", build.at(clamps[0]))
     if not clamps and any(map(kernel.find_unique, _CLAMPED_IN_THE_KERNEL)) and not kernel.find(_WRITTEN_IN_THE_KERNEL):
         written = next(filter(None, (_find_written(prepare, statements) for statements in _CLAMPED)), None)
         if written is not None:
             return Diagnosis.fixed("lengths of tokens are at least 0", prepare.at(written[-2]))
-    if not clamps and kernel.find_unique(_WRITTEN_IN_THE_KERNEL) and not any(map(kernel.find, _CLAMPED_IN_THE_KERNEL)):
+    if not clamps and kernel.find_unique(_WRITTEN_IN_THE_KERNEL) and not kernel.find(*_CLAMPED_IN_THE_KERNEL):
         for shape, statements in _WRITTEN.items():
             if _find_written(prepare, statements):
                 return Diagnosis.affected(
@@ -114,8 +114,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _find_written(prepare: Function, statements: tuple[str, ...]) -> list[ast.stmt | ast.expr]:
     """The *statements* that write lengths where graphs read them, if nothing is between them."""
-    written = prepare.find_each(*statements)
-    return written if written and prepare.in_one_block(*written, at_once=True) else []
+    return prepare.find_sequence(*statements, at_once=True)
 
 
 def _lengths_from_zero(stock: StockFunction, activity: Activity) -> StockFunction:
@@ -191,10 +190,7 @@ FIX = fix(
         *LENGTHS_OF_RUNNERS,
         # Not `clamp` or `maximum`: kernels of this file scale queries by them.
         Slice(
-            _LAYER,
-            "",
-            "clamp_ clamp_min clamp_min_ min relu relu_ where masked_fill masked_fill_",
-            Verdict.AFFECTED,
+            _LAYER, "", "clamp_ clamp_min clamp_min_ min relu relu_ where masked_fill masked_fill_", Verdict.AFFECTED
         ),
         Slice(_LAYER, "", "seq_lens", Verdict.FIXED),
         *BUILDERS_STAY,

@@ -56,7 +56,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.absent("the model runner does not tell the builders which rows are prefilling")
     marked = build and build.find_unique(_MARKED)
     if build is not None and compute is not None and marked is not None:
-        cleared = next((part for part in map(build.find_unique, _CLEARED) if part is not None), None)
+        cleared = build.find_first_unique(_CLEARED)
         # One after the other: in between nothing is done to the marks, nor to the number of rows.
         if cleared is not None and build.in_one_block(marked, cleared, at_once=True) and not _is_padding_counted(build):
             return Diagnosis.fixed("padded rows are marked as not prefilling", build.at(cleared))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
@@ -115,12 +116,12 @@ def _calls_of_drafter(sample: Function) -> list[ast.stmt | ast.expr]:
 
 
 def _all_copies(function: Function) -> list[ast.stmt | ast.expr]:
-    return [copy for patterns in _COPIES.values() for pattern in patterns for copy in function.find(pattern)]
+    return function.find(*chain.from_iterable(_COPIES.values()))
 
 
 def _effective_copy(sample: Function, execute: Function, name: str, first: ast.stmt | ast.expr) -> str | None:
     """Return the place of the copy *name* that is made before the draft *first* in each step that scores a prompt."""
-    copies = [copy for pattern in _COPIES.get(name, ()) for copy in sample.find(pattern)]
+    copies = sample.find(*_COPIES.get(name, ()))
     if len(copies) == 1:
         # Nothing else gives it a value, but what it is where no prompt is scored.
         others = sample.find(f"{name} = hidden_states") if name != "hidden_states" else [sample.node.body[0]]
@@ -128,7 +129,7 @@ def _effective_copy(sample: Function, execute: Function, name: str, first: ast.s
         if only and copies[0].lineno < first.lineno and _is_done_whenever_scored(sample.node.body, copies[0]):
             return sample.at(copies[0])
     state = execute.find_unique(_HANDED_ON)
-    by_target = [copy for pattern in _COPIES["hidden_states"] for copy in execute.find(pattern)]
+    by_target = execute.find(*_COPIES["hidden_states"])
     if name == "hidden_states" and len(by_target) == 1 and state is not None and not copies:
         return execute.at(by_target[0]) if execute.in_one_block(by_target[0], state, at_once=True) else None
     return None
@@ -241,7 +242,7 @@ FIX = fix(
         Slice(_RUNNER, "", "_get_prompt_logprobs_dict"),
     ),
     wordings=(
-        *(copy for copies in _COPIES.values() for copy in copies),
+        *chain.from_iterable(_COPIES.values()),
         "scored = hidden_states",
         *(f"{name} = {_PROMPTS}" for name in ("prompt_logprobs_dict", "scored")),
         "prompt_logprobs_dict = scored",

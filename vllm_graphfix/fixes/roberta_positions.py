@@ -64,7 +64,7 @@ def diagnose(source: Source) -> Diagnosis:
     added = add and add.find_unique(_IN_PLACE)
     prepare = source.function(_RUNNER, "GPUModelRunner._prepare_inputs")
     remedies = (*_ZEROED, _ALL_REFRESHED)
-    remedied = [part for each in (select, prepare) if each for pattern in remedies for part in each.find(pattern)]
+    remedied = [part for each in (select, prepare) if each for part in each.find(*remedies)]
     if add is not None and added and not looked_up and not remedied:
         return Diagnosis.affected(
             "the offset is added to positions where they are, and nothing refreshes those of padded rows",
@@ -76,7 +76,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _zeroing_statement(select: Function) -> ast.stmt | ast.expr | None:
     """Return where the positions of padded rows become 0 whenever there are any, as soon as they are selected."""
-    zeroed = next((part for part in map(select.find_unique, _ZEROED) if part is not None), None)
+    zeroed = select.find_first_unique(_ZEROED)
     selected = select.find_unique("positions = self.positions[:num_input_tokens]") or select.find_unique(_SELECTED)
     if zeroed is None or selected is None:
         return None

@@ -66,8 +66,7 @@ _CALLED, _RETURNED = "decode_attention_fwd(...)", "return o, lse"
 _CLEARED = (*clears_empty_rows("o", "attn_metadata.decode.seq_lens"), *clears_empty_rows("o", "seq_lens"))
 
 EMPTY_ROWS_GIVEN = Event(
-    "empty-rows-given",
-    "A batch with padded rows reached Triton's MLA decode: on stock the kernel leaves NaN in them.",
+    "empty-rows-given", "A batch with padded rows reached Triton's MLA decode: on stock the kernel leaves NaN in them."
 )
 _COUNT = counts_empty_rows(EMPTY_ROWS_GIVEN, _BUILDER, _BACKEND_MODULE)
 
@@ -87,7 +86,7 @@ def diagnose(source: Source) -> Diagnosis:
     if builder is None or forward is None or reduce is None:
         return Diagnosis.unrecognised("Triton MLA decodes in a way", _BACKEND)
     support = builder.find_unique(SUPPORT)
-    allowed = any(map(builder.find, (*FULL_GRAPHS, *_BY_SPECIFICATION)))
+    allowed = builder.find(*FULL_GRAPHS, *_BY_SPECIFICATION)
     if support is not None and support in builder.find(NO_FULL_GRAPHS) and not allowed:
         return Diagnosis.fixed("Triton MLA allows no full graphs, without which no row is padded", builder.where)
     remedy = _find_guard(reduce) or _find_cleared(forward)
@@ -95,12 +94,8 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.fixed("rows of length 0 leave no 0/0", remedy)
     guards = {statement for statements in _GUARDED for statement in statements} - {_DIVIDED}
     # Programs are told apart as in the kernel of this fix; a slice does not show the numbers.
-    seen = bool(reduce.find_each(*_PROGRAMS)) and reduce.always(_DIVIDED) and not any(map(reduce.find, guards))
-    if (
-        seen
-        and not any(map(forward.find, _CLEARED))
-        and any(support in builder.find(pattern) for pattern in FULL_GRAPHS)
-    ):
+    seen = bool(reduce.find_each(*_PROGRAMS)) and reduce.always(_DIVIDED) and not reduce.find(*guards)
+    if seen and not forward.find(*_CLEARED) and support in builder.find(*FULL_GRAPHS):
         return Diagnosis.affected(
             "full graphs are allowed, their padded rows have length 0, and the kernel divides by a sum over no tokens",
             reduce.at(reduce.find(_DIVIDED)[0]),
@@ -112,11 +107,10 @@ def diagnose(source: Source) -> Diagnosis:
 def _find_guard(reduce: Function) -> str | None:
     """The place where the second stage sees to it that a row without tokens is not 0/0, on every path."""
     for statements in _GUARDED:
-        guard = reduce.find_each(*statements)
+        guard = reduce.find_sequence(*statements, at_once=True)
         if (
             guard
             and guard[0] in reduce.node.body
-            and reduce.in_one_block(*guard, at_once=True)
             and reduce.in_one_block(*guard, *reduce.find(_STORED))
             and len(reduce.find(_DIVIDED)) == sum(_DIVIDED in statement for statement in statements)
         ):
@@ -127,9 +121,9 @@ def _find_guard(reduce: Function) -> str | None:
 def _find_cleared(forward: Function) -> str | None:
     """The place where the backend itself clears what the kernel leaves in empty rows, on every path."""
     for pattern in _CLEARED:
-        found = forward.find_each(_CALLED, pattern, _RETURNED)
-        if found and found[2] in forward.node.body and forward.in_one_block(*found):
-            return forward.at(found[1])
+        parts = forward.find_sequence(_CALLED, pattern, _RETURNED)
+        if parts and parts[2] in forward.node.body:
+            return forward.at(parts[1])
     return None
 
 

@@ -46,7 +46,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.absent("no metadata of micro-batches")
     ((shape, make), *others) = made.items()
     longest = [pattern for pattern in (*_LONGEST, _BATCHS) if make.find(pattern)]
-    own = [part for pattern in _OWN for part in make.find(pattern)]
+    own = make.find(*_OWN)
     if not others and make.assigned("max_seq_len") == 1 and not make.reassigns("attn_metadata"):
         schedule = source.function(_FLASH, "FlashAttentionMetadataBuilder.build")
         read = schedule is not None and schedule.always(_READ) and schedule.assigned("max_seq_len") == 1

@@ -96,7 +96,7 @@ def _place_of_lock(source: Source, manager: Function, ensure: Function, capture:
 def _place_behind(function: Function, condition: str, *captures: str) -> str | None:
     """The place where *function* locks the workspace behind all *captures*, always or under *condition*."""
     locked = function.find_unique(_LOCK)
-    captured = [call.lineno for pattern in captures for call in function.find(pattern)]
+    captured = [call.lineno for call in function.find(*captures)]
     if locked is None or not captured or max(captured) > locked.lineno:
         return None
     body = function.node.body

@@ -79,17 +79,20 @@ class Function(NamedTuple):
         marked += [a.arg for a in arguments.kwonlyargs]
         return ", ".join([*marked, *([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])])
 
-    def find(self, pattern: str) -> list[ast.stmt | ast.expr]:
-        """Return the parts that equal *pattern*, Python code in which ``...`` stands for anything, in source order.
+    def find(self, *patterns: str) -> list[ast.stmt | ast.expr]:
+        """Return the parts that equal one of *patterns*, in their order and then that of the source.
 
-        ``f(...)`` is a call of ``f`` with any arguments, ``f(a, *..., b=c)`` one with these among others.
+        A pattern is Python code in which ``...`` stands for anything; ``f(...)`` is a call of ``f`` with any arguments,
+        ``f(a, *..., b=c)`` one with these among others.
         """
-        wanted = parsed_pattern(pattern)
-        if is_anything(wanted):
+        return [part for pattern in patterns for part in self._find(parsed_pattern(pattern))]
+
+    def _find(self, pattern: ast.stmt | ast.expr) -> list[ast.stmt | ast.expr]:
+        if is_anything(pattern):
             parts = [node for node in self._nodes if isinstance(node, (ast.stmt, ast.expr))]
         else:
-            kind = type(wanted)  # few nodes have it: comparing the others would take most of the time
-            parts = [node for node in self._nodes if isinstance(node, kind) and matches(node, wanted)]
+            kind = type(pattern)  # few nodes have it: comparing the others would take most of the time
+            parts = [node for node in self._nodes if isinstance(node, kind) and matches(node, pattern)]
         return sorted(parts, key=lambda node: (node.lineno, node.col_offset))
 
     def find_unique(self, pattern: str) -> ast.stmt | ast.expr | None:
@@ -101,6 +104,15 @@ class Function(NamedTuple):
         """Return one part for each of *patterns*, in their order; nothing unless each has exactly one."""
         parts = [self.find_unique(pattern) for pattern in patterns]
         return [part for part in parts if part is not None and None not in parts]
+
+    def find_sequence(self, *patterns: str, at_once: bool = False) -> list[ast.stmt | ast.expr]:
+        """Return what `find_each` does if these parts follow each other in one block; see `in_one_block`."""
+        parts = self.find_each(*patterns)
+        return parts if parts and self.in_one_block(*parts, at_once=at_once) else []
+
+    def find_first_unique(self, patterns: Iterable[str]) -> ast.stmt | ast.expr | None:
+        """Return the part that equals the first of *patterns* which exactly one part equals."""
+        return next((part for part in map(self.find_unique, patterns) if part is not None), None)
 
     def call_has_keyword(self, call: str, keyword: str) -> bool:
         """Tell if the only *call*, ``f(...)``, has the argument *keyword*, ``name=value``."""
