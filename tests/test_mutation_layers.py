@@ -116,9 +116,9 @@ def test_draft_decodes_are_counted_by_the_third_argument_where_it_has_no_name(
 
 def test_old_indices_begin_with_none() -> None:
     indices, old_indices = draft_decode_mode._OldIndices(), Counter()
-    indices.look(SimpleNamespace(num_reqs=0), old_indices)  # belongs to nobody
+    indices.observe(SimpleNamespace(num_reqs=0), old_indices)  # belongs to nobody
     speculator = type("Speculator", (), {"prefill_cudagraph_manager": SimpleNamespace(graphs={1: 1})})()
     indices.belong_to(speculator)
     for num_reqs, counted in ((0, 0), (2, 0), (1, 1), (2, 1), (0, 2)):
-        indices.look(SimpleNamespace(num_reqs=num_reqs), old_indices)
+        indices.observe(SimpleNamespace(num_reqs=num_reqs), old_indices)
         assert old_indices.count == counted

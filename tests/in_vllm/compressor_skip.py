@@ -14,14 +14,14 @@ from vllm.models.deepseek_v4 import compressor
 from vllm.models.deepseek_v4.compressor import CompressorMetadata
 
 from activities import activity_of
-from vllm_graphfix.fixes.compressor_skip import LAYER_LEFT_OUT
+from vllm_graphfix.fixes.compressor_skip import LAYER_SKIPPED
 from vllm_graphfix.verify.double.compressor import LAYER, RATIO, STATES, LayerStandIn, compressor_stand_ins
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios import compressor_skip
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 ACTIVITY = activity_of("compressor-skip")
-LEFT_OUT_LAYERS = ACTIVITY.counter(LAYER_LEFT_OUT)
+LEFT_OUT_LAYERS = ACTIVITY.counter(LAYER_SKIPPED)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from vllm import _custom_ops
 
 import vllm_graphfix
 from activities import activity_of, layers
-from vllm_graphfix.fixes.cutlass_mla_padding import EMPTY_ROWS_GIVEN, FIX
+from vllm_graphfix.fixes.cutlass_mla_padding import FIX, PADDED_BATCH_DECODED
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.mla_decode import CAPTURED, HEADS
 from vllm_graphfix.verify.double.scenarios.cutlass_mla_padding import CutlassMLADecode, cpu_cutlass_mla
@@ -31,7 +31,7 @@ def test_the_fix_is_active() -> None:
 
 @pytest.mark.parametrize("log_sums", [False, True], ids=["one rank", "ranks that share the context"])
 def test_a_replay_leaves_zeros_in_padded_rows_and_eagers_values_in_real_ones(log_sums: bool) -> None:
-    given = activity_of("cutlass-mla-padding").counter(EMPTY_ROWS_GIVEN)
+    given = activity_of("cutlass-mla-padding").counter(PADDED_BATCH_DECODED)
     before = given.count
     eager = CutlassMLADecode(log_sums=log_sums)
     with cpu_cuda_graphs():

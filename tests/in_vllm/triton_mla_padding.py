@@ -21,7 +21,7 @@ import vllm_graphfix
 from activities import activity_of, layers
 from vllm_graphfix.fix import Activity
 from vllm_graphfix.fixes import _triton_mla_reduce
-from vllm_graphfix.fixes.triton_mla_padding import EMPTY_ROWS_GIVEN, FIX
+from vllm_graphfix.fixes.triton_mla_padding import FIX, PADDED_BATCH_DECODED
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.mla_decode import CAPTURED, HEADS, common_metadata, metadata_builder
 from vllm_graphfix.verify.double.scenarios.triton_mla_padding import LATENT, ROPE, TritonMLADecode, cpu_triton_mla
@@ -228,7 +228,7 @@ def test_the_kernel_is_given_what_stock_gives_it(served: TritonMLADecode) -> Non
 
 @pytest.fixture
 def count() -> Any:
-    given = activity_of("triton-mla-padding").counter(EMPTY_ROWS_GIVEN)
+    given = activity_of("triton-mla-padding").counter(PADDED_BATCH_DECODED)
     before = given.count
     return lambda: given.count - before
 

@@ -8,7 +8,7 @@ from edited import after, before, both, swap
 from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
-from vllm_graphfix.fixes.flashmla_fp8 import _BACKEND, _CALLER, _FULL_GRAPHS, _KEPT
+from vllm_graphfix.fixes.flashmla_fp8 import _BACKEND, _CALLER, _COPIED, _FULL_GRAPHS
 
 copied, taken, fits = (
     r"^ *self\.cg_buf_\w+\[:n\]\.copy_\(\w+\)\n",
@@ -18,7 +18,7 @@ copied, taken, fits = (
 cut = tuple((_BACKEND, pattern, "") for pattern in (taken, fits))
 POINTED_AT = r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata"
 pointed = rf"^( *){POINTED_AT}\n"
-lines = ("n = tile_scheduler_metadata.size(0)", *_KEPT[:2], "n = num_splits.size(0)", *_KEPT[2:])
+lines = ("n = tile_scheduler_metadata.size(0)", *_COPIED[:2], "n = num_splits.size(0)", *_COPIED[2:])
 COPIED = (_FULL_GRAPHS.removesuffix(" ..."), *(f"    {line}" for line in lines))
 PLANNED = r"tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8\("
 SPLITS = r"scheduler_metadata\.num_splits = num_splits"

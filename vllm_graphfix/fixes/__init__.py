@@ -1,7 +1,7 @@
-"""One module a fix, with its `FIX`, and a page of the same name for people; modules named ``_…`` are something else.
+"""The fixes: one module each, with its `FIX`, and a page of the same name for people. Modules named ``_…`` are shared.
 
-Every process of an engine knows all fixes by ``index.json`` alone, which ``make generated`` writes: a fix's module is
-imported when one of its functions is called, in a process that vLLM imports an affected target in.
+Every process of an engine knows all fixes by ``index.json`` alone, which ``make generated`` writes. A fix's module is
+imported at the first call of one of its functions, in a process in which vLLM imports an affected target.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 INDEX = Path(__file__).with_name("index.json")
 _FUNCTIONS = ("diagnose", "patches", "needs")
-"""What of a fix its module does."""
-_LEFT_OUT = (*_FUNCTIONS, "surroundings", "wordings")
-"""What is not in the index: functions, and what only a diagnosis from structure asks for, in its module."""
+"""Fields of `Fix` that only the fix's module provides."""
+_NOT_IN_INDEX = (*_FUNCTIONS, "surroundings", "wordings")
+"""Fields that are not in the index: functions, and those that only a diagnosis from structure needs."""
 
 _importing = threading.RLock()
-"""A thread has it while it imports a module of ours in one of vLLM's imports; a fork waits for it.
+"""Held by a thread that imports a module of ours inside one of vLLM's imports; a fork waits for it.
 
-Otherwise a child could inherit the lock of a half imported module, which nobody gives back there. Such a module imports
-nothing of vLLM's, so that no thread that has this waits for whoever forks."""
+Otherwise a child could inherit the import lock of a half imported module, which nobody would release. No deadlock: such
+a module imports nothing of vLLM, so the holder never waits for the forking thread."""
 
 
 def _renew_lock() -> None:
-    global _importing  # noqa: PLW0603 - the thread that had it is not in the child
+    global _importing  # noqa: PLW0603 - its holder does not exist in the child
     _importing = threading.RLock()
 
 
@@ -51,18 +51,18 @@ os.register_at_fork(before=_before_a_fork, after_in_parent=_after_a_fork, after_
 
 
 def import_whole(name: str) -> ModuleType:
-    """Imports a module of this package; no process is forked while it is half imported."""
+    """Import a module of this package, with forks of this process held up until it is complete."""
     with _importing:
         return import_module(name)
 
 
 def module_of(fix: str) -> ModuleType:
-    """The module of the fix of that name, imported where it was not."""
+    """Return the module of the fix of that name; import it if necessary."""
     return import_whole(f"{__name__}.{fix.replace('-', '_')}")
 
 
 def _imported_late(fix: str, function: str) -> Callable[..., Any]:
-    """A function of a fix; its module is imported at the first call."""
+    """Return a stand-in for a function of a fix that imports its module at the first call."""
 
     def call(*args: Any) -> Any:
         return getattr(module_of(fix).FIX, function)(*args)
@@ -71,8 +71,8 @@ def _imported_late(fix: str, function: str) -> Callable[..., Any]:
 
 
 def entry(fix: Fix) -> dict[str, Any]:
-    """What the index says of *fix*."""
-    return {name: value for name, value in fix._asdict().items() if name not in _LEFT_OUT}
+    """Return the entry of *fix* in the index."""
+    return {name: value for name, value in fix._asdict().items() if name not in _NOT_IN_INDEX}
 
 
 def _read_index() -> tuple[Fix, ...]:
@@ -84,15 +84,15 @@ def _read_index() -> tuple[Fix, ...]:
         ) from error
 
 
-def _from_entry(said: dict[str, Any]) -> Fix:
-    name = said["name"]
+def _from_entry(entry: dict[str, Any]) -> Fix:
+    name = entry["name"]
     return Fix(
-        **said
+        **entry
         | {each: _imported_late(name, each) for each in _FUNCTIONS}
-        | {each: tuple(said[each]) for each in ("inspected_files", "modules")}
+        | {each: tuple(entry[each]) for each in ("inspected_files", "modules")}
         | {
-            "events": tuple(Event(*event) for event in said["events"]),
-            "requires": tuple(Companion(*other) for other in said["requires"]),
+            "events": tuple(Event(*event) for event in entry["events"]),
+            "requires": tuple(Companion(*other) for other in entry["requires"]),
         }
     )
 
@@ -105,7 +105,7 @@ OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode
 
 @functools.cache
 def about(fix: Fix) -> About:
-    """What people read of *fix*. Raises ValueError where its page is not in the form of one, OSError."""
+    """Read the page of *fix*. Raises ValueError where the page has another form, OSError."""
     from vllm_graphfix.fixes._about import read_about
 
     return read_about(Path(__file__).with_name(f"{fix.name.replace('-', '_')}.md"))
@@ -113,5 +113,5 @@ def about(fix: Fix) -> About:
 
 @functools.cache
 def flags() -> frozenset[str]:
-    """Flags of `vllm serve` that fixes ask for, besides those that a `Deployment` needs."""
+    """Return the flags of `vllm serve` that conditions of fixes depend on, besides those of `Deployment`."""
     return frozenset(flag for fix in FIXES for need in fix.needs() for flag in need.flags)

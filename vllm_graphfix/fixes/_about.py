@@ -1,4 +1,4 @@
-"""What people read of a fix: the page beside its module, of which `explain` and all other pages are made.
+"""Pages of fixes: the text for people beside each module, from which `explain` and the documentation are made.
 
 A page has lines such as ``Releases: 0.19.0 - 0.21.0``, then a section ``## Field`` for each longer one. ``{newest}``
 stands for `NEWEST`.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from vllm_graphfix.fix import Rationale
 
 NEWEST = "0.33.0"
-"""The newest stock release that was looked at. The record of a fix that it needs goes up to this, not to its number."""
+"""The newest recorded stock release. A page of a fix that it needs names ``{newest}`` as the last affected release."""
 
 RESTS_ON: dict[Rationale, str] = {
     "answers": "an engine on a GPU gave wrong answers, or none, and right ones with the fix",
@@ -22,7 +22,7 @@ RESTS_ON: dict[Rationale, str] = {
     None: "no engine on a GPU has shown both the defect, in answers or in memory of others, and its remedy, and "
     "upstream has merged no such remedy",
 }
-"""Why a fix is applied by default, or is not."""
+"""The reason for which a fix is applied by default, or is not."""
 
 
 class About(NamedTuple):
@@ -31,33 +31,33 @@ class About(NamedTuple):
     pr: int | None
     """Upstream's pull request with the remedy."""
     references: tuple[str, ...]
-    """What else upstream knows it by, such as ``issue 56551``."""
+    """Other upstream references, such as ``issue 56551``."""
     summary: str
-    """What the fix does, as a clause without a full stop."""
+    """The effect of the fix, as a clause without a full stop."""
     releases: str
-    """Affected stock releases, ``first - last`` and what else there is to say; a diagnosis never reads it."""
+    """Affected stock releases, ``first - last`` with remarks; a diagnosis never reads it."""
     seen: str
-    """What an operator sees of the defect, in few words: how somebody finds the fix who only knows that."""
+    """The symptom for an operator in few words, by which the fix is searched for."""
     first_test: str
-    """The quickest way to tell, in few words."""
+    """The quickest test for the defect, in few words."""
     symptom: str
     cause: str
     remedy: str
-    """What the fix does about it."""
+    """The correction."""
     detect: str
-    """How to tell that a deployment is hit."""
+    """The way to detect that a deployment is hit."""
     workaround: str
-    """Without the plugin."""
+    """A workaround without the plugin."""
     removable: str
-    """From which release on the fix is not needed."""
+    """The first release that does not need the fix."""
     in_caches: str
-    """What the defect may have left in a KV cache that outlives the engine."""
+    """Possible damage in a KV cache that outlives the engine."""
     how_sure: str
-    """How that is known."""
+    """The evidence for the record."""
     absent: str = ""
     """Stock releases without the component, as in `releases`."""
     already_right: str = ""
-    """What the fix does where a fork, a subclass or another plugin has put it right, and why that is harmless."""
+    """The effect where a fork, a subclass or another plugin has its own remedy, and the reason why it is harmless."""
 
 
 _FIELD = re.compile(
@@ -66,7 +66,7 @@ _FIELD = re.compile(
 
 
 def read_about(page: Path) -> About:
-    """The `About` that *page* holds. Raises ValueError with the page and the field that is wrong, OSError."""
+    """Parse *page*. Raises ValueError that names the page and the wrong field, OSError."""
     text = page.read_text(encoding="utf-8").replace("{newest}", NEWEST)
     title, _, rest = text.partition("\n\n")
     fields: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """The passes of a capture in vLLM's source: a warm-up outside the graph, then the pass that the graph records.
 
-Several fixes rest on the same facts: each pass asks for a forward function, and a state is built whenever it is asked
-for, down to the plan. Patterns say so of the statements that do it, `WORDINGS`; the slices here are whatever else is
-done with a state, so they show who keeps one. `_capture_passes` relies on both at run time.
+Several fixes depend on two facts: each pass requests a forward function, and each request builds a state down to the
+plan. `WORDINGS` are the patterns of the statements that do so; the slices contain every other use of a state, and so
+show code that retains one. `_capture_passes` relies on both facts at run time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ DRAFT_MANAGERS = (
     f"{_SPEC_DECODE}/autoregressive/cudagraph_utils.py",
     f"{_SPEC_DECODE}/target_dependent_ar/cudagraph_utils.py",
 )
-"""The files that hold vLLM's managers of a draft model's graphs, from 0.23.0 on: one file, before and after it was
-moved."""
+"""The file with vLLM's managers of a draft model's graphs from 0.23.0 on, at its old and its new place."""
 
 BUILT = "attn_metadata, slot_mappings = prepare_inputs_to_capture(...)"
 ENTERED = (
@@ -57,7 +56,7 @@ _BY_SUPER = (
     "return super().prepare_attn(...)",
     "return attn_metadata",
 )
-"""States of a model's own add to those of its base class, and keep none."""
+"""A model's own states extend those of its base class, and retain none."""
 _RETURNED = (
     "return ...(attn_metadata, slot_mappings_by_layer)",
     "return attn_metadata, slot_mappings_by_layer",
@@ -73,7 +72,7 @@ _SHARED = (
     "cached_metadata[reuse_key] = metadata",
     "metadata = attn_metadata_builder.update_block_table(cached_metadata[reuse_key], ..., ...)",
 )
-"""Groups of one call share metadata (0.31.0 on): the first line says that no other call does."""
+"""Groups of one call share metadata (0.31.0 on); by the first line, calls do not."""
 _PLANNED = "scheduler_metadata, _ = get_mla_metadata(...)"
 _PLAN_HANDED_ON = tuple(
     f"{to} FlashMLASparseMetadata.FP8KernelMetadata(*..., scheduler_metadata=scheduler_metadata)"
@@ -84,7 +83,7 @@ _PASSES = tuple(
     for forward_fn in ("forward_fn", "record_fn")
     for mode in ("NONE", "PIECEWISE")
 )
-_ASKED = tuple(
+_REQUESTED = tuple(
     f"{forward_fn}{state} = create_forward_fn(desc, *...)"
     for forward_fn in ("forward_fn", "record_fn", "recorded_fn")
     for state in ("", ", attn_state", ", warmup_attn_state", ", capture_attn_state")
@@ -104,7 +103,7 @@ _STATE_OF_MODELS = (
     "return DefaultModelState(vllm_config, model, encoder_cache, device)",
     "return DefaultModelState",
 )
-"""The states of models with neither an encoder nor recurrent layers: made there, or named (0.29.0 on)."""
+"""The states of models with neither an encoder nor recurrent layers: constructed, or named (0.29.0 on)."""
 WORDINGS = (
     BUILT,
     _OWN_BUILT,
@@ -122,8 +121,8 @@ WORDINGS = (
     "attn_metadata = None",
     _PLANNED,
     *_PLAN_HANDED_ON,
-    *(2 * _PASSES),  # one outside of the graph and one in it, as `forward_functions` counts
-    *(2 * _ASKED),
+    *(2 * _PASSES),  # one outside and one inside the graph, as `forward_functions` counts
+    *(2 * _REQUESTED),
     *_STORED,
     *_STATE_OF_MODELS,
 )
@@ -135,7 +134,7 @@ BUILDING = (
     Slice(_ATTENTION, "build_attn_metadata", "metadata"),
     Slice(MLA_BUILDERS, "MLACommonMetadataBuilder.build_for_cudagraph_capture"),
     Slice(MLA_BUILDERS, "MLACommonMetadataBuilder.build", "_build_decode decode_metadata"),
-    # The lazy plans.
+    # The lazy plans
     Slice(f"{_MLA}/flashmla.py", "FlashMLAMetadataBuilder._build_decode", "scheduler_metadata get_mla_metadata"),
     *(
         Slice(
@@ -147,7 +146,7 @@ BUILDING = (
     ),
     Slice(f"{_MLA}/sparse_swa.py", "DeepseekSparseSWAMetadataBuilder.build_tile_scheduler", "get_mla_metadata"),
 )
-"""A state is built at each call, down to the plan."""
+"""The code by which each call builds a state down to the plan."""
 TARGET = (
     Slice(MANAGER, "ModelCudaGraphManager.capture", "create_forward_fn attn_metadata"),
     Slice(
@@ -156,7 +155,7 @@ TARGET = (
         "create_forward_fn forward_fn attn_state attn_states captured_attn_states warmup_attn_state capture_attn_state",
     ),
 )
-"""The target's factory, and the passes that ask for its states."""
+"""The target's factory, and the passes that request its states."""
 DRAFTS = tuple(
     Slice(path, f"{manager}.capture", "create_forward_fn attn_metadata attn_state")
     for path, managers in (
@@ -180,10 +179,10 @@ OWN_STATES = tuple(
 
 
 def forward_functions(capture: Function) -> list[ast.Assign]:
-    """The assignments in which `CudaGraphManager.capture(create_forward_fn, …)` asks for a forward function.
+    """Return the assignments in which `CudaGraphManager.capture(create_forward_fn, …)` requests a forward function.
 
-    It asks once for the warm-up and the graph, or once for each. Empty for code of which it is not known that a FULL
-    descriptor's passes are a warm-up and then the one in the graph.
+    There is one for both passes, or one for each. Empty unless a FULL descriptor's passes are known to be a warm-up,
+    and then the pass in the graph.
     """
     from vllm_graphfix.source.functions import first_target
 
@@ -195,7 +194,7 @@ def forward_functions(capture: Function) -> list[ast.Assign]:
     passes = [part for name in dict.fromkeys(names) for part in capture.find(f"{name}(CUDAGraphMode.NONE)")]
     in_graph = [getattr(statement, "value", None) for statement in graphs[0].body]
     recorded = [part for part in capture.find(f"{names[-1]}(CUDAGraphMode.NONE)") if part in in_graph]
-    # One that is behind the branches of the graph is carried out after it.
+    # A pass behind the branches of the graph would run after it.
     if len(passes) != 2 or len(recorded) != 1:
         return []
     (warm_up,) = (part for part in passes if part is not recorded[0])
@@ -215,7 +214,7 @@ def _has_constant_keywords(ask: ast.Assign) -> bool:
 
 
 def builds_each_state(source: Source) -> bool:
-    """Tell whether the target's factory builds a state whenever it is asked (0.18.0+)."""
+    """Tell if the target's factory builds a state at each call (0.18.0+)."""
     target = source.function(MANAGER, "ModelCudaGraphManager.capture")
     factory = target and target.inner("create_forward_fn")
     return bool(
@@ -231,9 +230,9 @@ def builds_each_state(source: Source) -> bool:
 
 
 def state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | None:
-    """The statement by which the draft takes over two states of the target: its warm-up's and the captured one.
+    """Return the statement by which the draft takes one of two states of the target, that of the warm-up or the graph.
 
-    It uses the former for its own warm-up, and the latter for its graph. None if that is not known.
+    The draft uses the first for its own warm-up and the second for its graph. None unless that is known.
     """
     factory = capture.inner("create_forward_fn")
     manager = source.function(MANAGER, "CudaGraphManager.capture")
@@ -244,7 +243,7 @@ def state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | 
     )
     if factory is None or manager is None or not factory.always(chosen):
         return None
-    # The choice holds: neither the pass nor the state is another one afterwards.
+    # Neither the pass nor the state is changed after the choice.
     if factory.reassigns("warmup") or factory.assigned("attn_state") != 1:
         return None
     known = len(forward_functions(manager)) == 2 and all(map(manager.find_unique, (*asks, _PAIR)))
@@ -252,7 +251,7 @@ def state_of_a_pair(source: Source, capture: Function) -> ast.stmt | ast.expr | 
 
 
 def prepares_own_states(source: Source, capture: Function) -> bool:
-    """Tell whether *capture*, of the draft's graphs, builds a state of its own for each pass (0.26.0 on)."""
+    """Tell if *capture*, of the draft's graphs, builds a state of its own for each pass (0.26.0 on)."""
     factory = capture.inner("create_forward_fn")
     manager = source.function(MANAGER, "CudaGraphManager.capture")
     return bool(
@@ -268,7 +267,7 @@ def prepares_own_states(source: Source, capture: Function) -> bool:
 
 
 def prepares_each_state(source: Source) -> bool:
-    """Tell whether `prepare_inputs_to_capture` builds a state at each call, and returns it."""
+    """Tell if `prepare_inputs_to_capture` builds a state at each call, and returns it."""
     prepare = source.function(MANAGER, "prepare_inputs_to_capture")
     attention = source.function(_ATTENTION, "build_attn_metadata")
     return bool(
@@ -286,14 +285,14 @@ def prepares_each_state(source: Source) -> bool:
 
 
 def _has_stock_states(source: Source) -> bool:
-    """Tell whether models have the states that vLLM has for them, where they have any."""
+    """Tell if models have vLLM's own states for them, where they have any."""
     chosen = source.module(MODEL_STATES)
     imported, *returned = _STATE_OF_MODELS
     return chosen is None or bool(chosen.find_unique(imported) and any(map(chosen.find_unique, returned)))
 
 
 def plans_each_batch(build: Function) -> bool:
-    """Tell whether `FlashMLAMetadataBuilder._build_decode` only hands on a FlashMLA plan that this call made."""
+    """Tell if `FlashMLAMetadataBuilder._build_decode` returns only a FlashMLA plan that this call made."""
     return build.always(_PLANNED) and build.used_only_in(
         "scheduler_metadata",
         _PLANNED,

@@ -1,4 +1,4 @@
-"""Rows of length 0 in latent attention: code that makes them, patterns of what clears them, and a count of batches."""
+"""Rows of length 0 in latent attention: code that makes them, patterns that clear them, a counter of batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LENGTHS_OF_RUNNERS = (
     Slice("vllm/v1/worker/gpu_model_runner.py", "GPUModelRunner._prepare_inputs", "seq_lens", Verdict.AFFECTED),
     Slice("vllm/v1/worker/gpu/input_batch.py", "_prepare_pos_seq_lens_kernel", "seq_lens_ptr", Verdict.AFFECTED),
 )
-"""The lengths that both model runners give padded rows."""
+"""The lengths of padded rows in both model runners."""
 LENGTHS_OF_ROWS = (
     *LENGTHS_OF_RUNNERS,
     *(
@@ -23,16 +23,15 @@ LENGTHS_OF_ROWS = (
         for name in ("build", "_build_decode")
     ),
 )
-"""The same, on to the metadata of decodes."""
+"""The same, up to the metadata of decodes."""
 OUTPUT_OF_LAYER = (
     Slice(COMMON, "MLAAttention.forward_impl", "attn_out", Verdict.AFFECTED),
     Slice(COMMON, "MLACommonImpl.forward", "attn_out", Verdict.AFFECTED),
     Slice(COMMON_BEFORE, "MLACommonImpl.forward", "attn_out", Verdict.AFFECTED),
 )
-"""The use that a layer makes of what its kernel leaves."""
+"""A layer's use of the output of its kernel."""
 NOT_OF_DECODES = 2 * ("if num_prefills > 0:\n    ...", "if self.impl.dcp_world_size > 1:\n    ...")
-"""Statements of these functions that concern prefills, or ranks that share a context, alone; each function has up to
-two."""
+"""Statements for prefills, or for ranks that share a context, alone; each function has up to two."""
 
 SUPPORT = "_cudagraph_support: ... = ..."
 SUPPORT_NAMES = "_cudagraph_support get_cudagraph_support AttentionCGSupport"
@@ -41,13 +40,13 @@ FULL_GRAPHS = tuple(
     f"_cudagraph_support: ... = AttentionCGSupport.{level}"
     for level in ("ALWAYS", "UNIFORM_BATCH", "UNIFORM_SINGLE_TOKEN_DECODE")
 )
-"""The graphs that a builder says it supports."""
+"""The full graphs that a builder may claim to support."""
 
 
 def clears_empty_rows(output: str, lengths: str) -> tuple[str, ...]:
-    """Patterns of statements that make zeros of the rows of *output*, (rows, heads, values), whose length is below 1.
+    """Return patterns of statements that zero the rows of *output*, (rows, heads, values), whose length is below 1.
 
-    A product with 0 does not: NaN stays NaN. A pattern of 0 is one of 0.0 as well.
+    A product with 0 is none: NaN stays NaN. The pattern 0 equals 0.0, too.
     """
     views = ("[:, None, None]", ".view(-1, 1, 1)")
     empty = [f"({lengths} {test}){view}" for test in ("< 1", "<= 0", "== 0") for view in views]
@@ -62,19 +61,18 @@ def clears_empty_rows(output: str, lengths: str) -> tuple[str, ...]:
 
 
 def counts_empty_rows(event: Event, builder: str, module: str) -> Wrap:
-    """What to put around `MLACommonMetadataBuilder.build`, which *builder*, a class of *module*, inherits.
+    """Make a wrapper of `MLACommonMetadataBuilder.build`, which *builder*, a class of *module*, inherits.
 
-    A replay runs no other Python of the backend. Rows of length 0 that the query starts do not show are not counted,
-    since only the device knows them.
+    A replay runs no other Python of the backend. Rows of length 0 that only the device knows are not counted.
     """
 
     @functools.lru_cache(maxsize=64)
     def is_such_a_builder(builds: type) -> bool:
-        """By name: this must not import the backend where another one is used."""
+        """Compare names: this must not import a backend that the engine does not use."""
         return any(kind.__name__ == builder and kind.__module__ == module for kind in builds.__mro__)
 
     def _count_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
-        given = activity.counter(event)
+        padded_batches = activity.counter(event)
 
         @functools.wraps(stock)
         def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +81,7 @@ def counts_empty_rows(event: Event, builder: str, module: str) -> Wrap:
                 if is_such_a_builder(kind):
                     last = common_attn_metadata.query_start_loc_cpu.numpy()[-2:]
                     if len(last) == 2 and last[0] == last[1]:
-                        given.count += 1
+                        padded_batches.count += 1
             except Exception as error:
                 activity.failed(error)
             return stock(self, common_prefix_len, common_attn_metadata, *args, **kwargs)

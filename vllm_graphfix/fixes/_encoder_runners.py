@@ -1,4 +1,4 @@
-"""What a model runner does where its graphs of an encoder return nothing, for fixes that have images encoded so."""
+"""The fallback of model runners, to encode without a graph where `execute` of the graphs returns None."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUNNER_V2 = "vllm/v1/worker/gpu/mm/encoder_runner.py"
 ENCODE_V2 = "EncoderRunner.execute_mm_encoder"
 IN_A_GRAPH = "cudagraph_output = self.encoder_cudagraph_manager.execute(mm_kwargs_batch)"
 
-_ASKED = """
+_CONDITION = """
 self.encoder_cudagraph_manager is not None and self.encoder_cudagraph_manager.supports_modality(modality)
 """
 _WITHOUT_A_GRAPH = """
@@ -23,7 +23,7 @@ if cudagraph_output is not None:
 else:
     batch_outputs = model.embed_multimodal(**mm_kwargs_batch)
 """
-_ASKED_V2 = """
+_EXECUTED_V2 = """
 cudagraph_output = (
     cg_manager.execute(mm_kwargs_batch)
     if cg_manager is not None and cg_manager.is_captured() and cg_manager.supports_modality(modality)
@@ -38,10 +38,10 @@ batch_outputs = (
 
 
 def falls_back(encode: Function) -> bool:
-    """Whether *encode* of model runner V1 encodes without a graph if it got nothing from one."""
+    """Tell if *encode* of model runner V1 encodes without a graph where the graph returned None."""
     return (
-        encode.used_only_in("encoder_cudagraph_manager", _ASKED, IN_A_GRAPH)
-        and encode.find_unique(_ASKED) is not None
+        encode.used_only_in("encoder_cudagraph_manager", _CONDITION, IN_A_GRAPH)
+        and encode.find_unique(_CONDITION) is not None
         and encode.used_only_in("cudagraph_output", "cudagraph_output = None", IN_A_GRAPH, _WITHOUT_A_GRAPH)
         and len(encode.find(IN_A_GRAPH)) == 1
         and encode.find_unique(_WITHOUT_A_GRAPH) is not None
@@ -49,27 +49,27 @@ def falls_back(encode: Function) -> bool:
 
 
 def falls_back_v2(encode: Function) -> bool:
-    """The same of model runner V2."""
+    """Tell the same of model runner V2."""
     return (
-        encode.used_only_in("cg_manager", "cg_manager = self.cudagraph_manager", _ASKED_V2)
-        and encode.used_only_in("cudagraph_output", _ASKED_V2, _WITHOUT_A_GRAPH_V2)
-        and all(len(encode.find(each)) == 1 for each in (_ASKED_V2, _WITHOUT_A_GRAPH_V2))
+        encode.used_only_in("cg_manager", "cg_manager = self.cudagraph_manager", _EXECUTED_V2)
+        and encode.used_only_in("cudagraph_output", _EXECUTED_V2, _WITHOUT_A_GRAPH_V2)
+        and all(len(encode.find(each)) == 1 for each in (_EXECUTED_V2, _WITHOUT_A_GRAPH_V2))
     )
 
 
 _DECLINES = "graphfix_declines"
-"""Attribute of a layer around `EncoderCudaGraphManager.execute`; `functools.wraps` carries it to the layers around."""
+"""Attribute of a layer around `EncoderCudaGraphManager.execute`; `functools.wraps` copies it to outer layers."""
 
 
 def set_declines(execute: Any, predicate: Callable[[Any], bool]) -> None:
-    """Let layers around *execute* ask, by a manager, if it returns None, so that the model encodes on its own."""
+    """Publish *predicate*, by which outer layers of *execute* learn if it returns None for a manager."""
     setattr(execute, _DECLINES, predicate)
 
 
 def declines(execute: Any, manager: Any) -> bool:
-    """Tell if *execute* returns None for *manager* now: work on the images would be done for nothing, and again."""
+    """Tell if *execute* will return None for *manager*, so that work on the images would be wasted."""
     predicate = getattr(execute, _DECLINES, None)
     try:
         return predicate is not None and predicate(manager)
-    except Exception:  # that layer meets it itself, and reports it
+    except Exception:  # that layer will hit and report the error itself
         return False

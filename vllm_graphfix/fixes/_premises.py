@@ -1,4 +1,4 @@
-"""Slices of what several remedies take for granted: how long a metadata builder lives, and whose block 0 is."""
+"""Premises of several remedies, as slices: metadata builders outlive the capture, and block 0 belongs to no request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BUILDERS_STAY = tuple(
         ("gpu_worker", "Worker"),
     )
 )
-"""Graphs read the buffers of the builders that made metadata for their capture: no others may come after it."""
+"""Graphs read the buffers of the builders of their capture, so builders must not be made again after it."""
 AS_BUILT = "build_attn_metadata"
-"""Model runner V2 hands on the very metadata that a builder made, not copies of its buffers."""
+"""The function by which model runner V2 passes on a builder's metadata without copying its buffers."""
 NULL_BLOCK = Slice("vllm/v1/core/block_pool.py", "BlockPool.__init__", "null_block free_block_queue")
-"""Block 0 belongs to no request,"""
+"""Block 0, the first of the free blocks, is taken as the null block and never given to a request."""
 TAKEN_FIRST = "FreeKVCacheBlockQueue"
-"""since it is the first that this queue hands out."""
+"""The queue whose first block is block 0."""

@@ -1,8 +1,8 @@
-"""Which rows the builders of recurrent layers take for prefills, in a step that has the shape of a decode.
+"""The rows that builders of recurrent layers take for prefills, in a step that has the shape of a decode.
 
-A builder that sees a prefill does not refresh the buffers that a decode graph reads. What it sees differs between
-releases and layers: read from the builders' code by `builder_words`, put together for the layers of an engine by
-`Builders`.
+A builder that sees a prefill does not refresh the buffers that a decode graph reads. Its criterion differs between
+releases and layers: `builder_words` reads it from the builders' code, and `Builders` combines those of an engine's
+layers.
 """
 
 from __future__ import annotations
@@ -34,31 +34,30 @@ BUILDER_SLICES = (
     Slice(UTILS, "split_decodes_and_prefills", "is_prefill", Verdict.FIXED),
     Slice(_HYBRIDS_V2, "MambaHybridModelState.prepare_attn", "num_draft_tokens_per_req", Verdict.FIXED),
 )
-"""The files that `builder_words` reads. `affected` rests on none of them: of a builder that is not recognised each row
-that may be in its prompt counts as a prefill, which costs a graph and never an answer."""
+"""The files that `builder_words` reads. `affected` rests on none of them: for an unrecognised builder each row that may
+be in its prompt counts as a prefill, which costs a graph but never an answer."""
 
 _SPLIT = "split_decodes_and_prefills({}, decode_threshold={})"
 _SPLIT_BY_PHASE = "split_decodes_and_prefills({}, decode_threshold={}, treat_short_extends_as_decodes=False)"
 
 
-# -- what the code says
+# -- diagnosis
 
 
-def with_builders(source: Source, found: Diagnosis) -> Diagnosis:
-    """*found*, of the model runners, with the words for what the builders do behind its shape."""
-    words, reason = builder_words(source, found.shape), found.reason
+def with_builders(source: Source, diagnosis: Diagnosis) -> Diagnosis:
+    """Append the words of the builders to the shape of *diagnosis*, which is that of the model runners."""
+    words, reason = builder_words(source, diagnosis.shape), diagnosis.reason
     if lacking := [name for name in ("mamba", "gdn", "linear") if f"{name}-" not in words]:
         reason += f"; the builders of {', '.join(lacking)} are not recognised, so that each prefill counts there"
-    return found._replace(reason=reason, shape=f"{found.shape} {words}".rstrip())
+    return diagnosis._replace(reason=reason, shape=f"{diagnosis.shape} {words}".rstrip())
 
 
 def builder_words(source: Source, runners: str) -> str:
-    """Words for what the builders of this vLLM do, for `patches`; a builder without a word is not recognised.
+    """Return the criteria of this vLLM's builders as words for `patches`; a builder without a word is not recognised.
 
-    ``mamba-…``, ``gdn-…``, ``kda-…`` and ``linear-…`` say by what a row is taken for a decode: ``length``, ``phase``
-    (past its prompt), ``state`` (one token, and a state or past its prompt), ``tail`` (the last token of a prompt with
-    placeholders for drafts, too). *runners* are those whose dispatch goes by the shape: they tell the builders which
-    rows have drafts.
+    ``mamba-…``, ``gdn-…``, ``kda-…`` and ``linear-…`` name the criterion of a decode: ``length``, ``phase`` (past the
+    prompt), ``state`` (one token, and a state or past the prompt), ``tail`` (also the last token of a prompt with
+    placeholders for drafts). *runners* are those that dispatch by shape and tell the builders which rows have drafts.
     """
     split = source.function(UTILS, "split_decodes_and_prefills")
     if not (split and split.find_unique("is_prefill = query_lens > decode_threshold")):
@@ -81,20 +80,20 @@ def builder_words(source: Source, runners: str) -> str:
 
 
 def _mamba(source: Source) -> str:
-    """Mamba-1, Mamba-2, and short convolutions have one builder."""
+    """Return the word of the common builder of Mamba-1, Mamba-2 and short convolutions."""
     common = source.function(MAMBA, "BaseMambaAttentionMetadataBuilder._compute_common_metadata")
     if common is None:
         return ""
-    asked = "common_attn_metadata", "..."
-    if common.find_unique(_SPLIT.format(*asked)) and not common.contains_name("is_prefilling"):
+    arguments = "common_attn_metadata", "..."
+    if common.find_unique(_SPLIT.format(*arguments)) and not common.contains_name("is_prefilling"):
         return "mamba-length"
-    if not common.find_unique(_SPLIT_BY_PHASE.format(*asked)):
+    if not common.find_unique(_SPLIT_BY_PHASE.format(*arguments)):
         return ""
     if not common.contains_name("is_prefilling"):
         return "mamba-phase"
-    given_on = "common_attn_metadata = common_attn_metadata.replace(is_prefilling=is_prefilling)"
+    replaced = "common_attn_metadata = common_attn_metadata.replace(is_prefilling=is_prefilling)"
     decodes = "is_prefilling[prefill_to_decode] = False"
-    if not (common.find_unique(given_on) and common.find_unique(decodes) and common.mentions(is_prefilling=7)):
+    if not (common.find_unique(replaced) and common.find_unique(decodes) and common.mentions(is_prefilling=7)):
         return ""
     one_token = common.find_each(
         "single_token_prefill_rows = is_prefilling & (query_lens_cpu == 1)",
@@ -112,14 +111,14 @@ def _mamba(source: Source) -> str:
         "prefill_to_decode |= padded_prompt_tail_rows",
     )
     built = source.function(MAMBA2, "Mamba2AttentionMetadataBuilder.build")
-    told = built and built.call_has_keyword(
+    passed_on = built and built.call_has_keyword(
         "self._compute_common_metadata(...)", "num_decode_draft_tokens_cpu=kwargs.get('num_decode_draft_tokens_cpu')"
     )
-    return "mamba-tail" if tails and told and common.mentions(prefill_to_decode=4, has_prior_state=2) else ""
+    return "mamba-tail" if tails and passed_on and common.mentions(prefill_to_decode=4, has_prior_state=2) else ""
 
 
 def _by_drafts(name: str, build: Function | None) -> str:
-    """Gated delta nets: a row with drafts is a decode; where no row has some, what is one token long."""
+    """Return the word of gated delta nets: a row with drafts is a decode, or one of a single token in steps without."""
     if build is None or not (
         build.find("spec_sequence_masks_cpu = num_decode_draft_tokens_cpu >= 0")
         or build.find_unique("spec_sequence_masks = num_decode_draft_tokens_cpu >= 0")
@@ -149,7 +148,7 @@ def _linear(source: Source) -> str:
 
 
 def _ple(source: Source) -> str:
-    """The short convolution of layer embeddings (Qwen4-exp): by drafts, and without them as Mamba's."""
+    """Return the word of layer embeddings' short convolution (Qwen4-exp): by drafts, without any as for Mamba."""
     build = source.function(SHORT_CONV, "PleShortConvAttentionMetadataBuilder.build")
     plain = source.function(SHORT_CONV, "PleShortConvAttentionMetadataBuilder._build_non_spec_metadata")
     by_drafts = build and build.find_each(
@@ -163,10 +162,10 @@ def _ple(source: Source) -> str:
 
 
 def _words_on_drafts(source: Source, runners: str) -> list[str]:
-    """What the model runners tell the builders of drafts.
+    """Return words for the numbers of drafts that model runners pass to builders.
 
     ``drafted-tails``: the last token of a prompt with placeholders counts as a row with drafts. ``always-told``: model
-    runner V1 hands the numbers of drafts on in steps without any, too. ``told-short-conv``: and to short convolutions.
+    runner V1 passes them in steps without drafts, too. ``told-short-conv``: it passes them to short convolutions, too.
     """
     prepared = source.function(_RUNNER, "GPUModelRunner._prepare_inputs")
     built = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
@@ -185,26 +184,26 @@ def _words_on_drafts(source: Source, runners: str) -> list[str]:
     always = execute and execute.find_unique("use_spec_decode = self.speculative_config is not None")
     short = built and built.contains_name("ShortConvAttentionMetadataBuilder")
     words = {"drafted-tails": tails, "always-told": always, "told-short-conv": short}
-    return [word for word, said in words.items() if said]
+    return [word for word, applies in words.items() if applies]
 
 
-# -- which rows
+# -- rows
 
 
 class Prefills(NamedTuple):
-    """Which rows a builder takes for prefills, the more the higher each number; of several builders, the highest."""
+    """The rows that a builder takes for prefills: a higher number means more rows. Several builders: the highest."""
 
     one_token: int
-    """Where a decode has one token: 0 none, 1 without a state, 2 in its prompt, 3 that computes known tokens at all."""
+    """In decodes of one token: 0 none, 1 rows without a state, 2 in their prompt, 3 that compute any known token."""
     in_prompt: int
-    """Where it has drafts: 0 none, 1 in its prompt without a state or without placeholders, 2 in its prompt."""
+    """In decodes with drafts: 0 none, 1 rows in their prompt without state or placeholders, 2 in their prompt."""
     undrafted: int
-    """Where it has drafts, rows without any: 0 none, 1 if all are such, 2 each."""
+    """In decodes with drafts, rows without drafts: 0 none, 1 if all rows are such, 2 each."""
 
     def rows(self, length: int, computed: Any, prompt: Any, known: Any) -> Any:
-        """Which rows of a step of *length* tokens each some builder takes for a prefill; None if none can be.
+        """Return the rows, (rows,) bool, of a step of *length* tokens each that a builder takes for prefills, or None.
 
-        *computed*, *prompt* (the tokens up to which a row counts as prefilling) and *known*, (rows,) int32 of NumPy.
+        *computed*, *prompt* (the tokens up to which a row counts as prefilling) and *known* are (rows,) int32 of NumPy.
         """
         if length == 1:
             if not self.one_token:
@@ -230,17 +229,13 @@ class Prefills(NamedTuple):
 
 
 _ANY = Prefills(3, 2, 2)
-"""What is assumed of a builder that is not recognised: that it takes each row for one that is not past what is known
-of it."""
+"""The assumption for an unrecognised builder: it takes each row that is not past its known tokens for a prefill."""
 _NONE = Prefills(0, 0, 0)
 _BY = {"length": (0, 0), "phase": (2, 2), "state": (1, 2), "tail": (1, 1)}
 
 
 class Builders:
-    """Which rows the builders of an engine take for prefills.
-
-    An engine has one `KVCacheConfig`, and asks at every step.
-    """
+    """The rows that the builders of one engine take for prefills, computed once per `KVCacheConfig`."""
 
     __slots__ = ("_by_class", "_config", "_prefills")
 
@@ -250,14 +245,14 @@ class Builders:
         self._prefills: Prefills | None = None
 
     def of(self, runner: Any) -> Prefills | None:
-        """The rows that some layer of *runner* takes for prefills; None if none keeps a state, or takes any."""
+        """Return the rows that some layer of *runner* takes for prefills; None if no layer has a state or takes any."""
         config = runner.kv_cache_config
         if self._config is not config:
             parallel = getattr(runner, "parallel_config", None)
             kinds = self._kinds(config, getattr(runner, "attn_groups", ()))
             if getattr(parallel, "pipeline_parallel_size", 1) > 1 and _recurrent_groups(config):
-                # Its stages have other layers each, and must come to one number of tokens: they go by the groups alone,
-                # which are the same on all of them.
+                # Pipeline stages have different layers but must agree on the number of tokens: go by the groups alone,
+                # which are the same on all stages.
                 kinds = [_ANY]
             highest = Prefills(*map(max, zip(_NONE, *kinds, strict=True)))
             self._prefills = None if highest == _NONE else highest
@@ -274,7 +269,7 @@ class Builders:
         return [*kinds, _ANY] if expected else kinds
 
     def _of_class(self, builder: type) -> Prefills:
-        """*builder* may be a subclass, as long as it decides nothing itself."""
+        """Return the prefills of *builder*, which may be a subclass that does not override the decision."""
         for cls in builder.__mro__:
             if (known := self._by_class.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
                 return known
@@ -284,42 +279,42 @@ class Builders:
 
 
 def _recurrent_groups(config: Any) -> list[Any]:
-    """The groups of a `KVCacheConfig` whose layers keep a state."""
+    """Return the groups of a `KVCacheConfig` whose layers keep a state."""
     recurrent = sys.modules["vllm.v1.kv_cache_interface"].MambaSpec
     return [group for group in config.kv_cache_groups if isinstance(_layer_spec(group.kv_cache_spec), recurrent)]
 
 
 def _layer_spec(spec: Any) -> Any:
-    """The layer specification of a group; of one with one type and several sizes, that of one of its layers."""
+    """Return the specification of a group's layers; of several sizes, that of one layer."""
     together = getattr(spec, "kv_cache_specs", None)
     return next(iter(together.values())) if together else spec
 
 
 def _by_class(words: frozenset[str], *, v2: bool) -> dict[str, Prefills]:
-    """By the name of the builder's class; what is not there is not recognised."""
+    """Return the prefills of each recognised builder, by the name of its class."""
     by = dict(word.split("-") for word in words if word.startswith(("mamba-", "gdn-", "kda-", "linear-")))
-    # Without numbers of drafts a builder goes by one token, and takes every row of a longer decode for a prefill.
-    untold = 0 if v2 or "always-told" in words else 1
+    # Without the numbers of drafts, a builder takes every row of more than one token for a prefill.
+    undrafted = 0 if v2 or "always-told" in words else 1
     in_prompt = 0 if "drafted-tails" in words else 2
-    found: dict[str, Prefills] = {}
+    by_builder: dict[str, Prefills] = {}
     if mamba := by.get("mamba"):
         one_token, with_drafts = _BY[mamba]
-        if mamba == "tail":  # by what the runner tells of drafts
+        if mamba == "tail":  # by the numbers of drafts that the runner passes
             with_drafts = max(with_drafts, in_prompt)
-        told = Prefills(one_token, with_drafts, untold)
-        not_told = told if v2 else Prefills(one_token, 2, 2)
-        found["mamba1_attn.Mamba1AttentionMetadataBuilder"] = not_told
-        found["mamba2_attn.Mamba2AttentionMetadataBuilder"] = told
-        short_conv = told if "told-short-conv" in words else not_told
-        found["short_conv_attn.ShortConvAttentionMetadataBuilder"] = short_conv
+        with_drafts_known = Prefills(one_token, with_drafts, undrafted)
+        with_drafts_unknown = with_drafts_known if v2 else Prefills(one_token, 2, 2)
+        by_builder["mamba1_attn.Mamba1AttentionMetadataBuilder"] = with_drafts_unknown
+        by_builder["mamba2_attn.Mamba2AttentionMetadataBuilder"] = with_drafts_known
+        short_conv = with_drafts_known if "told-short-conv" in words else with_drafts_unknown
+        by_builder["short_conv_attn.ShortConvAttentionMetadataBuilder"] = short_conv
         if "ple" in words:
-            found["short_conv_attn.PleShortConvAttentionMetadataBuilder"] = Prefills(one_token, in_prompt, 2)
+            by_builder["short_conv_attn.PleShortConvAttentionMetadataBuilder"] = Prefills(one_token, in_prompt, 2)
     if gdn := by.get("gdn"):
-        found["gdn_attn.GDNAttentionMetadataBuilder"] = Prefills(_BY[gdn][0], in_prompt, 2)
+        by_builder["gdn_attn.GDNAttentionMetadataBuilder"] = Prefills(_BY[gdn][0], in_prompt, 2)
     if "linear" in by:
         for name in ("LinearAttentionMetadataBuilder", "BailingLinearAttentionMetadataBuilder"):
-            found[f"linear_attn.{name}"] = Prefills(0, 0, untold)
-    classes = {f"vllm.v1.attention.backends.{name}": prefills for name, prefills in found.items()}
+            by_builder[f"linear_attn.{name}"] = Prefills(0, 0, undrafted)
+    classes = {f"vllm.v1.attention.backends.{name}": prefills for name, prefills in by_builder.items()}
     if kda := by.get("kda"):
         classes["vllm.models.kimi_k3.nvidia.kda_metadata.KimiK3KDAMetadataBuilder"] = Prefills(
             _BY[kda][0], in_prompt, 2

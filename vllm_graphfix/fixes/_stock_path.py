@@ -1,4 +1,4 @@
-"""Detection of code that is not the diagnosed class's own: an override, an attribute of the object, another's patch."""
+"""Detection of foreign code on the path of a fix: an override, an attribute of the object, a patch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType, FunctionType
 from typing import Any
 
 _TRANSPARENT = frozenset({"contextlib", "functools", "torch", "vllm", "vllm_graphfix"})
-"""Packages whose wrappers hand on what they get: stock's own decorators, and the layers of fixes."""
+"""Packages whose wrappers pass their arguments on: stock's decorators, and the layers of fixes."""
 _MOST_WRAPPERS = 100
 """An object may answer to every name, ``__wrapped__`` included, without end."""
 
@@ -16,12 +16,12 @@ _MOST_WRAPPERS = 100
 def find_override(target: Any, module: str, stock: str, names: Iterable[str]) -> str | None:
     """Name the first method of *target* that is not written in the class *stock* of *module*; None if all are."""
     kind, owner = type(target), getattr(sys.modules.get(module), stock, None)
-    # A class that another one was put in the place of carries that one's module.
+    # A class that replaced another one under its name has a module of its own.
     if not isinstance(owner, type) or owner.__module__ != module or not isinstance(target, owner):
         return f"{kind.__module__}.{kind.__qualname__}"
     for name in names:
-        found = getattr(kind, name, None)
-        if found is not getattr(owner, name) or not _is_written_in(module, found) or name in vars(target):
+        method = getattr(kind, name, None)
+        if method is not getattr(owner, name) or not _is_written_in(module, method) or name in vars(target):
             return f"{kind.__qualname__}.{name}"
     return None
 
@@ -40,7 +40,7 @@ def _is_written_in(module: str, function: Any) -> bool:
         written_in = function.__globals__.get("__name__", "")
         inner = getattr(function, "__wrapped__", None)
         if inner is None:
-            return function.__globals__ is vars(sys.modules[module])  # a module's name may be copied into another
+            return function.__globals__ is vars(sys.modules[module])  # `__module__` can be copied, globals cannot
         if written_in.split(".")[0] not in _TRANSPARENT:
             return False
         function = inner

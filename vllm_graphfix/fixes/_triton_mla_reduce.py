@@ -1,7 +1,6 @@
 """A kernel around the second stage of Triton's MLA decode, for `triton-mla-padding`.
 
-Imported where vLLM's own kernels are, and never before. Triton reads the annotations below as they stand, so they are
-no text.
+Imported where vLLM's own kernels are, and never before. Triton evaluates the annotations, so they must not be strings.
 """
 
 from vllm.triton_utils import tl, triton
@@ -25,10 +24,10 @@ def reduce_kernel(  # type: ignore[no-untyped-def]
     Lv: tl.constexpr,
     OUTPUT_FP16: tl.constexpr = 0,
 ) -> None:
-    """One program a row and head, as vLLM launches its own: that one's work, or zeros in a row without tokens.
+    """Reduce one row and head per program as vLLM's kernel does, but write zeros to a row without tokens.
 
-    vLLM's kernel is compiled into this one, so nothing is launched in addition and rows with tokens get what it
-    computes. The log-sum-exp of a row without tokens is -inf, as it leaves it.
+    vLLM's kernel is inlined, so there is no additional launch, and rows with tokens get its result. The log-sum-exp of
+    a row without tokens is -inf, as with vLLM's kernel.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     if tl.load(B_Seqlen + row) > 0:

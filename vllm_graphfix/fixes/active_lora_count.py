@@ -29,7 +29,7 @@ _MANAGER_V2 = "vllm/v1/worker/gpu/cudagraph_utils.py"
 _MODULE, _TARGET = "vllm.lora.punica_wrapper.punica_gpu", "PunicaWrapperGPU.update_metadata"
 _META_MODULE = "vllm.lora.ops.triton_ops.lora_kernel_metadata"
 _FOREIGN = "graphfix_foreign_count"
-"""The attribute of a wrapper that names the code in it that may count otherwise than stock's, or is None."""
+"""The attribute of a Punica wrapper with the name of foreign code that may count otherwise than stock, or None."""
 
 _ALL = "num_active_loras = self.default_num_active_loras_cpu"
 _BY_BATCH = f"""
@@ -42,7 +42,7 @@ _SHAPES = {
     "number": ("self.num_active_loras", "self.num_active_loras if specialize_active_lora else max_loras + 1"),
     "tensor": ("num_active_loras", _BY_BATCH),
 }
-"""The number of programs while the list is made, and how the kernels get it."""
+"""The number of programs while the list is made, and its way to the kernels."""
 _COUNTED = tuple(f"{number} = lora_ids.size(0)" for number, _ in _SHAPES.values())
 _HANDED_ON = "self.num_active_loras_cpu[0] = num_active_loras"
 _ROOM = tuple(
@@ -61,7 +61,7 @@ BASE_ROWS_UNCOUNTED = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find how many programs kernels are launched with: as many as the list has entries, one more, or all."""
+    """Find the number of programs that kernels are launched with: the entries of the list, one more, or all."""
     if not source.contains_word(_CONFIG, "specialize_active_lora"):
         return Diagnosis.absent("one graph for any number of adapters")
     listed = source.function(_META, "LoRAKernelMeta.prepare_tensors")
@@ -74,7 +74,7 @@ def diagnose(source: Source) -> Diagnosis:
         counted = listed.find(*_COUNTED)
         room = listed.find(*_ROOM)
         handed_on = listed.find(_HANDED_ON)
-        # One after the other, whatever the batch; a number that is counted anew, or later, is not what kernels get.
+        # One after the other in every step: a number that is counted again, or later, does not reach the kernels.
         is_effective = (
             len(room) == 1
             and len(counted) <= 1
@@ -94,11 +94,11 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _count_rows_without_adapters(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `PunicaWrapperGPU.update_metadata(self, mapping, …)`, called once for all steps with the same adapters.
+    """Wrap `PunicaWrapperGPU.update_metadata(self, mapping, …)`, which runs once for all steps with the same adapters.
 
-    Kernels get one program more than vLLM counts, in captures too, and never more than the list has places. A place
-    that a batch does not need holds -1, with which a program ends at once. So a graph for N adapters has room for them
-    and for rows without one, and dispatch stays as it is. The number is the host's.
+    Kernels get one program more than vLLM counts, in captures too, but never more than the list has entries. An unused
+    entry holds -1, with which a program ends at once. So a graph for N adapters also has a program for rows without
+    one, and dispatch is unchanged. The number is on the host.
     """
     uncounted, corrects = activity.counter(BASE_ROWS_UNCOUNTED), activity.corrects
 
@@ -125,9 +125,9 @@ def _count_rows_without_adapters(stock: StockFunction, activity: Activity) -> St
 
 
 def _foreign_count(wrapper: Any) -> str | None:
-    """Name code of *wrapper*, or of its lists, that may count otherwise than stock's; looked for once.
+    """Name foreign code in *wrapper*, or in its lists, that may count otherwise than stock; searched once.
 
-    One program too many ends at once, but only where the places behind a list hold -1, as stock's do.
+    A program too many ends at once only where the entries behind a list hold -1, as stock's do.
     """
     if _FOREIGN not in vars(wrapper):
         lists = (wrapper.token_mapping_meta, wrapper.prompt_mapping_meta)
@@ -143,19 +143,19 @@ def _foreign_count(wrapper: Any) -> str | None:
 
 
 def _lacks_a_program(mapping: Any, meta: Any) -> bool:
-    """Whether stock's graph for the adapters of *mapping* leaves one of them out. Encoders' graphs are other ones."""
+    """Tell if stock's graph for the adapters of *mapping* leaves one out. Not for encoders, which have other graphs."""
     adapters = set(mapping.prompt_mapping)
     mixed = len(adapters) > 1 and 0 in adapters and mapping.type.name == "LANGUAGE"
     return mixed and len(adapters) > _programs(meta, len(adapters) - 1)
 
 
 def _programs(meta: Any, adapters: int) -> int:
-    """The programs for different adapters in stock's graph for as many *adapters*, captured with no other rows."""
+    """Return the number of programs in stock's graph for *adapters* adapters, captured without other rows."""
     most: int = meta.active_lora_ids.shape[0] - 1
     cases: Sequence[int] = meta.captured_lora_counts
     if cases:
         return _up_to(cases, min(_up_to(cases, adapters), most))
-    from vllm.lora.utils import get_captured_lora_counts  # 0.16.0 forgets them, and its programs are not rounded up
+    from vllm.lora.utils import get_captured_lora_counts  # 0.16.0 does not store them, and does not round up
 
     return min(_up_to(get_captured_lora_counts(most, True), adapters), most)
 
@@ -165,7 +165,7 @@ def _up_to(cases: Sequence[int], number: int) -> int:
 
 
 def _one_more(meta: Any) -> int:
-    """One program more than stock counts; none where no row has an adapter, and kernels do not run."""
+    """Return one program more than stock counts; 0 where no row has an adapter, and kernels do not run."""
     number: int = int(meta.num_active_loras_cpu[0]) if hasattr(meta, "num_active_loras_cpu") else meta.num_active_loras
     return min(number + 1, meta.active_lora_ids.shape[0]) if number else 0
 
@@ -178,7 +178,6 @@ def _set(meta: Any, number: int) -> None:
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need, on_runners, unseen
 
@@ -203,15 +202,15 @@ FIX = fix(
     diagnose=diagnose,
     surroundings=(
         Slice(_CONFIG, "", "specialize_active_lora", Verdict.AFFECTED),
-        # The list, how many of its entries are counted, and the programs that are launched for them.
+        # The list, the count of its entries, and the programs that are launched for them
         Slice(_PUNICA, _TARGET, "num_active_loras num_active_loras_cpu"),
         Slice(_META, "LoRAKernelMeta.prepare_tensors", "num_active_loras num_active_loras_cpu lora_ids"),
         Slice(_META, "LoRAKernelMeta.meta_args", "num_active_loras num_active_loras_cpu"),
         Slice(_META, "LoRAKernelMeta._reset", "active_lora_ids num_active_loras num_active_loras_cpu"),
         Slice(_META, "LoRAKernelMeta.make", "active_lora_ids default_num_active_loras_cpu"),
-        # Both kernels have as many; of one alone it would be no remedy.
+        # Both kernels need the remedy
         Slice(_EXPAND, "_lora_expand", "num_active_loras"),
-        # The graph that is chosen for a number of adapters, which either runner may count otherwise.
+        # The choice of the graph by the number of adapters, in either runner
         Slice(_RUNNER, "GPUModelRunner._determine_batch_execution_and_padding", _NUMBERS, Verdict.AFFECTED),
         Slice(_DISPATCHER, "CudagraphDispatcher.dispatch", _NUMBERS, Verdict.AFFECTED),
         Slice(_UTILS, "get_captured_lora_counts", "", Verdict.AFFECTED),
@@ -219,7 +218,7 @@ FIX = fix(
         Slice(_UTILS_V2, "LoraState.get_activate_loras", "", Verdict.AFFECTED),
         Slice(_MANAGER_V2, "CudaGraphManager.dispatch", "_resolve_effective_loras", Verdict.AFFECTED),
         Slice(_MANAGER_V2, "CudaGraphManager._resolve_effective_loras", "", Verdict.AFFECTED),
-        # The rows that it is captured with.
+        # The rows of the capture
         Slice(_MIXIN, "LoRAModelRunnerMixin.maybe_select_dummy_loras", "effective_num_loras", Verdict.AFFECTED),
     ),
     wordings=(*_COUNTED, *_ROOM, _BY_BATCH, _ALL),

@@ -1,6 +1,6 @@
-"""`adaptive-schedule`: attention's metadata are made for the longest query that a graph of decodes was captured for.
+"""`adaptive-schedule`: attention's metadata are made for the longest query of the decode graph's capture.
 
-With adaptive verification such a graph has no fixed number of tokens a request, only a largest one.
+With adaptive verification, such a graph has no fixed number of tokens per request, but a largest one.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _OF_THE_GRAPH = ("batch_desc.max_query_len", f"batch_desc.max_query_len or ({_OF
 """Remedies."""
 _MADE = "InputBatch(*..., max_query_len={})"
 _ALLOWED = "desc.max_query_len is None or (max_query_len is not None and desc.max_query_len >= max_query_len)"
-"""A graph is chosen for any step whose longest query is not longer than the graph's."""
+"""A graph is chosen for any step whose longest query is at most the graph's."""
 _PREPARED = "self.prepare_inputs(scheduler_output, batch_req_state, batch_desc, *...)"
 _DISPATCHED = "dispatch_cg_and_sync_dp(*..., max_query_len=max_query_len)"
 _CAPTURED = (
     "BatchExecutionDescriptor(*..., max_query_len=self.decode_query_len)",
     "InputBatch.make_dummy(*..., max_query_len=max_query_len)",
 )
-"""Such a graph is captured for the longest query that it is chosen for."""
+"""The capture has the longest query that the graph is chosen for."""
 _READ = "max_query_len = common_attn_metadata.max_query_len"
 
 SCHEDULE_OF_A_SHORTER_STEP = Event(
@@ -53,7 +53,7 @@ SCHEDULE_OF_A_SHORTER_STEP = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the longest query that the batch of a step has, and the choice of a graph by the step's own one."""
+    """Find the longest query that the batch of a step gets, and the choice of a graph by that of the step."""
     if not source.contains_word(_RUNNER, "adaptive_verification") and not source.contains_word(
         _GRAPHS, "varlen_decode"
     ):
@@ -84,9 +84,9 @@ def diagnose(source: Source) -> Diagnosis:
 def set_longest_of_the_graph(
     batch: Any, self: Any, scheduler_output: Any, batch_req_state: Any, batch_desc: Any, *args: Any, **kwargs: Any
 ) -> Callable[[], None] | None:
-    """Set the longest query of a step's batch to that of the dummy batch that its graph was captured with.
+    """Set the longest query of a step's batch to that of the dummy batch of its graph's capture.
 
-    To all that read it, it is an upper bound. None where the step has no such graph, or is not shorter.
+    All readers treat it as an upper bound. None where the step has no such graph, or is not shorter.
     """
     of_the_graph = batch_desc.max_query_len
     if of_the_graph is None or batch_desc.cg_mode.name != "FULL":
@@ -133,15 +133,15 @@ FIX = fix(
     runner="V2",
     diagnose=diagnose,
     surroundings=(
-        # Whoever sets the longest query of a step, or chooses a graph by it.
+        # Code that sets the longest query of a step, or chooses a graph by it
         Slice(_RUNNER, "", _LONGEST),
         Slice(_GRAPHS, "", _LONGEST, Verdict.FIXED),
         Slice(_BATCH, "", _LONGEST),
         Slice(_VERIFICATION, "", _LONGEST),
-        # From the batch to the metadata.
+        # The way from the batch to the metadata
         Slice(_STATES, "", _LONGEST),
         Slice(_METADATA, "", _LONGEST, Verdict.AFFECTED),
-        # The schedule for it, where graphs read it.
+        # The schedule that graphs read
         Slice(_BACKEND, "", "use_full_cuda_graph", Verdict.AFFECTED),
         Slice(_BACKEND, "FlashAttentionMetadataBuilder.__init__", "aot_schedule", Verdict.AFFECTED),
     ),

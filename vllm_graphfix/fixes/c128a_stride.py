@@ -1,7 +1,4 @@
-"""`c128a-stride`: rows of DeepSeek V4's compressed attention stay where graphs read them (PR 51318).
-
-They stay there however long a batch is.
-"""
+"""`c128a-stride`: rows of DeepSeek V4's compressed attention stay where graphs read them, in any batch (PR 51318)."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 _BACKEND = "vllm/models/deepseek_v4/sparse_mla.py"
 _BACKEND_MODULE = "vllm.models.deepseek_v4.sparse_mla"
 _BACKEND_BEFORE = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
-"""Where it was up to 0.22.1."""
+"""The file up to 0.22.1."""
 _BUILDERS = (
     "DeepseekV4FlashMLAMetadataBuilder",
     "DeepseekV4SparseMLAMetadataBuilder",
@@ -30,7 +27,7 @@ _METHOD = "_build_c128a_metadata"
 _TARGET = f"{_BUILDERS[0]}.{_METHOD}"
 _ROWS = "build_c128a_topk_metadata"
 _ALIGNMENT = 128
-"""Entries; a row has a multiple of it."""
+"""Entries; rows have a multiple."""
 _WIDTH = (
     "active_topk_width = min(max(triton.next_power_of_2(max(cm.max_seq_len // self.compress_ratio, 1)), "
     "_C128A_TOPK_ALIGNMENT), self.c128a_max_compressed)"
@@ -57,7 +54,7 @@ ROWS_CLOSER = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the width of rows that the builder chooses, and how rows lie in their buffer."""
+    """Find the width of rows that the builder chooses, and the layout of rows in their buffer."""
     path = _BACKEND if source.read(_BACKEND) is not None else _BACKEND_BEFORE
     if not source.contains_word(path, _ROWS):
         return Diagnosis.absent("no attention over entries of 128 tokens each, as in DeepSeek V4")
@@ -71,7 +68,7 @@ def diagnose(source: Source) -> Diagnosis:
             return Diagnosis.fixed("each row has room for the longest request", build.where)
         width = build.find_unique(_WIDTH)
         by_width = build.call_has_keyword(f"{_ROWS}(...)", "max_compressed_tokens=active_topk_width")
-        # Of the batch's length as the builder has it, and the only width.
+        # The width depends on the batch's unchanged length, and is the only one.
         by_length = len(build.find("cm.max_seq_len")) == build.assigned(
             "active_topk_width"
         ) == 1 and not build.reassigns("cm")
@@ -86,7 +83,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _at_the_buffers_stride(rows: Function) -> str | None:
-    """Return where decode rows are taken from their buffer as they lie there, if in no other way."""
+    """Return the place where decode rows are taken from their buffer at its own stride, if they are in no other way."""
     taken = rows.find(*_AS_THEY_LIE)
     if not taken or rows.assigned("global_decode") != len(taken) or rows.reassigns("global_decode_buffer"):
         return None
@@ -95,13 +92,13 @@ def _at_the_buffers_stride(rows: Function) -> str | None:
 
 @correct_arguments(_BACKEND_MODULE, _TARGET, ROWS_CLOSER)
 def with_rows_as_wide_as_their_buffer(self: Any, cm: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any] | None:
-    """Replace `cm` by a copy whose `max_seq_len` gives all rows one width; None where rows have it, or no graph.
+    """Replace `cm` by a copy whose `max_seq_len` gives rows the capture's width; None where they have it, or no graph.
 
-    Entries beyond a request's own are -1, and its count leaves them out.
+    Entries beyond a request's own are -1, and its count excludes them.
     """
     if not _are_rows_closer(self, cm):
         return None
-    # A copy: other builders, and this one's metadata, have the length of the batch.
+    # A copy: other builders, and this one's metadata, need the length of the batch.
     longest = object.__new__(type(cm))
     longest.__dict__.update(cm.__dict__, max_seq_len=self.c128a_max_compressed * self.compress_ratio)
     return self, longest
@@ -110,8 +107,8 @@ def with_rows_as_wide_as_their_buffer(self: Any, cm: Any, *args: Any, **kwargs: 
 def _are_rows_closer(builder: Any, cm: Any) -> bool:
     """Tell if the second row of this decode batch is nearer to the first than it is in their buffer.
 
-    Only batches of a size that has a graph count. A builder that was made without its `__init__` has no configuration,
-    and no graphs.
+    Only for batches of a size that has a graph. A builder made without its `__init__` has no configuration, and no
+    graphs.
     """
     config = getattr(builder, "vllm_config", None)
     if config is None or cm.num_actual_tokens < 2 or cm.max_query_len > builder.reorder_batch_threshold:
@@ -138,7 +135,7 @@ def needs() -> tuple[Need, ...]:
 
 
 def _rows_differ(deployment: Deployment, _: str) -> Fact:
-    """Requests may have more than 128 entries of 128 tokens each."""
+    """Tell if requests may have more than 128 entries of 128 tokens each."""
     from vllm_graphfix.deployment import Fact
 
     length, missing = deployment.value("--max-model-len")
@@ -153,7 +150,7 @@ FIX = fix(
     "c128a-stride",
     diagnose=diagnose,
     surroundings=(
-        # How rows lie in their buffer, by which width, and whether anything else is done to them.
+        # The layout of rows in their buffer, their width, and every other use of them
         *(Slice(path, _ROWS, "global_decode") for path in (_BACKEND, _BACKEND_BEFORE)),
         *(
             Slice(
@@ -167,7 +164,7 @@ FIX = fix(
             Slice(_BACKEND, f"{backend}.get_builder_cls")
             for backend in ("DeepseekV4FlashMLABackend", "DeepseekV4SparseMLABackend")
         ),
-        # The batches that it is done for, and the numbers that the correction reads.
+        # The batches concerned, and the numbers that the correction reads
         Slice(_BACKEND, f"{_BUILDERS[0]}.build", f"{_METHOD} max_seq_len"),
         Slice(_BACKEND, f"{_BUILDERS[0]}.__init__", "c128a_max_compressed", Verdict.AFFECTED),
         Slice(_BACKEND, "", "_C128A_TOPK_ALIGNMENT", Verdict.AFFECTED),

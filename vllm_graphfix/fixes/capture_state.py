@@ -1,7 +1,4 @@
-"""`capture-state`: full graphs of model runner V2 are captured on an untouched attention state (PR 42444).
-
-No pass has touched that state.
-"""
+"""`capture-state`: full graphs of model runner V2 are captured on attention states that no pass has used (PR 42444)."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ _CALLS_BETWEEN_PASSES = frozenset(
     "getattr make_num_tokens_across_dp min model nullcontext prepare_dummy_inputs prepare_inputs_to_capture "
     "set_forward_context sync_prev_onload".split()
 )
-"""Any other call between the warm-up and the graph may be a remedy: it may renew the plan without naming a state."""
+"""Any other call between the warm-up and the graph may be a remedy that renews the plan without mentioning a state."""
 _EAGLE_MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, path in _EAGLE.items()}
 
 STATE_CONSUMED = Event(
@@ -61,7 +58,7 @@ STATE_CONSUMED = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find whether the warm-up and the recorded pass share an attention state, where its plan is lazy."""
+    """Find if the warm-up and the recorded pass share an attention state whose plan is lazy."""
     if not any(map(source.read, (MANAGER, _RUNNER))):
         return Diagnosis.absent("no CudaGraphManager: this vLLM has no model runner V2 that captures graphs")
     if not any(source.contains_word(path, "FlashMLASchedMeta") for path in (_FLASHMLA, _OPERATORS)):
@@ -133,9 +130,9 @@ def _affected_diagnosis(shape: str, where: str) -> Diagnosis:
 
 
 def _capture_with_a_state_per_pass(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `CudaGraphManager.capture(create_forward_fn, …)`, 0.18.0-0.21.0: each pass has a state of its own.
+    """Wrap `CudaGraphManager.capture(create_forward_fn, …)`, 0.18.0-0.21.0: each pass gets a state of its own.
 
-    Where it only counts, the factory is the one argument that is wrapped; what it makes is stock's.
+    Where it only counts, the factory is wrapped and its results are stock's.
     """
     consumed_states, corrects = activity.counter(STATE_CONSUMED), activity.corrects
 
@@ -143,14 +140,14 @@ def _capture_with_a_state_per_pass(stock: StockFunction, activity: Activity) -> 
     def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
         if corrects:
             factory = FactoryPerPass.around(create_forward_fn, activity)
-        elif isinstance(create_forward_fn, FactoryPerPass):  # another fix hands each of these passes a state of its own
+        elif isinstance(create_forward_fn, FactoryPerPass):  # another fix gives each of these passes a state
             return stock(self, create_forward_fn, *args, **kwargs)
         else:
             factory = WatchedFactory(create_forward_fn)
         returned = stock(self, factory, *args, **kwargs)
         try:
             if isinstance(factory, WatchedFactory):
-                factory.look()
+                factory.inspect_last()
                 consumed_states.count += factory.consumed
             elif isinstance(factory, FactoryPerPass):
                 consumed_states.count += factory.consumed
@@ -164,7 +161,7 @@ def _capture_with_a_state_per_pass(stock: StockFunction, activity: Activity) -> 
 
 
 def _remember_how_states_are_built(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps the name `prepare_inputs_to_capture`, 0.15.0-0.17.1: the running session learns what was built, and how."""
+    """Wrap the name `prepare_inputs_to_capture`, 0.15.0-0.17.1: record the state and the way to build another one."""
 
     @functools.wraps(stock)
     def prepare_inputs_to_capture(*args: Any, **kwargs: Any) -> Any:
@@ -178,9 +175,9 @@ def _remember_how_states_are_built(stock: StockFunction, activity: Activity) -> 
 
 
 def _hand_each_pass_its_state(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps the name `set_forward_context`: the recorded pass gets a state that the warm-up has not touched.
+    """Wrap the name `set_forward_context`: the recorded pass gets a state that the warm-up has not used.
 
-    `capture_graph` enters that context before the graph: what is built here is still outside of it.
+    `capture_graph` enters that context before the graph, so the state is built outside of it.
     """
 
     @functools.wraps(stock)
@@ -194,10 +191,10 @@ def _hand_each_pass_its_state(stock: StockFunction, activity: Activity) -> Stock
 
 
 def _capture_graph_in_a_session(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `capture_graph` of `CudaGraphManager` and `EagleCudaGraphManager`, 0.15.0-0.17.1.
+    """Wrap `capture_graph` of `CudaGraphManager` and `EagleCudaGraphManager`, 0.15.0-0.17.1.
 
-    The capture of a full graph has a session, which knows the state that was built first. Where this corrects, passes
-    of `generate_fn` get their states here, those of a model in `set_forward_context`.
+    The capture of a full graph has a session with the first state. Passes of `generate_fn` get their states here, those
+    of a model in `set_forward_context`.
     """
     signature = inspect.signature(stock)
     consumed_states, corrects = activity.counter(STATE_CONSUMED), activity.corrects
@@ -229,19 +226,19 @@ def _capture_graph_in_a_session(stock: StockFunction, activity: Activity) -> Sto
 def _arguments_for_full_graph(
     signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> inspect.BoundArguments | None:
-    """The arguments of a `capture_graph` that captures a full graph; None for a PIECEWISE one."""
+    """Bind the arguments of a `capture_graph` that captures a full graph; None for a PIECEWISE one."""
     try:
         arguments = signature.bind(*args, **kwargs)
-    except TypeError:  # it is stock's to complain of wrong arguments
+    except TypeError:  # stock raises for wrong arguments
         return None
     mode = arguments.arguments.get("capture_cg_mode")
     return arguments if mode is None or mode.name == "FULL" else None
 
 
 def _generate_with_a_state_per_pass(generate_fn: Any, activity: Activity) -> Any:
-    """`generate_fn` of an Eagle manager, with a state for each pass.
+    """Wrap `generate_fn` of an Eagle manager: each pass gets a state of its own.
 
-    It is called inside the graph: the recorded pass's state must be there before.
+    The recorded pass runs inside the graph, so its state is built before, after the warm-up.
     """
     prepared: list[tuple[Any, Any]] = []
     failed = False
@@ -254,7 +251,7 @@ def _generate_with_a_state_per_pass(generate_fn: Any, activity: Activity) -> Any
             if running is not None and running.concerns(*args, *kwargs.values()):
                 session = running
         except Exception as error:
-            # No pass after this one either: what it would prepare after the warm-up, it would build inside the graph.
+            # Later passes run as on stock, too: a state prepared after the next pass would be built inside the graph.
             failed = True
             activity.failed(error)
         if session is None:
@@ -298,12 +295,12 @@ FIX = fix(
         *BUILDING,
         *TARGET,
         *DRAFTS,
-        # The modes that are captured.
+        # The modes that are captured
         *(
             Slice(_RUNNER, f"GPUModelRunner.{name}", "cudagraph_manager cudagraph_mode", Verdict.AFFECTED)
             for name in ("__init__", "initialize_kv_cache")
         ),
-        # Who runs twice on one state, before there were factories.
+        # The two passes on one state, before there were factories
         *(
             Slice(MANAGER, f"CudaGraphManager.{name}", "", Verdict.AFFECTED)
             for name in ("capture_graph", "_capture_full_graph")

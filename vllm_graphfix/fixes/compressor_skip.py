@@ -1,7 +1,4 @@
-"""`compressor-skip`: graphs of DeepSeek V4 write all compressed entries (as in 0.33.0).
-
-They also write those of groups that their capture did not complete.
-"""
+"""`compressor-skip`: graphs of DeepSeek V4 write compressed entries of all groups of tokens (as in 0.33.0)."""
 
 from __future__ import annotations
 
@@ -20,14 +17,14 @@ if TYPE_CHECKING:
 
 _COMPRESSOR = "vllm/models/deepseek_v4/compressor.py"
 _COMPRESSOR_BEFORE = "vllm/model_executor/layers/deepseek_compressor.py"
-"""Where it was up to 0.21.0."""
+"""The file up to 0.21.0."""
 _ATTENTION = "vllm/models/deepseek_v4/attention.py"
 _BATCH = "vllm/v1/worker/gpu/input_batch.py"
 _MODULE = "vllm.models.deepseek_v4.compressor"
 _TARGET = "DeepseekCompressor.forward"
 _BUILD = "CompressorMetadataBuilder.build"
 _RATIO = 128
-"""Tokens of the groups that a step may skip."""
+"""Tokens in a group that a step may skip."""
 _HEAD = 512
 
 _SKIPPED = (
@@ -53,9 +50,9 @@ _SHAPES = {
     "starts = metadata._num_computed_tokens_cpu": "by-computed-tokens",
     "seq_lens_cpu = metadata.seq_lens_cpu_upper_bound": "by-lengths",
 }
-"""How the builder knows whether a step completes a group. Model runner V2 has lengths alone."""
+"""The numbers by which the builder detects that a step completes a group. Model runner V2 has only lengths."""
 
-LAYER_LEFT_OUT = Event(
+LAYER_SKIPPED = Event(
     "layer-left-out",
     "A layer of DeepSeek V4 was recorded into a graph that leaves out what writes compressed entries: on stock no "
     "replay writes one there.",
@@ -63,7 +60,7 @@ LAYER_LEFT_OUT = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find what ends a layer's step between saving its states and writing its entries."""
+    """Find the conditions that end a layer's step between saving its states and writing its entries."""
     path = _COMPRESSOR if source.read(_COMPRESSOR) is not None else _COMPRESSOR_BEFORE
     if source.read(path) is None:
         return Diagnosis.absent("no compressor, as in DeepSeek V4")
@@ -90,9 +87,9 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _ends_between_saving_and_writing(forward: Function) -> list[ast.stmt | ast.expr] | None:
-    """List the conditions under which a step ends after its states are saved and before its entries are written.
+    """List the conditions that end a step after its states are saved and before its entries are written.
 
-    None where it does not save and write once each, in the same block.
+    None unless it saves and writes once each, in the same block.
     """
     saved = forward.find(*_SAVES)
     written = forward.find(*_WRITES)
@@ -108,21 +105,21 @@ def _ends_between_saving_and_writing(forward: Function) -> list[ast.stmt | ast.e
 
 
 def _shape(source: Source) -> str:
-    """Name the numbers by which it is known whether a step completes a group; no name where they are others."""
+    """Name the numbers that show if a step completes a group; "" for unknown ones."""
     decides = source.function(_COMPRESSOR, "_get_c128_boundary")
     shapes = [shape for pattern, shape in _SHAPES.items() if decides is not None and decides.find_unique(pattern)]
     return shapes[0] if len(shapes) == 1 else ""
 
 
 def _write_in_captures(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap `DeepseekCompressor.forward`: while a graph is captured, no metadata say that the batch completes no group.
+    """Wrap `DeepseekCompressor.forward`: in a capture, the metadata never claim that the batch completes no group.
 
-    A graph cannot decide anew in each replay, and the batch of a capture is a dummy. Where no group is completed, the
-    kernel writes nothing. Without a capture everything is as it was, warm-ups included.
+    A graph cannot decide in each replay, and the batch of a capture is a dummy. The kernel writes nothing for a group
+    that is not complete. Outside of captures, warm-ups included, nothing changes.
     """
     import torch
 
-    met, corrects = activity.counter(LAYER_LEFT_OUT), activity.corrects
+    met, corrects = activity.counter(LAYER_SKIPPED), activity.corrects
 
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +137,7 @@ def _write_in_captures(stock: StockFunction, activity: Activity) -> StockFunctio
         try:
             return stock(self, *args, **kwargs)
         finally:
-            # All layers of this ratio have the same metadata, and each is counted.
+            # Restored, since all layers of this ratio share the metadata, and each is counted.
             if corrected is not None:
                 corrected.c128_boundary = False
 
@@ -158,7 +155,7 @@ def _is_capturing(torch: Any) -> bool:
 
 
 def _metadata_that_skip(layer: Any) -> Any | None:
-    """The metadata of this step if they make stock skip the kernel that writes *layer*'s entries, or None."""
+    """Return the metadata of this step if stock skips the kernel that writes *layer*'s entries; None otherwise."""
     from vllm.forward_context import get_forward_context
     from vllm.platforms import current_platform
 
@@ -196,18 +193,18 @@ def _in_graphs(deployment: Deployment, shape: str) -> Fact:
 
 
 def _builds_without_the_batch(deployment: Deployment, shape: str) -> Fact:
-    """The builder is not told which requests the batch has: microbatches and model runner V2 do not say."""
+    """Tell if the builder does not get the batch's requests: microbatches and model runner V2 do not pass them."""
     from vllm_graphfix.deployment import any_of
 
     microbatches = deployment.switched_on("--enable-dbo")
-    if shape == "by-computed-tokens":  # which model runner V2 does not tell
+    if shape == "by-computed-tokens":  # model runner V2 does not pass them
         first = deployment.runner("V1")
         return microbatches if microbatches.holds is False or first.holds else first
     return any_of(deployment.runner("V2"), microbatches)
 
 
 def _known_in_time(deployment: Deployment, _: str) -> Fact:
-    """The builder knows which step completes a group: not with drafts under asynchronous scheduling."""
+    """Tell if the builder knows which step completes a group: not with drafts under asynchronous scheduling."""
     from vllm_graphfix.deployment import Fact
 
     drafts = deployment.drafts()
@@ -224,26 +221,26 @@ FIX = fix(
     "compressor-skip",
     diagnose=diagnose,
     surroundings=(
-        # States are saved here, and entries written, now and up to 0.21.0.
+        # Saving states and writing entries, now and up to 0.21.0
         Slice(_COMPRESSOR, _TARGET, "save_partial_states _SAVE_PARTIAL_STATES_KERNEL"),
         Slice(
             _COMPRESSOR, "DeepseekCompressor._compress_norm_rope_store", "compress_norm_rope_store_fn", Verdict.FIXED
         ),
         Slice(_COMPRESSOR_BEFORE, _TARGET, "_save_partial_states_kernel c128_boundary"),
-        # Whoever sets, changes or reads the mark of a step that completes no group.
+        # Every use of the mark of a step that completes no group
         Slice(_COMPRESSOR, _BUILD, "c128_boundary"),
         Slice(_COMPRESSOR, "", "c128_boundary"),
         Slice(_COMPRESSOR, "_get_c128_boundary", "", Verdict.AFFECTED),
-        # The class that layers have: a subclass might skip by the mark.
+        # The class of the compressor: a subclass might skip by the mark
         Slice(_ATTENTION, "DeepseekV4Attention.__init__", "DeepseekCompressor compressor"),
-        # Whoever calls it: a layer might go by the mark, too.
+        # Its callers: a layer might skip by the mark, too
         Slice(_ATTENTION, "", "compressor", Verdict.FIXED),
-        # The dummy batch of a capture completes no group.
+        # The dummy batch of a capture completes no group
         Slice(_BATCH, "InputBatch.make_dummy", "seq_lens_cpu_upper_bound", Verdict.AFFECTED),
     ),
     wordings=(_BY_MODE, _BY_CAPTURE, _FIELD),
     corrections=(Patch(_MODULE, _TARGET, _write_in_captures),),
-    events=(LAYER_LEFT_OUT,),
+    events=(LAYER_SKIPPED,),
     needs=needs,
     default_because="answers",
 )

@@ -1,4 +1,4 @@
-"""`cutlass-mla-padding`: rows of length 0 are zeros, not memory as it was, in Cutlass MLA's decode (PR 37442)."""
+"""`cutlass-mla-padding`: Cutlass MLA's decode leaves zeros, not old memory, in rows of length 0 (PR 37442)."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ _ZEROS_AT_FIRST = (
 """Upstream's correction of 0.18.0 - 0.19.1."""
 _CLEARED = clears_empty_rows("out", "seq_lens")
 
-EMPTY_ROWS_GIVEN = Event(
+PADDED_BATCH_DECODED = Event(
     "rows-left-as-they-were",
     "A batch with padded rows reached Cutlass MLA's decode: on stock these rows are as their memory was before, which "
     "may hold NaN.",
 )
-_COUNT = counts_empty_rows(EMPTY_ROWS_GIVEN, _BUILDER, _BACKEND_MODULE)
+_COUNT = counts_empty_rows(PADDED_BATCH_DECODED, _BUILDER, _BACKEND_MODULE)
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the memory that the kernel is to write to, and what makes zeros of the rows that it leaves out."""
+    """Find the memory that the kernel writes to, and the code that zeroes the rows that it skips."""
     if source.read(_BACKEND) is None:
         return Diagnosis.absent("no Cutlass MLA")
     builder = source.function(_BACKEND, _BUILDER)
@@ -74,7 +74,7 @@ def diagnose(source: Source) -> Diagnosis:
     zeros = _find_zeros(decode)
     if zeros is not None:
         return Diagnosis.fixed("rows that the kernel leaves out are zeros, or what a request left", decode.at(zeros))
-    fresh = _follow_each_other(decode, _FRESH, _CALLED, _RETURNED)
+    fresh = _first_of_sequence(decode, _FRESH, _CALLED, _RETURNED)
     if (
         fresh is not None
         and support in builder.find(*FULL_GRAPHS)
@@ -89,28 +89,28 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _find_zeros(decode: Function) -> ast.stmt | ast.expr | None:
-    """The statement that gives the kernel zeros to write to, or that clears empty rows behind it, on every path."""
+    """Return the statement that allocates zeros for the kernel, or clears empty rows after it, on every path."""
     if not decode.find(_FRESH):
-        if _follow_each_other(decode, _ZEROS, _CALLED, _RETURNED):
+        if _first_of_sequence(decode, _ZEROS, _CALLED, _RETURNED):
             return decode.find_unique(_ZEROS)
-        if _follow_each_other(decode, *_ZEROS_AT_FIRST, _CALLED, _RETURNED):
+        if _first_of_sequence(decode, *_ZEROS_AT_FIRST, _CALLED, _RETURNED):
             return decode.find_unique(f"self._decode_{_ZEROS}")
-    clears = (pattern for pattern in _CLEARED if _follow_each_other(decode, _FRESH, _CALLED, pattern, _RETURNED))
+    clears = (pattern for pattern in _CLEARED if _first_of_sequence(decode, _FRESH, _CALLED, pattern, _RETURNED))
     return next(map(decode.find_unique, clears), None)
 
 
-def _follow_each_other(decode: Function, *patterns: str) -> ast.stmt | ast.expr | None:
-    """The first of the statements that equal *patterns*, if they are carried out in this order whatever happens."""
+def _first_of_sequence(decode: Function, *patterns: str) -> ast.stmt | ast.expr | None:
+    """Return the first of the statements that equal *patterns* if they run in this order on every path."""
     parts = decode.find_sequence(*patterns)
     return parts[0] if parts and parts[0] in decode.node.body else None
 
 
 def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `sm100_cutlass_mla_decode`, which launches the kernel: rows whose length is below 1 become zeros.
+    """Wrap `sm100_cutlass_mla_decode`, which launches the kernel: rows whose length is below 1 become zeros.
 
-    `out` is (rows, heads, values) and `lse` (rows, heads), or empty where nobody asks for it; `seq_lens` (rows,) int32,
-    all on the device. Their log-sum-exp becomes -inf, which the merge of ranks takes as "no tokens". A graph records
-    both, and each replay goes by the lengths of its own batch.
+    `out` is (rows, heads, values), `lse` (rows, heads) or empty where not requested, `seq_lens` (rows,) int32, all on
+    the device. The log-sum-exp of these rows becomes -inf, which the merge of ranks takes as "no tokens". A graph
+    records both operations, and each replay uses the lengths of its own batch.
     """
 
     @functools.wraps(stock)
@@ -119,7 +119,7 @@ def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunc
     ) -> Any:
         result = stock(out, lse, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, *args, **kwargs)
         try:
-            # By the number of rows, so that other than one length a row is an error here, and nothing is written.
+            # `view` by the rows of `out` raises, before anything is written, unless there is one length per row.
             empty = (seq_lens < 1).view(out.shape[0], 1)
             if lse.numel():
                 lse.masked_fill_(empty, float("-inf"))
@@ -155,7 +155,7 @@ FIX = fix(
     "cutlass-mla-padding",
     diagnose=diagnose,
     surroundings=(
-        # The memory, from where it is made until the layer has it, and whatever the builder makes of lengths.
+        # The memory from its allocation to the layer, and the builder's use of lengths
         Slice(_BACKEND, "CutlassMLAImpl", f"out _decode_out o seq_lens _{_LAUNCH}"),
         Slice(_BACKEND, _BUILDER, f"{SUPPORT_NAMES} seq_lens seq_lens_device _build_decode build"),
         Slice(_BACKEND, "CutlassMLABackend.get_impl_cls"),
@@ -166,6 +166,6 @@ FIX = fix(
     wordings=(_FRESH, _ZEROS, *_ZEROS_AT_FIRST, *_CLEARED, NO_FULL_GRAPHS, *FULL_GRAPHS, *NOT_OF_DECODES),
     corrections=patches,
     modules=(_KERNELS_MODULE, _COMMON_MODULE, _COMMON_BEFORE_MODULE),
-    events=(EMPTY_ROWS_GIVEN,),
+    events=(PADDED_BATCH_DECODED,),
     needs=needs,
 )

@@ -1,7 +1,4 @@
-"""`dcp-context-lens`: FlashAttention's graphs read a rank's context lengths of their own batch (PR 36070).
-
-This concerns decode context parallelism.
-"""
+"""`dcp-context-lens`: FlashAttention's graphs read context lengths of their own batch under DCP (PR 36070)."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ def diagnose(source: Source) -> Diagnosis:
     if not source.contains_word(_BACKEND, _LENGTHS):
         return Diagnosis.absent("FlashAttention has no lengths of a rank's share of the context")
     build = source.function(_BACKEND, f"{_BUILDER}.build")
-    # The last one: before it, the lengths of all ranks together may have the same name.
+    # The last one: the lengths of all ranks together may have the same name before.
     assigned = build.assignments(_LENGTHS, "...")[-1:] if build is not None else []
     if build is not None and assigned and build.find_unique(_COMPUTED):
         if _is_in_a_buffer(source, build, assigned[0]):
@@ -64,9 +61,9 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _is_in_a_buffer(source: Source, build: Function, assigned: ast.Assign) -> bool:
-    """Tell whether *assigned* takes rows of a buffer that are written just before, whatever the batch.
+    """Tell if *assigned* takes rows of a buffer that are written just before, in every batch.
 
-    Nothing else in the class may touch that buffer, which the constructor makes.
+    The constructor must make that buffer, and nothing else in the class may use it.
     """
     builder, init = source.function(_BACKEND, _BUILDER), source.function(_BACKEND, f"{_BUILDER}.__init__")
     if builder is None or init is None or not build.find(f"{_LENGTHS} = ...[:num_reqs]"):
@@ -90,38 +87,37 @@ def _is_in_a_buffer(source: Source, build: Function, assigned: ast.Assign) -> bo
 
 @correct_result("vllm.v1.attention.backends.flash_attn", f"{_BUILDER}.build", LENGTHS_OF_ANOTHER_BATCH)
 def lengths_in_a_buffer(metadata: Any, self: Any, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
-    """Keep this rank's context lengths, (requests,) int32, where graphs read them; None where none is replayed.
+    """Copy this rank's context lengths, (requests,) int32, to where graphs read them; None where none is replayed.
 
-    The schedule of FlashAttention 3 was made of the same lengths, and is in a buffer of vLLM's.
+    The schedule of FlashAttention 3 was made from the same lengths, and is in a buffer of vLLM's.
     """
     if self.dcp_world_size == 1 or not self.use_full_cuda_graph or metadata.num_actual_tokens > self.max_cudagraph_size:
         return None
 
-    def keep() -> None:
+    def copy() -> None:
         lengths = metadata.dcp_context_kv_lens
         buffer, rows = _buffer_of(self, lengths), lengths.shape[0]
         buffer[:rows].copy_(lengths)
-        # A graph for any kind of batch has as many rows as requests at its capture.
+        # A graph for mixed batches has the rows of its capture: clear those behind the batch.
         buffer[rows:].zero_()
         metadata.dcp_context_kv_lens = buffer[:rows]
 
-    return keep
+    return copy
 
 
 def _buffer_of(builder: Any, lengths: torch.Tensor) -> torch.Tensor:
-    """Lengths of as many requests as a batch may have, made with a builder's first metadata, before any capture."""
+    """Return the builder's buffer, (max requests,), which is made with its first metadata, before any capture."""
     buffer: torch.Tensor | None = getattr(builder, _BUFFER, None)
     if buffer is None:
         from torch import inference_mode
 
-        with inference_mode(False):  # a tensor that is made in it can be written nowhere else
+        with inference_mode(False):  # an inference tensor cannot be written outside inference mode
             buffer = lengths.new_zeros(builder.vllm_config.scheduler_config.max_num_seqs)
         setattr(builder, _BUFFER, buffer)
     return buffer
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need
 
@@ -140,17 +136,17 @@ FIX = fix(
     "dcp-context-lens",
     diagnose=diagnose,
     surroundings=(
-        # The lengths from where they are made to the kernels that read them.
+        # The lengths from their computation to the kernels
         Slice(_BACKEND, f"{_BUILDER}.build", _LENGTHS),
         Slice(_BACKEND, f"{_BUILDER}.update_block_table", _LENGTHS),
         Slice(_BACKEND, "FlashAttentionImpl.forward", _LENGTHS),
         Slice(_BACKEND, "FlashAttentionImpl._forward_with_dcp", _LENGTHS, Verdict.AFFECTED),
-        # Nobody replaces them between the builder and the layers, and no other builder is in its place.
+        # No replacement between the builder and the layers, nor of the builder
         Slice(_REGISTRY, "AttentionBackendEnum", "FLASH_ATTN"),
         Slice(_BACKEND, "FlashAttentionBackend.get_builder_cls"),
         Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", f"attn_metadata_dict {_LENGTHS}"),
         Slice(_METADATA, "build_attn_metadata", f"attn_metadata {_LENGTHS}"),
-        # A batch's metadata might be put in place once they are made, or the lengths where they are computed.
+        # Possible remedies after the metadata are made, or where lengths are computed
         Slice(_BACKEND, _BUILDER, "attn_metadata", Verdict.AFFECTED),
         Slice(_UTILS, "get_dcp_local_seq_lens", "dcp_local_seq_lens base remainder", Verdict.AFFECTED),
         *BUILDERS_STAY,

@@ -1,4 +1,4 @@
-"""`draft-decode-mode`: draft decodes run in full graphs or none, and no stale index is gathered with (PR 39773)."""
+"""`draft-decode-mode`: draft decodes run in full graphs or none, and stale token indices are cleared (PR 39773)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ _DECODES_MADE = tuple(
     for mode in _CONFIGURED
     for cls in (_CLASS, f"Decode{_CLASS}", "DecodeSpeculatorCudaGraphManager", "SpeculatorCudaGraphManager")
 )
-"""The manager of the draft decodes; the first have the mode that is chosen, or the configured one by its name."""
+"""The manager of the draft decodes. The first patterns pass the variable, chosen or configured, the others the
+configuration."""
 _PREFILLS_MADE = tuple(
     made.replace("decode_cudagraph", "prefill_cudagraph")
     .replace("decode_query_len=1", "self.num_speculative_steps + 1")
@@ -80,7 +81,7 @@ PREFILL_WITH_OLD_INDICES = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the mode that the manager of the draft decodes gets, and in newer code who clears old token indices."""
+    """Find the mode that the manager of the draft decodes gets, and in newer code what clears stale token indices."""
     in_a_way = "draft decodes choose their mode in a way"
     if source.function(_FIRST_MANAGER, _CLASS) is not None:
         sizes = source.function(_UTILS, "get_cudagraph_sizes")
@@ -110,11 +111,11 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _two_managers(source: Source, init: Function, kernel: Function | None) -> Diagnosis:
-    """0.20.0 and later, and the nightlies between PR 37588 and PR 39773."""
+    """Judge 0.20.0 and later, and the nightlies between PR 37588 and PR 39773."""
     speculator = source.function(init.path, init.qualname.partition(".")[0])
     if kernel is None or not kernel.find("tl.store(last_token_indices_ptr + req_idx, ...)"):
         return Diagnosis.unrecognised("last_token_indices are written in a way", init)
-    # One manager of the decodes, in the whole class.
+    # The class makes the manager of the decodes once.
     if speculator is None or len(speculator.find("self.decode_cudagraph_manager = ...")) != 1:
         return Diagnosis.unrecognised("draft decodes get their manager in a way", init)
     chosen = _mode_for_decodes(init, _DECODES_MADE[:4])
@@ -125,9 +126,9 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
     as_configured = bool(made) and (
         ".compilation_config" in made or not (chosen or init.find("CUDAGraphMode.FULL_DECODE_ONLY"))
     )
-    kept = kernel.mentions(last_token_indices_ptr=1)
-    # Patches are written for Eagle's own managers; a later speculator without the remedy is a shape of its own.
-    if not init.qualname.startswith("EagleSpeculator.") or not (chosen or as_configured) or not (cleared or kept):
+    stale = kernel.mentions(last_token_indices_ptr=1)
+    # Patches fit Eagle's own managers; a later speculator without the remedy would be another shape.
+    if not init.qualname.startswith("EagleSpeculator.") or not (chosen or as_configured) or not (cleared or stale):
         return Diagnosis.unrecognised("draft decodes are handled in a way", init)
     missing = [
         *(() if chosen else ("draft decodes get the configured mode, PIECEWISE included",)),
@@ -138,7 +139,7 @@ def _two_managers(source: Source, init: Function, kernel: Function | None) -> Di
 
 
 def _mode_for_decodes(init: Function, made: tuple[str, ...]) -> ast.stmt | ast.expr | None:
-    """The statement that chooses the mode of the draft decodes, whose manager is *made* with it, later in its block."""
+    """Return the choice of the mode of draft decodes, with which their manager is *made* later in its block."""
     for pattern in made:
         parts = init.find_sequence(_CHOSEN, pattern)
         if parts:
@@ -149,12 +150,12 @@ def _mode_for_decodes(init: Function, made: tuple[str, ...]) -> ast.stmt | ast.e
 
 
 def _are_old_indices_cleared(source: Source, speculator: Function, kernel: Function) -> bool:
-    """Tell if the kernel zeroes the indices from the batch's end to the end of the buffer that a draft hands to it."""
+    """Tell if the kernel zeroes the indices between the batch's end and that of the buffer that it gets."""
     stored = kernel.find_unique("tl.store(last_token_indices_ptr + block, 0, mask=mask)")
     covering = kernel.find("block = i + tl.arange(0, BLOCK_SIZE)") + kernel.find("mask = block < max_num_reqs")
     name = kernel.qualname.removeprefix("_").removesuffix("_kernel")
     prepare = source.function(kernel.path, name)
-    # `prepare` hands both on as they are, which its slice shows.
+    # `prepare` passes both on unchanged, which its slice shows.
     return (
         prepare is not None
         and {"last_token_indices", "max_num_reqs"} <= prepare.arguments(f"{kernel.qualname}[...](*...)")
@@ -169,9 +170,9 @@ def _are_old_indices_cleared(source: Source, speculator: Function, kernel: Funct
 
 
 def _no_piecewise_draft_decodes(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `EagleCudaGraphManager.__init__`, 0.17.x: draft decodes, which alone it captures, have full graphs or none.
+    """Wrap `EagleCudaGraphManager.__init__`, 0.17.x: draft decodes, all that it captures, have full graphs or none.
 
-    Its mode is one that runs, FULL or PIECEWISE; FULL_DECODE_ONLY, a pair of modes, means FULL here.
+    Its mode is a runtime mode, FULL or PIECEWISE: FULL_DECODE_ONLY, a pair of modes, has become FULL.
     """
 
     @functools.wraps(stock)
@@ -190,22 +191,19 @@ def _no_piecewise_draft_decodes(stock: StockFunction, activity: Activity) -> Sto
 
 
 class _OldIndices:
-    """Tracks how far stock's `last_token_indices` hold old values, by what the host knows.
-
-    That is the largest batch since all of them were zeroed.
-    """
+    """The number of rows of stock's `last_token_indices` that may be stale: the largest batch since all were zeroed."""
 
     def __init__(self) -> None:
         self._speculator: Any = None
         self._rows = 0
 
     def belong_to(self, speculator: Any) -> None:
-        """A worker has one. The indices are zeroed after this, before the first graph is captured. Never raises."""
+        """Track *speculator*, the worker's only one, whose indices stock zeroes after this call. Never raises."""
         with suppress(TypeError):  # not vLLM's, and without weak references
             self._speculator, self._rows = weakref.ref(speculator), 0
 
-    def look(self, batch: Any, old_indices: Counter) -> None:
-        """Counts *batch* if stock's indices have old values beyond its requests."""
+    def observe(self, batch: Any, old_indices: Counter) -> None:
+        """Count *batch* if stock's indices beyond its requests are stale."""
         speculator = self._speculator and self._speculator()
         if speculator is not None and speculator.prefill_cudagraph_manager.graphs:
             if batch.num_reqs < self._rows:
@@ -214,9 +212,9 @@ class _OldIndices:
 
 
 def _around_init(stock: StockFunction, activity: Activity, *, indices: _OldIndices, mode_too: bool) -> StockFunction:
-    """Wraps `EagleSpeculator.init_cudagraph_manager` of the nightlies: *indices* belong to its speculator.
+    """Wrap `EagleSpeculator.init_cudagraph_manager` of the nightlies: *indices* track its speculator.
 
-    With *mode_too* the decode manager is made anew.
+    With *mode_too*, the decode manager is replaced by one with its own mode.
     """
     makes_anew = mode_too and activity.corrects
 
@@ -246,25 +244,22 @@ def _give_decodes_their_own_mode(speculator: Any) -> None:
 
 
 def _tokens_by(stock_manager: Any, replacement: Any) -> Callable[[int], int]:
-    """A function for how many tokens stock's decode manager would run a number of requests with.
+    """Return a function from a number of requests to the tokens that stock's decode manager would run them with.
 
-    That is the number of tokens of a piecewise graph, or else the number of requests itself. The stock manager
-    captures nothing and holds no graph: its dispatch alone is used.
+    These are the tokens of a piecewise graph, or the number of requests itself. Only the dispatch of the stock manager
+    is used: it captures nothing.
     """
 
     def stock_tokens(num_reqs: int) -> int:
         stock_manager._graphs_captured = replacement._graphs_captured
-        found = stock_manager.dispatch(num_reqs, num_reqs, 1)
-        return int(found.num_tokens) if found.cg_mode.name == "PIECEWISE" else num_reqs
+        descriptor = stock_manager.dispatch(num_reqs, num_reqs, 1)
+        return int(descriptor.num_tokens) if descriptor.cg_mode.name == "PIECEWISE" else num_reqs
 
     return stock_tokens
 
 
 def _around_drafts(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `EagleSpeculator.generate_draft` without changing anything.
-
-    It runs the decodes of a draft where no full graph does.
-    """
+    """Wrap `EagleSpeculator.generate_draft`, which runs draft decodes without full graphs, to count alone."""
     padded_decodes = activity.counter(DECODE_PADDED_IN_PIECEWISE)
 
     @functools.wraps(stock)
@@ -272,13 +267,13 @@ def _around_drafts(stock: StockFunction, activity: Activity) -> StockFunction:
         self: Any, num_reqs: Any, num_tokens_padded: Any, attn_metadata: Any, *args: Any, **kwargs: Any
     ) -> Any:
         try:
-            if attn_metadata is not None:  # a dummy run goes without attention
+            if attn_metadata is not None:  # a dummy run has none
                 manager = getattr(self, "decode_cudagraph_manager", None) or self.cudagraph_manager
                 stock_tokens = getattr(manager, "graphfix_stock_tokens", None)
-                if stock_tokens is not None:  # the fix is active on this manager: these decodes run in no graph
+                if stock_tokens is not None:  # the fix replaced this manager's mode: no graph
                     tokens = stock_tokens(num_reqs)
                 elif _mode_name(args, kwargs) == "PIECEWISE" and getattr(manager, "_graphs_captured", True):
-                    tokens = num_tokens_padded  # while the nightlies capture, the metadata are those of all the tokens
+                    tokens = num_tokens_padded  # but captures of the nightlies have metadata for all
                 else:
                     tokens = num_reqs
                 if tokens > num_reqs:
@@ -296,12 +291,12 @@ def _mode_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
 
 
 def _around_inputs(stock: StockFunction, activity: Activity, *, indices: _OldIndices) -> StockFunction:
-    """Wraps the name `prepare_eagle_inputs` of the nightlies: the token indices beyond the batch's requests are 0.
+    """Wrap the name `prepare_eagle_inputs` of the nightlies: the token indices beyond the batch's requests become 0.
 
-    Raises ValueError if it takes other arguments than known.
+    Raises ValueError if a known parameter is missing.
     """
     old_indices, corrects = activity.counter(PREFILL_WITH_OLD_INDICES), activity.corrects
-    # Their order has changed between releases, their names have not.
+    # Releases differ in the order of parameters, not in their names.
     parameters = stock.__code__.co_varnames[: stock.__code__.co_argcount]
     batch_at, indices_at = parameters.index("input_batch"), parameters.index("last_token_indices")
 
@@ -311,9 +306,9 @@ def _around_inputs(stock: StockFunction, activity: Activity, *, indices: _OldInd
         try:
             batch = kwargs["input_batch"] if "input_batch" in kwargs else args[batch_at]
             if corrects:
-                given = kwargs["last_token_indices"] if "last_token_indices" in kwargs else args[indices_at]
-                given[batch.num_reqs :].zero_()
-            indices.look(batch, old_indices)
+                token_indices = kwargs["last_token_indices"] if "last_token_indices" in kwargs else args[indices_at]
+                token_indices[batch.num_reqs :].zero_()
+            indices.observe(batch, old_indices)
         except Exception as error:
             activity.failed(error)
         return result
@@ -348,7 +343,7 @@ def needs() -> tuple[Need, ...]:
 
 
 def _drafts_with_decodes(deployment: Deployment, shape: str) -> Fact:
-    # Decodes of a draft are its tokens after the first.
+    # The first token of a draft is a prefill's.
     return deployment.speculator("eagle", "eagle3", "mtp", several="-indices" not in shape and bool(shape))
 
 
@@ -356,7 +351,7 @@ def _graphs(deployment: Deployment, shape: str) -> Fact:
     from vllm_graphfix.deployment import any_of
 
     mode, indices = shape != "two-managers-indices", "-indices" in shape or not shape
-    # A draft's prefill gathers with old indices wherever it is captured.
+    # A captured prefill gathers with stale indices in any mode.
     return any_of(*([deployment.piecewise_decodes()] if mode else []), *([deployment.graphs()] if indices else []))
 
 
@@ -368,19 +363,19 @@ FIX = fix(
         Slice(_PACKAGE, "init_speculator", "cudagraph_manager", Verdict.ABSENT),
         Slice(_FIRST_MANAGER, f"{_CLASS}.__init__", "cudagraph_mode cudagraph_sizes", Verdict.FIXED),
         Slice(_UTILS, "get_cudagraph_sizes", "cudagraph_mode"),
-        # Where a mode is chosen, and what else is done with it and with the manager that gets it.
+        # The choice of a mode, and every other use of it and of the manager that gets it
         Slice(_SPECULATOR, "EagleSpeculator.__init__", "cudagraph_mode cudagraph_manager"),
         *(
             Slice(path, f"{name}.init_cudagraph_manager", "cudagraph_mode decode_cudagraph_manager")
             for path, name, _ in _SPECULATORS
         ),
-        # The manager of 0.17.x goes by its attributes.
+        # The attributes of the manager of 0.17.x
         Slice(_MANAGER, f"{_CLASS}.__init__", "cudagraph_mode cudagraph_size cudagraph_sizes"),
         *(
             Slice(_MANAGER, f"{_CLASS}.{name}", "cudagraph_mode cudagraph_size cudagraph_sizes", Verdict.AFFECTED)
             for name in ("get_cudagraph_runtime_mode", "get_cudagraph_size", "capture")
         ),
-        # The drafts run in the mode that dispatch returns.
+        # The mode of the drafts, which dispatch returns
         Slice(
             _SPECULATOR,
             "EagleSpeculator.propose",
@@ -389,7 +384,7 @@ FIX = fix(
             Verdict.AFFECTED,
         ),
         Slice(_SPECULATOR, _DRAFT, "num_reqs num_tokens_padded attn_metadata cudagraph_runtime_mode", Verdict.AFFECTED),
-        # The token indices: the kernel, and the buffer that it gets.
+        # The token indices: the kernel, and its buffer
         *(Slice(path, kernel, "last_token_indices_ptr", Verdict.FIXED) for path, _, kernel in _SPECULATORS),
         *(
             Slice(path, kernel.removeprefix("_").removesuffix("_kernel"), "input_batch last_token_indices max_num_reqs")

@@ -1,7 +1,4 @@
-"""`draft-graph-support`: decodes with drafts have full graphs where the attention backends can be captured with them.
-
-This concerns model runner V2 (PR 32936).
-"""
+"""`draft-graph-support`: model runner V2 captures decodes with drafts only where the backends support it (PR 32936)."""
 
 from __future__ import annotations
 
@@ -26,16 +23,16 @@ _BACKEND = "vllm/v1/attention/backend.py"
 _FLASHINFER = "vllm/v1/attention/backends/flashinfer.py"
 _TRITON_MLA = "vllm/v1/attention/backends/mla/triton_mla.py"
 _BY_CLASS = "by-class"
-"""The shape of a vLLM that asks the backends, one of which claims more than its builder does."""
+"""The shape of a vLLM that asks the backends, one of which claims more than its builder supports."""
 _ADMITS = """
 if vllm_config.parallel_config.decode_context_parallel_size > 1:
     return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 """
 _MANAGERS = {"descriptors": "ModelCudaGraphManager", "sizes": "CudaGraphManager"}
-"""The class that captures the model's graphs, by shape: how it keeps what is to be captured."""
+"""The class that captures the model's graphs, by shape: the form in which it lists what to capture."""
 _RESOLVED = "cudagraph_mode = self.compilation_config.resolve_cudagraph_mode_and_sizes(*...)"
 _MADE = "self.cudagraph_manager = ModelCudaGraphManager(self.vllm_config, self.device, cudagraph_mode, *...)"
-_ASKED = "cg_support = builder.get_cudagraph_support(...)"
+_SUPPORT_OF_BUILDER = "cg_support = builder.get_cudagraph_support(...)"
 _LEAST = """
 if cg_support.value < min_cg_support.value:
     min_cg_support = cg_support
@@ -43,13 +40,13 @@ if cg_support.value < min_cg_support.value:
 """
 _CAPTURED = "self.cudagraph_manager.capture(...)"
 _HANDED_ON = ("prepare_inputs_to_capture(...)", "dict(...)")
-"""What a capture gives attention groups to; one of them."""
+"""Calls to which a capture passes the attention groups; one of them."""
 _BUILT = "metadata = attn_metadata_builder.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)"
 _CHOSEN = {
     "descriptors": ("batch_desc = self.cudagraph_manager.dispatch(num_reqs, num_toks, uniform_tok_count)",),
     "sizes": ("local_cudagraph_mode, local_cudagraph_size = self.cudagraph_manager.get_cudagraph_runtime_mode(*...)",),
 }
-"""How a step gets its graph."""
+"""The choice of a step's graph."""
 _TAKEN: dict[str, dict[str, tuple[str, ...]]] = {
     "descriptors": {
         "CudaGraphManager.dispatch": ("for desc in self._candidates[num_tokens]: ...",),
@@ -71,10 +68,10 @@ _TAKEN: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-"""What goes by the attributes that the patch sets."""
+"""Uses of the attributes that the patch sets."""
 
-_KEPT = "_candidates _capture_descs cudagraph_mode cudagraph_sizes uniform_decode_cudagraph_sizes attn_groups"
-"""How a manager keeps what is to be captured, and what it captures with."""
+_CAPTURE_STATE = "_candidates _capture_descs cudagraph_mode cudagraph_sizes uniform_decode_cudagraph_sizes attn_groups"
+"""The attributes of a manager with what to capture, and its attention groups."""
 _OPEN = (
     "with decode context parallelism FlashInfer on a Blackwell, and FlashMLA, claim graphs of decodes with drafts, "
     "which their builders take for prompts"
@@ -100,11 +97,11 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.unrecognised("model runner V2 makes graphs in a way", _GRAPHS)
     if initialize is not None and source.contains_word(_RUNNER, "resolve_cudagraph_mode_and_sizes"):
         resolved = _is_resolved(initialize)
-        if resolved and _are_asked(source) and _refuses_prompts(source):
-            asked, open_case, shape = "the attention backends are asked what graphs they support", "", ""
+        if resolved and _takes_least_support(source) and _refuses_prompts(source):
+            reason, open_case, shape = "the attention backends are asked what graphs they support", "", ""
             if not _admits_context_parallelism(source):
                 open_case, shape = f"; open: {_OPEN}", _BY_CLASS
-            return Diagnosis.fixed(asked + open_case, resolved, shape)
+            return Diagnosis.fixed(reason + open_case, resolved, shape)
     elif (
         initialize is not None
         and capture is not None
@@ -130,9 +127,9 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _refuses_prompts(source: Source) -> bool:
-    """Tell if no graph of decodes with drafts is captured with Triton MLA while its builder takes them for prompts.
+    """Tell if Triton MLA, whose builder takes decodes with drafts for prompts, is never captured with them.
 
-    From 0.22.0 to 0.25.1 it claims such graphs, and a capture ends in an error, raised by the builder.
+    From 0.22.0 to 0.25.1 it claims such graphs, but its builder raises in the capture.
     """
     return (
         not source.contains_word(_TRITON_MLA, "UNIFORM_BATCH")
@@ -142,7 +139,7 @@ def _refuses_prompts(source: Source) -> bool:
 
 
 def _is_resolved(initialize: Function) -> str | None:
-    """The place where a mode is chosen by what the backends support, if the manager of the graphs is made with it."""
+    """Return the place where the mode follows the support of the backends, if the manager is made with that mode."""
     parts = initialize.find_sequence(_RESOLVED, _MADE)
     known = initialize.find_unique("attn_cg_support.min_cg_support")
     if parts and known and initialize.assigned("cudagraph_mode") == 1:
@@ -150,24 +147,24 @@ def _is_resolved(initialize: Function) -> str | None:
     return None
 
 
-def _are_asked(source: Source) -> bool:
-    """Whether what the backends support is the least that one of them says."""
+def _takes_least_support(source: Source) -> bool:
+    """Tell if the backends' common support is the least that one of them claims."""
     for name in ("get_attn_cg_support", "init_attn_backend"):
-        asked = source.function(_ATTENTION, name)
-        builds = asked is not None and asked.find_sequence(_ASKED, _LEAST)
-        if asked and builds and asked.assigned("cg_support") == 1:
+        function = source.function(_ATTENTION, name)
+        builds = function is not None and function.find_sequence(_SUPPORT_OF_BUILDER, _LEAST)
+        if function and builds and function.assigned("cg_support") == 1:
             return True
     return False
 
 
 def _admits_context_parallelism(source: Source) -> bool:
-    """Tell if FlashInfer claims no graphs of such decodes under decode context parallelism: its threshold is 1."""
+    """Tell if FlashInfer, whose threshold is then 1, claims no such graphs under decode context parallelism."""
     support = source.function(_FLASHINFER, "FlashInferMetadataBuilder.get_cudagraph_support")
     return support is not None and support.always(_ADMITS)
 
 
 def _captures_as_known(capture: Function, run: Function, initialize: Function) -> bool:
-    """Whether graphs are captured with the model runner's attention groups, and nobody asks these anything."""
+    """Tell if graphs are captured with the model runner's attention groups, which have no other use there."""
     return (
         "self.attn_groups" in run.arguments(_CAPTURED)
         and any("attn_groups" in capture.arguments(call) for call in _HANDED_ON)
@@ -184,10 +181,10 @@ def _takes_as_known(source: Source, shape: str) -> bool:
 
 
 def _without_unsupported_graphs(stock: StockFunction, activity: Activity, *, shape: str) -> StockFunction:
-    """Wraps the manager's `capture`, before which none of the model's graphs is captured.
+    """Wrap the manager's `capture`, which captures all graphs of the model: drop unsupported full graphs before.
 
-    Piecewise graphs stay, where there are any: attention is in none of them. A drafter's own graphs, for one token of
-    each request, are another manager's.
+    Piecewise graphs stay, since they contain no attention. A drafter's own graphs, for one token per request, belong to
+    another manager.
     """
     unsupported, corrects = activity.counter(UNSUPPORTED_GRAPH), activity.corrects
 
@@ -195,7 +192,7 @@ def _without_unsupported_graphs(stock: StockFunction, activity: Activity, *, sha
     def capture(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             full = _full_graphs(self, shape)
-            # The order of the parameters has changed between releases, their names have not.
+            # Releases differ in the order of parameters, not in their names.
             groups = inspect.signature(stock).bind(self, *args, **kwargs).arguments["attn_groups"]
             if full and not _all_support_drafts(self, groups, _tokens_of_a_decode(self)):
                 if corrects:
@@ -214,17 +211,17 @@ def _tokens_of_a_decode(manager: Any) -> int:
 
 
 def _all_support_drafts(manager: Any, groups: Any, tokens: int) -> bool:
-    """Whether each attention backend can be captured with decodes of so many *tokens*.
+    """Tell if each attention backend can be captured with decodes of *tokens* tokens.
 
-    A builder that takes them for prompts cannot, whatever its class says: under decode context parallelism most do.
-    With `cudagraph_mode` FULL decodes share their graphs with prompts, which fewer backends support.
+    A builder that takes them for prompts cannot, whatever its class claims: under decode context parallelism most do.
+    With `cudagraph_mode` FULL, decodes share their graphs with prompts, which fewer backends support.
     """
     if tokens <= 1:
         return True
     from vllm.config import set_current_vllm_config
 
     wanted = "ALWAYS" if manager.cudagraph_mode.mixed_mode().name == "FULL" else "UNIFORM_BATCH"
-    with set_current_vllm_config(manager.vllm_config):  # FlashInfer looks there for whether it may use TRT-LLM's
+    with set_current_vllm_config(manager.vllm_config):  # FlashInfer reads there if it may use TRT-LLM's
         return all(_supports(manager, group, tokens, wanted) for of_a_cache in groups for group in of_a_cache)
 
 
@@ -238,7 +235,7 @@ def _supports(manager: Any, group: Any, tokens: int, wanted: str) -> bool:
 
 
 def _full_graphs(manager: Any, shape: str) -> int:
-    """How many full graphs are to be captured."""
+    """Count the full graphs to be captured."""
     if shape == "descriptors":
         return sum(len(descs) for mode, descs in manager._capture_descs.items() if mode.name == "FULL")
     mixed = manager.cudagraph_sizes if manager.cudagraph_mode.mixed_mode().name == "FULL" else {}
@@ -246,16 +243,20 @@ def _full_graphs(manager: Any, shape: str) -> int:
 
 
 def _leave_out_full_graphs(manager: Any, shape: str) -> None:
-    """Leaves piecewise graphs, if the configured mode has them; all values are made before the first is set."""
+    """Drop all full graphs, and keep piecewise ones if the mode has them. All values are made before one is set."""
     mode = manager.cudagraph_mode
     piecewise = mode.mixed_mode().name == "PIECEWISE"
-    left: dict[str, Any] = {"cudagraph_mode": mode.mixed_mode() if piecewise else type(mode).NONE}
+    values: dict[str, Any] = {"cudagraph_mode": mode.mixed_mode() if piecewise else type(mode).NONE}
     if shape == "descriptors":
-        left["_candidates"] = [[desc for desc in found if desc.cg_mode.name != "FULL"] for found in manager._candidates]
-        left["_capture_descs"] = {mode: descs for mode, descs in manager._capture_descs.items() if mode.name != "FULL"}
+        values["_candidates"] = [
+            [desc for desc in descs if desc.cg_mode.name != "FULL"] for descs in manager._candidates
+        ]
+        values["_capture_descs"] = {
+            mode: descs for mode, descs in manager._capture_descs.items() if mode.name != "FULL"
+        }
     else:
-        left |= {"uniform_decode_cudagraph_sizes": {}} | ({} if piecewise else {"cudagraph_sizes": {}})
-    vars(manager).update(left)
+        values |= {"uniform_decode_cudagraph_sizes": {}} | ({} if piecewise else {"cudagraph_sizes": {}})
+    vars(manager).update(values)
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
@@ -281,7 +282,7 @@ def needs() -> tuple[Need, ...]:
 
 
 def _claims_too_much(deployment: Deployment) -> Fact:
-    """An attention backend claims graphs of decodes with drafts and takes them for prompts."""
+    """Tell if an attention backend claims graphs of decodes with drafts but takes them for prompts."""
     from vllm_graphfix.deployment import Fact
 
     shared = deployment.shares_the_context()
@@ -298,15 +299,15 @@ def _claims_too_much(deployment: Deployment) -> Fact:
 
 
 def _unsupported(deployment: Deployment, shape: str) -> Fact:
-    """An attention backend supports no graphs of decodes with drafts."""
+    """Tell if an attention backend supports no graphs of decodes with drafts."""
     from vllm_graphfix.deployment import Fact
 
     if shape == _BY_CLASS:
         return _claims_too_much(deployment)
     as_prompts, together = deployment.drafts_as_prompts(), deployment.prompts_in_full_graphs()
     if as_prompts.holds is False and together.holds is not False:
-        told = "whether the attention backend supports graphs of prompts (cudagraph_mode FULL)"
-        return Fact(None, told if together.holds else together.told)
+        reason = "whether the attention backend supports graphs of prompts (cudagraph_mode FULL)"
+        return Fact(None, reason if together.holds else together.told)
     return as_prompts
 
 
@@ -315,7 +316,7 @@ FIX = fix(
     runner="V2",
     diagnose=diagnose,
     surroundings=(
-        # The mode of the graphs, and whether the backends are asked.
+        # The mode of the graphs, and the question to the backends
         Slice(
             _RUNNER,
             "GPUModelRunner.initialize_kv_cache",
@@ -325,7 +326,7 @@ FIX = fix(
             Slice(_ATTENTION, function, "cg_support min_cg_support", Verdict.FIXED)
             for function in ("get_attn_cg_support", "init_attn_backend")
         ),
-        # The graphs that the backends claim.
+        # The graphs that the backends claim
         Slice(_TRITON_MLA, "TritonMLABackend.get_builder_cls", only_for=Verdict.FIXED),
         *(
             Slice(
@@ -336,7 +337,7 @@ FIX = fix(
             )
             for name in ("cutlass_mla", "flashmla")
         ),
-        # What is captured, with what, and what is replayed.
+        # The choice of captures and replays, and the groups
         *(
             Slice(_RUNNER, f"GPUModelRunner.{name}", names, Verdict.AFFECTED)
             for name, names in (
@@ -346,7 +347,7 @@ FIX = fix(
             )
         ),
         *(
-            Slice(_GRAPHS, name, _KEPT, Verdict.AFFECTED)
+            Slice(_GRAPHS, name, _CAPTURE_STATE, Verdict.AFFECTED)
             for name in (
                 "CudaGraphManager.capture",
                 "CudaGraphManager.dispatch",
@@ -358,7 +359,7 @@ FIX = fix(
             )
         ),
         Slice(_ATTENTION, "build_attn_metadata", "attn_metadata_builder", Verdict.AFFECTED),
-        # It decides what of `fixed` is open, no verdict.
+        # It decides on the open case of `fixed`, not on the verdict
         Slice(
             _FLASHINFER,
             "FlashInferMetadataBuilder.get_cudagraph_support",
@@ -367,7 +368,7 @@ FIX = fix(
         ),
         Slice(_BACKEND, "AttentionMetadataBuilder._init_reorder_batch_threshold", only_for=Verdict.AFFECTED),
     ),
-    wordings=(_ASKED, _LEAST, _RESOLVED, _MADE),
+    wordings=(_SUPPORT_OF_BUILDER, _LEAST, _RESOLVED, _MADE),
     corrections=patches,
     modules=(_GRAPHS_MODULE,),
     events=(UNSUPPORTED_GRAPH,),

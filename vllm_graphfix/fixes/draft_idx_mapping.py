@@ -1,4 +1,4 @@
-"""`draft-idx-mapping`: padded rows of a draft graph write to no request's draft logits (PR 47066)."""
+"""`draft-idx-mapping`: padded rows of a draft graph do not write to a request's draft logits (PR 47066)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROPOSE = {
     "autoregressive": "AutoRegressiveSpeculator",
     "target_dependent_ar": "TargetDependentARSpeculator",
 }
-"""The speculators that fill these buffers in `propose`, by folder, from 0.23.0 on."""
+"""The speculators that fill the buffers in `propose`, by folder, from 0.23.0 on."""
 _INHERIT = {
     "mtp": "MTPSpeculator",
     "gemma4": "Gemma4Speculator",
@@ -36,18 +36,18 @@ _INHERIT = {
     "dflash": "DFlashSpeculator",
     "dspark": "DSparkSpeculator",
 }
-"""The ones that leave it to those."""
+"""Speculators that inherit that from them."""
 _GUMBEL = "vllm/v1/worker/gpu/sample/gumbel.py"
 _SAMPLERS = ("gumbel_block_argmax", "_gumbel_sample_kernel")
-"""The functions that store a row's logits; the first that there is counts."""
+"""The functions that store a row's logits; the first that exists counts."""
 _OWNERS = {_BASE: ("DraftModelSpeculator", "_copy_request_inputs"), _EAGLE: ("EagleSpeculator", "propose")}
-"""The class with the buffers, and its function that fills them for a batch; by file."""
+"""The class with the buffers, and its function that fills them for a batch, by file."""
 _MAPPED = (
     "self.idx_mapping[:num_reqs].copy_(idx_mapping)",
     "self.idx_mapping[:num_reqs].copy_(input_batch.idx_mapping)",
     "idx_mapping.copy_(input_batch.idx_mapping)",
 )
-"""One of these copies the request of each row into its buffer."""
+"""Copies of the rows' requests into the buffer; one of them."""
 _PADDED = "self.idx_mapping[num_reqs:].fill_(-1)"
 _ALL_PADDED = "self.idx_mapping.fill_(-1)"
 """A dummy run has no requests."""
@@ -63,7 +63,7 @@ _STORED = tuple(
         ("logits_cache", "logits_cache_stride_0", "col * logits_cache_stride_1 + "),
     )
 )
-"""The logits of a row go to its request; the mask may go on."""
+"""Stores of a row's logits at its request; the mask may continue."""
 _LOADED = tuple(
     loaded
     for more, other in (("", ""), (", mask=is_valid_req, other=0.0", ", mask=is_valid_req, other=0"))
@@ -74,8 +74,7 @@ _LOADED = tuple(
 )
 _OF_DFLASH = "tl.store(out_sample_idx_mapping_ptr + block, {}, mask=mask)"
 _SPARE = "_graphfix_spare_row"
-"""The attribute that tells the row which no request has: of a speculator with such a row, and of a tensor that it gives
-to a function."""
+"""The attribute with the index of the spare row, of a speculator and of a tensor that it passes to a function."""
 
 ROWS_PADDED_WITH_REQUESTS = Event(
     "rows-padded-with-requests",
@@ -85,7 +84,7 @@ ROWS_PADDED_WITH_REQUESTS = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the requests that padded rows stand for, and whether logits are stored for such a row."""
+    """Find the requests of padded rows, and if logits are stored for such rows."""
     path = next(
         (path for path, (owner, _) in _OWNERS.items() if source.contains_word(path, "draft_logits", of=owner)), None
     )
@@ -96,8 +95,8 @@ def diagnose(source: Source) -> Diagnosis:
     kernel = next(filter(None, (source.function(_GUMBEL, name) for name in _SAMPLERS)), None)
     if copy is not None and kernel is not None:
         padded = copy.find_unique(_PADDED)
-        left_out = _leaves_rows_out(kernel) and _samples_as_mapped(source, path) and _pads_dflash(source, path, -1)
-        if padded and _is_done_if_sampled(copy, padded) and left_out:
+        unsampled = _leaves_rows_out(kernel) and _samples_as_mapped(source, path) and _pads_dflash(source, path, -1)
+        if padded and _is_done_if_sampled(copy, padded) and unsampled:
             return Diagnosis.fixed("padded rows have no request, and are not sampled", copy.at(padded))
         mapped = copy.find(*_MAPPED)
         every_row = any(kernel.find_unique(f"{stored})") for stored in _STORED) and not kernel.contains_name(
@@ -114,7 +113,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _is_done_if_sampled(copy: Function, padded: ast.stmt | ast.expr) -> bool:
-    """Tell if *padded* is carried out in each step that keeps the logits of drafts, or else all rows are -1."""
+    """Tell if *padded* runs in each step that stores logits of drafts, unless all rows become -1."""
     import ast
 
     blocks = [copy.node.body]
@@ -136,7 +135,7 @@ def _leaves_rows_out(kernel: Function) -> bool:
 
 
 def _samples_as_mapped(source: Source, path: str) -> bool:
-    """Tell if the kernel gets the requests of rows as they are, in speculators other than the first Eagle's."""
+    """Tell if the kernel gets the rows' requests unchanged, or the speculator is the first Eagle's."""
     sample = source.function(_BASE, "DraftModelSpeculator.sample_draft")
     if path == _EAGLE or sample is None:
         return path == _EAGLE
@@ -145,7 +144,7 @@ def _samples_as_mapped(source: Source, path: str) -> bool:
 
 
 def _pads_dflash(source: Source, path: str, request: int) -> bool:
-    """Tell if DFlash's padded samples get *request*; before it had such a buffer, they are padded as others are."""
+    """Tell if DFlash pads its samples with *request*; without a buffer of its own it pads as others do."""
     if not source.contains_word(_DFLASH, "sample_idx_mapping"):
         return path == _EAGLE or request == 0
     kernel = source.function(_DFLASH, "_prepare_dflash_inputs_kernel")
@@ -153,10 +152,10 @@ def _pads_dflash(source: Source, path: str, request: int) -> bool:
 
 
 def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap the speculator's `__init__`: what is looked up by request has one row more than its length tells.
+    """Wrap the speculator's `__init__`: buffers that are indexed by request get a spare row behind their visible end.
 
-    Before any graph is captured, so that it records the new addresses. The row behind the last request's is read and
-    written by kernels alone: whoever asks for the shape sees stock's.
+    This happens before any capture, so graphs record the new addresses. Only kernels access the spare row: the shapes
+    are stock's.
     """
 
     @functools.wraps(stock)
@@ -165,7 +164,7 @@ def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction
         try:
             foreign = _find_foreign(self)
             if foreign is not None and self.draft_logits is not None:
-                # It may read logits of -1, or of rows of its own, where the spare row is out of bounds.
+                # It may index by -1, or have buffers of its own, for which the spare row is out of bounds.
                 activity.step_aside("draft-idx-mapping", foreign)
             elif self.draft_logits is not None:
                 logits, temperature, seeds = map(_with_one_row_more, (self.draft_logits, self.temperature, self.seeds))
@@ -178,7 +177,7 @@ def _with_a_spare_row(stock: StockFunction, activity: Activity) -> StockFunction
 
 
 def _find_foreign(speculator: Any) -> str | None:
-    """Name the first class of *speculator* that is not vLLM's own, up to the one with the buffers."""
+    """Name the first foreign class of *speculator*, up to the one with the buffers."""
     for kind in type(speculator).__mro__:
         if kind.__module__.split(".")[0] != "vllm":
             return f"{kind.__module__}.{kind.__qualname__}"
@@ -188,16 +187,16 @@ def _find_foreign(speculator: Any) -> str | None:
 
 
 def _with_one_row_more(fresh: torch.Tensor) -> torch.Tensor:
-    """Return a copy of *fresh* with a row of zeros behind it in the same memory."""
+    """Return a copy of *fresh* that is followed by a row of zeros in memory."""
     more = fresh.new_zeros((len(fresh) + 1, *fresh.shape[1:]))
     more[:-1].copy_(fresh)
     return more[:-1]
 
 
 def _pad_before(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap `propose`: before it runs, all rows of `idx_mapping` are set to the spare row.
+    """Wrap `propose`: all rows of `idx_mapping`, (max requests,) int32, are set to the spare row before.
 
-    `propose` then writes the requests of the batch's rows into `idx_mapping`, which is (max requests,) int32.
+    `propose` then writes the requests of the batch's rows.
     """
     from torch import inference_mode  # the target is imported by now, and torch with it
 
@@ -224,10 +223,7 @@ def _pad_before(stock: StockFunction, activity: Activity) -> StockFunction:
 
 
 def _pad_behind(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap `_copy_request_inputs`: afterwards, rows behind the batch are set to the spare row.
-
-    That function does the same as `propose`, for several speculators.
-    """
+    """Wrap `_copy_request_inputs`, which fills `idx_mapping`: rows behind the batch get the spare row after it."""
     from torch import inference_mode
 
     padded_rows, corrects = activity.counter(ROWS_PADDED_WITH_REQUESTS), activity.corrects
@@ -243,7 +239,7 @@ def _pad_behind(stock: StockFunction, activity: Activity) -> StockFunction:
                     with inference_mode():
                         self.idx_mapping[num_reqs:].fill_(spare)
                     if hasattr(self, "sample_idx_mapping"):
-                        # DFlash's, which is filled by a function that knows no speculator.
+                        # DFlash fills it in a function without access to the speculator: see `_pad_samples`.
                         setattr(self.sample_idx_mapping, _SPARE, spare)
             else:
                 writes_logits = self.draft_logits is not None
@@ -257,10 +253,9 @@ def _pad_behind(stock: StockFunction, activity: Activity) -> StockFunction:
 
 
 def _pad_samples(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap DFlash's `prepare_dflash_inputs`: samples behind the batch's belong to the spare row.
+    """Wrap DFlash's `prepare_dflash_inputs`: samples behind the batch get the spare row, on stock request 0.
 
-    On stock these tokens belong to request 0. DFlash's buffer `sample_idx_mapping` is (max requests * draft tokens,)
-    int32.
+    DFlash's buffer `sample_idx_mapping` is (max requests * draft tokens,) int32.
     """
     import inspect
 
@@ -286,16 +281,15 @@ def _pad_samples(stock: StockFunction, activity: Activity) -> StockFunction:
 
 
 _MANAGERS = ("decode_cudagraph_manager", "query_cudagraph_manager", "cudagraph_manager")
-"""The names by which speculators have the manager of the graphs that sample drafts behind the first token, or all
-drafts."""
+"""Attributes of speculators with the manager of the graphs that sample drafts after the first token, or all drafts."""
 
 
 _SIZES = "_graphfix_sizes"
-"""The attribute of a manager with the number of its graphs, their numbers of requests, and the largest of these."""
+"""The attribute of a manager that caches the number of its graphs, their numbers of requests, and the largest."""
 
 
 def _has_padded_rows(speculator: Any, requests: int) -> bool:
-    """Tell if so many requests are drafted for in a full graph that has more rows. Runs at every step."""
+    """Tell if drafts for *requests* run in a full graph that has more rows. Called at every step."""
     for name in _MANAGERS:
         manager = getattr(speculator, name, None)
         if manager is not None:
@@ -304,7 +298,7 @@ def _has_padded_rows(speculator: Any, requests: int) -> bool:
         return False
     captured = len(manager.graphs)
     known = getattr(manager, _SIZES, None)
-    # Graphs are only ever added to a manager: as many are the same ones.
+    # Managers never drop graphs: the same number means the same graphs.
     if known is None or known[0] != captured:
         sizes = {descriptor.num_reqs for descriptor in manager.graphs}
         known = captured, sizes, max(sizes, default=0)
@@ -345,7 +339,7 @@ def needs() -> tuple[Need, ...]:
 
 
 def _sampled_drafts(deployment: Deployment, _: str) -> Fact:
-    """Drafts are sampled, and not the likeliest tokens: their logits are kept for the rejection sampler."""
+    """Tell if drafts are sampled, so that their logits are stored for the rejection sampler."""
     import json
 
     from vllm_graphfix.deployment import Fact
@@ -369,13 +363,13 @@ FIX = fix(
     runner="V2",
     diagnose=diagnose,
     surroundings=(
-        # The request of each row, and of rows behind the batch.
+        # The requests of rows, and of rows behind the batch
         Slice(_BASE, "DraftModelSpeculator._copy_request_inputs", "idx_mapping"),
         Slice(_EAGLE, "EagleSpeculator.propose", "idx_mapping"),
         Slice(_DFLASH, "_prepare_dflash_inputs_kernel", "out_sample_idx_mapping_ptr"),
-        # The row whose logits are stored.
+        # The store of logits
         *(Slice(_GUMBEL, sampler, "req_state_idx is_valid_req") for sampler in _SAMPLERS),
-        # Buffers with a place for each request, and who else reads and writes them.
+        # The buffers with a row for each request, and every other access
         Slice(_BASE, "DraftModelSpeculator", "idx_mapping draft_logits temperature seeds", Verdict.AFFECTED),
         Slice(_EAGLE, "EagleSpeculator", "idx_mapping draft_logits temperature seeds", Verdict.AFFECTED),
         Slice(f"{_FOLDER}/autoregressive/speculator.py", "", "idx_mapping draft_logits", Verdict.AFFECTED),
@@ -383,7 +377,7 @@ FIX = fix(
             Slice(f"{_FOLDER}/{folder}/speculator.py", f"{name}.propose", "idx_mapping", Verdict.FIXED)
             for folder, name in _PROPOSE.items()
         ),
-        # Speculators that put in requests, or sample, by themselves.
+        # Overrides of mapping and sampling
         *(
             Slice(f"{_FOLDER}/{folder}/speculator.py", f"{name}.{method}")
             for folder, name in (_PROPOSE | _INHERIT).items()

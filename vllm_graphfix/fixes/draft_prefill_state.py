@@ -55,7 +55,7 @@ CAPTURED_STATE_REUSED = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find whose states the draft's prefill is captured on: the target's captured ones, a pair, or its own."""
+    """Find the states for the capture of the draft's prefill: the target's captured ones, a pair, or its own."""
     in_a_way = "the draft's prefill gets its attention states in a way"
     capture = source.function(EAGLE, "PrefillEagleCudaGraphManager.capture")
     if capture is not None:
@@ -98,7 +98,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _capture_and_remember_the_factory(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `CudaGraphManager.capture`: the states it returns can be built again."""
+    """Wrap `CudaGraphManager.capture`: the returned states can be built again."""
 
     @functools.wraps(stock)
     def capture(self: Any, create_forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,10 +115,10 @@ def _capture_and_remember_the_factory(stock: StockFunction, activity: Activity) 
 
 
 def _capture_on_untouched_states(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `PrefillEagleCudaGraphManager.capture`: each pass of the draft gets a state built for it.
+    """Wrap `PrefillEagleCudaGraphManager.capture`: each pass of the draft gets a state of its own.
 
-    Counted are full graphs whose state had a consumed plan before the draft's own passes; where this only counts, also
-    those on states that nobody can build again.
+    Full graphs count if the plan of their state was consumed before the draft's own passes; while observing, also on
+    states that cannot be built again.
     """
     reused_states, corrects = activity.counter(CAPTURED_STATE_REUSED), activity.corrects
 
@@ -140,7 +140,7 @@ def _capture_on_untouched_states(stock: StockFunction, activity: Activity) -> St
 
 
 def _untouched_states(states: Any, activity: Activity) -> UntouchedStates | None:
-    """None for states of somebody who did not go through `CudaGraphManager.capture`: there is no target to stand on."""
+    """Wrap *states*; None unless `CudaGraphManager.capture` returned them, since others cannot be built again."""
     try:
         return UntouchedStates(states, activity) if isinstance(states, RebuildableStates) else None
     except Exception as error:
@@ -149,7 +149,7 @@ def _untouched_states(states: Any, activity: Activity) -> UntouchedStates | None
 
 
 def _descriptors_with_consumed_plans(states: Any, activity: Activity) -> list[Any]:
-    """FULL descriptors whose captured state has a plan already: to be asked before the draft's own passes make one."""
+    """Return the FULL descriptors whose state has a plan. To be called before the draft's own passes make one."""
     if not isinstance(states, dict):
         return []
     try:
@@ -160,7 +160,7 @@ def _descriptors_with_consumed_plans(states: Any, activity: Activity) -> list[An
 
 
 def _count_captured(reused_states: Counter, consumed: list[Any], manager: Any) -> None:
-    """Counts those of *consumed* that *manager* has captured. Never raises."""
+    """Count those of *consumed* that *manager* has captured. Never raises."""
     with suppress(Exception):
         reused_states.count += sum(descriptor in manager.graphs for descriptor in consumed)
 
@@ -188,7 +188,7 @@ FIX = fix(
         Slice(_PACKAGE, "init_speculator", "cudagraph_manager", Verdict.ABSENT),
         Slice(_OLDER, "EagleCudaGraphManager", "attn_states", Verdict.ABSENT),
         Slice(EAGLE, "EagleCudaGraphManager.capture", "create_forward_fn attn_metadata", Verdict.ABSENT),
-        # The draft's passes on states of the target.
+        # The draft's passes on states of the target
         *(
             Slice(EAGLE, f"{kind}EagleCudaGraphManager.capture", "attn_state attn_metadata create_forward_fn")
             for kind in ("Prefill", "Decode")
@@ -199,14 +199,14 @@ FIX = fix(
             "attn_states attn_state_pair attn_state attn_metadata create_forward_fn warmup",
             Verdict.FIXED,
         ),
-        # The way of the states from the target's manager to the draft's, and of the metadata into its kernels.
+        # The way of the states to the draft's manager, and of the metadata to its kernels
         Slice(_RUNNER, "GPUModelRunner.capture_model", "captured_attn_states cudagraph_manager", Verdict.AFFECTED),
         Slice(_SPECULATOR, "EagleSpeculator.capture", "attn_states", Verdict.AFFECTED),
         Slice(_SPECULATOR, "EagleSpeculator.prefill", "attn_metadata", Verdict.AFFECTED),
         Slice(_SPECULATOR, "EagleSpeculator.init_cudagraph_manager", "prefill_cudagraph_manager", Verdict.AFFECTED),
         Slice(_DRAFT_SPECULATOR, "AutoRegressiveSpeculator.capture", "attn_states", Verdict.FIXED),
     ),
-    # Taken of the target, or of a pair: the patterns tell which.
+    # The state of the target, or one of a pair
     wordings=(
         *WORDINGS,
         "attn_state = full_cg_attn_states[desc]",

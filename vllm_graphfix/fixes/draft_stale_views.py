@@ -33,7 +33,7 @@ _SPECULATORS = (
     (_SPECULATOR, "AutoRegressiveSpeculator"),
     (f"{_SPEC_DECODE}/target_dependent_ar/speculator.py", "TargetDependentARSpeculator"),
 )
-"""The class that drafts, before and after it was moved."""
+"""The speculator at its old and its new place."""
 _PACKAGE = f"{_SPEC_DECODE}/__init__.py"
 _OLDER = f"{_SPEC_DECODE}/eagle_cudagraph.py"
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
@@ -56,7 +56,7 @@ VIEWS_OF_ANOTHER_BATCH = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find whose states the draft's prefill is captured on: a pair of the target's, or its own."""
+    """Find the states for the capture of the draft's prefill: a pair of the target's, or its own."""
     in_a_way = "the draft's prefill gets its attention states in a way"
     capture = source.function(DRAFT_MANAGERS[0], _DRAFT)
     if capture is not None:
@@ -90,10 +90,9 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 class _PairsOfOwnStates(dict[Any, Any]):
-    """Pairs of attention states by descriptor, where every look-up of a FULL descriptor builds the states anew.
+    """Pairs of attention states by descriptor, of which each look-up of a FULL descriptor builds a new one.
 
-    The draft looks its pair up once before each of its passes. Both of the pair are the one state that was built: a
-    pass takes one of them.
+    The draft looks up its pair before each pass and uses one of it, so both are the same new state.
     """
 
     def __init__(self, pairs: RebuildableStates, manager: Any, activity: Activity) -> None:
@@ -115,9 +114,9 @@ class _PairsOfOwnStates(dict[Any, Any]):
 
 
 def _capture_and_remember_what_prepares(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `ModelCudaGraphManager.capture`: the pairs that it returns can be built again.
+    """Wrap `ModelCudaGraphManager.capture`: the returned pairs can be built again.
 
-    Not by its factory, which also chooses the adapters for the target's next pass.
+    That does not use its factory, which would also select adapters for the target's next pass.
     """
     signature = inspect.signature(stock)
 
@@ -142,9 +141,9 @@ def _capture_and_remember_what_prepares(stock: StockFunction, activity: Activity
 
 
 def _capture_on_states_of_its_own(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `PrefillSpeculatorCudaGraphManager.capture`: each pass of the draft gets a state built for it.
+    """Wrap `PrefillSpeculatorCudaGraphManager.capture`: each pass of the draft gets a state of its own.
 
-    Counted are the full graphs that the draft has captured, but for the batch that the target has prepared last.
+    The full graphs of the draft count, except for the batch that the target has prepared last.
     """
     stale_views, corrects = activity.counter(VIEWS_OF_ANOTHER_BATCH), activity.corrects
 
@@ -159,7 +158,7 @@ def _capture_on_states_of_its_own(stock: StockFunction, activity: Activity) -> S
 
 
 def _rebuilt(pairs: Any, manager: Any, activity: Activity) -> Any:
-    """*pairs* itself where somebody has made them who did not go through `ModelCudaGraphManager.capture`."""
+    """Wrap *pairs*; return them as they are unless `ModelCudaGraphManager.capture` returned them."""
     try:
         return _PairsOfOwnStates(pairs, manager, activity) if isinstance(pairs, RebuildableStates) else pairs
     except Exception as error:
@@ -168,10 +167,7 @@ def _rebuilt(pairs: Any, manager: Any, activity: Activity) -> Any:
 
 
 def _count_captured(stale_views: Counter, pairs: Any, manager: Any) -> None:
-    """Counts the FULL descriptors that *manager* has captured and whose batch is not that of the last of *pairs*.
-
-    Never raises.
-    """
+    """Count the captured FULL descriptors whose batch is not that of the last of *pairs*. Never raises."""
     with suppress(Exception):
         *_, last = pairs
         stale_views.count += sum(
@@ -204,7 +200,7 @@ FIX = fix(
         Slice(_PACKAGE, "init_speculator", "cudagraph_manager", Verdict.ABSENT),
         Slice(_OLDER, "EagleCudaGraphManager", "attn_states", Verdict.ABSENT),
         Slice(EAGLE, "EagleCudaGraphManager", "attn_states", Verdict.ABSENT),
-        # The draft's passes, on the pairs of the target or on states of their own.
+        # The draft's passes, on pairs of the target or on states of their own
         Slice(
             DRAFT_MANAGERS[0],
             _DRAFT,
@@ -212,13 +208,13 @@ FIX = fix(
             Verdict.AFFECTED,
         ),
         *OWN_STATES,
-        # The manager that the speculator constructs.
+        # The manager that the speculator constructs
         *(Slice(path, f"{owner}.init_cudagraph_manager", "prefill_cudagraph_manager") for path, owner in _SPECULATORS),
-        # The way of the pairs from the target's manager to the draft's, and of the metadata into its kernels.
+        # The way of the pairs to the draft's manager, and of the metadata to its kernels
         Slice(_RUNNER, "GPUModelRunner.capture_model", "attn_states cudagraph_manager", Verdict.AFFECTED),
         Slice(_SPECULATOR, "AutoRegressiveSpeculator.capture", "attn_states", Verdict.AFFECTED),
         Slice(_SPECULATOR, "AutoRegressiveSpeculator._prefill", "attn_metadata", Verdict.AFFECTED),
-        # The buffers that the metadata are views of.
+        # The buffers behind the metadata's views
         Slice(_BATCH, "InputBatch.make_dummy", "query_start_loc seq_lens", Verdict.AFFECTED),
     ),
     wordings=WORDINGS,

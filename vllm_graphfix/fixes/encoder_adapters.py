@@ -70,7 +70,7 @@ _CALLERS = frozenset(
         ("vllm.v1.worker.gpu.mm.encoder_runner", "execute_mm_encoder"),
     }
 )
-"""Of these it is known that they encode without a graph where they get nothing from one."""
+"""Callers that are known to encode without a graph where `execute` returns None."""
 
 ENCODED_WITH_ADAPTERS = Event(
     "encoder-graph-with-adapters",
@@ -80,7 +80,7 @@ ENCODED_WITH_ADAPTERS = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the order in which images are encoded in graphs, and whether encoders with adapters have graphs at all."""
+    """Find the order in which graphs encode images, and if encoders with adapters have graphs at all."""
     if not source.contains_word(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
         return Diagnosis.absent("no CUDA graphs of encoders")
     local, encode = source.function(_MANAGER, _LOCAL), source.function(RUNNER, ENCODE)
@@ -94,7 +94,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.fixed("encoders that take adapters have no graphs", make.at(refused[0]))
     if local is None or refused or refused_v2 or not any(each and _goes_by_size(each) for each in by_size):
         return Diagnosis.unrecognised("images with adapters are encoded in a way", local or _MANAGER)
-    # Elsewhere None in place of embeddings would end in an error, or be taken for right.
+    # Without this fallback, None in place of embeddings would be an error, or be taken for a result.
     if not (encode and falls_back(encode) and (not in_v2 or (encode_v2 and falls_back_v2(encode_v2)))):
         in_a_way = "images are encoded without a graph in a way"
         return Diagnosis.unrecognised(in_a_way, encode or RUNNER, defect_seen=True)
@@ -106,7 +106,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _makes_none(runner: Function, make: Function, refused: ast.stmt | ast.expr) -> bool:
-    """Tell whether *refused* is in the block that makes the graphs, before that, and nothing else makes any."""
+    """Tell if *refused* stands before the only code that makes graphs, in its block."""
     made = make.find_unique(_MADE)
     return (
         made is not None and make.in_one_block(refused, made) and len(runner.find("EncoderCudaGraphManager(...)")) == 1
@@ -114,17 +114,17 @@ def _makes_none(runner: Function, make: Function, refused: ast.stmt | ast.expr) 
 
 
 def _goes_by_size(local: Function) -> bool:
-    """Tell whether images are sorted by size, and encoded in that order."""
+    """Tell if images are sorted by size, and encoded in that order."""
     return any(local.always(each) for each in _SORTED) and local.used_only_in(
         "sorted_indices", *_SORTED, "for orig_idx in sorted_indices:\n    ..."
     )
 
 
 def _encode_without_a_graph(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `EncoderCudaGraphManager.execute(self, mm_kwargs)`, which model runners call for images of one kind.
+    """Wrap `EncoderCudaGraphManager.execute(self, mm_kwargs)`, which model runners call for images of one kind.
 
-    Both take None as a sign to encode without a graph, for which the adapters have been told in the order of the
-    images, but where each rank encodes some of them. All ranks are told the same adapters.
+    Both runners encode without a graph if it returns None. The adapters are set in the order of the images for that,
+    except where each rank encodes a share of them. All ranks have the same adapters, and so decide alike.
     """
     met, corrects = activity.counter(ENCODED_WITH_ADAPTERS), activity.corrects
 
@@ -150,12 +150,12 @@ def _encode_without_a_graph(stock: StockFunction, activity: Activity) -> StockFu
 
 
 def _encodes_without_a_graph(manager: Any) -> bool:
-    """Tell a layer around `execute` whether that returns None for *manager*, in the call that the layer is in."""
+    """Tell an outer layer of `execute` if that returns None for *manager* in the running call."""
     return _may_have_adapters(manager.model) and is_called_from(sys._getframe(1), _CALLERS)
 
 
 def _may_have_adapters(model: Any) -> bool:
-    """Whether kernels in the encoder or in what connects it may apply an adapter: with none, they end at once."""
+    """Tell if kernels in the encoder or its connector may apply an adapter; without one, they end at once."""
     adapters = getattr(model, "lora_manager", None)
     if adapters is None or not getattr(adapters, "supports_tower_connector_lora", False):
         return False
@@ -165,13 +165,12 @@ def _may_have_adapters(model: Any) -> bool:
 
 
 def _has_no_adapter(wrapper: Any) -> bool:
-    """Whether the kernels under *wrapper* were told that no row has an adapter. The number is the host's."""
+    """Tell if the kernels of *wrapper* are set to no adapter in any row. The flag is on the host."""
     meta = getattr(wrapper, "token_mapping_meta", None)  # other platforms have another wrapper
     return meta is not None and bool(meta.no_lora_flag_cpu.item())
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment.needs import Need, on_runners, unseen
 
     adapters, encoders = "--enable-lora", "--enable-tower-connector-lora"
@@ -201,17 +200,17 @@ FIX = fix(
     "encoder-adapters",
     diagnose=diagnose,
     surroundings=(
-        # Graphs of encoders, and whether any are made where there are adapters.
+        # The making of encoder graphs, and its refusal with adapters
         Slice(RUNNER, "", "enable_tower_connector_lora"),
         Slice(RUNNER, "GPUModelRunner.capture_model", "lora_config enable_tower_connector_lora"),
         Slice(_STATE_V2, _MAKE_V2, "enable_encoder_cuda_graph lora_config"),
-        # Adapters that the graphs might be refused for, or told of in the order of the images.
+        # Possible refusals elsewhere, or adapters in the order of the images
         Slice(_MANAGER, "", _LORA, Verdict.AFFECTED),
         Slice(_MANAGER, _LOCAL, _LORA, Verdict.AFFECTED),
         Slice(_MANAGER, _EXECUTE, "_execute_local result", Verdict.AFFECTED),
         Slice(RUNNER, ENCODE, "set_active_adapters", Verdict.AFFECTED),
         Slice(RUNNER_V2, ENCODE_V2, _LORA, Verdict.AFFECTED),
-        # By these the fix knows whether a step has an adapter.
+        # The data by which the fix detects a step with an adapter
         Slice(_ADAPTERS, "LoRAModelManager.__init__", "lora_manager", Verdict.AFFECTED),
         Slice(_ADAPTERS, "LoRAModelManager._maybe_init_mm", "punica_wrapper_mapping", Verdict.AFFECTED),
         Slice(_META, "LoRAKernelMeta.prepare_tensors", "no_lora_flag_cpu no_lora", Verdict.AFFECTED),

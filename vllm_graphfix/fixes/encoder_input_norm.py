@@ -1,4 +1,4 @@
-"""`encoder-input-norm`: images that a model normalises on the device are so before graphs get them (PR 55370)."""
+"""`encoder-input-norm`: images are normalised on the device before graphs of the encoder get them (PR 55370)."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ _CLASS = "EncoderCudaGraphManager"
 _EXECUTE = f"{_CLASS}.execute"
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
-"""These models are given images and videos by these names, as bytes of (patches, channels x frames x pixels)."""
+"""The keywords with images and videos, as bytes of (patches, channels x frames x pixels)."""
 _ARCHITECTURES = frozenset(
     {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "JinaVLForRanking"}
 )
-"""What is served by the two classes, or by one that inherits all of this, and makes the normalisation, too."""
+"""Architectures of the two classes, and of a subclass that inherits all of this and makes the normalisation."""
 
 _MADE = "self.input_norm = FusedInputNorm.from_model_config(self.model_config)"
 _NORMALISED = "{pixels} = self.input_norm({pixels}, self.visual.dtype)"
-_FOUND = """
+_PIXELS_BY_MODALITY = """
 if self.get_input_modality(mm_kwargs) == "image":
     pixel_values = mm_kwargs["pixel_values"]
 else:
@@ -58,7 +58,7 @@ _IN_A_GRAPH = "return self.visual(pixel_values, None, encoder_metadata=metadata)
 _WITHOUT_A_GRAPH = "return self.visual(pixel_values, grid_thw)"
 _IN_THE_ENCODER = "{states} = self.input_norm(x.to(device=self.device), self.dtype)"
 _IMAGES = "pixel_values values selected_pv visual"
-"""What images are called on their way through a model."""
+"""Names of images on their way through a model."""
 _EMBEDDED = "{states} = self.patch_embed({states})"
 _CONVERTED = "{states} = x.to(device=self.device, dtype=self.dtype)"
 _SLICE = "pixel_values[cum_patches[i] : cum_patches[i + 1]]"
@@ -126,7 +126,7 @@ _MANAGED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("_copy_padded_buffer", "src", ("dst[: src.shape[0]].copy_(src)",)),
 )
-"""All that the manager does with images, by method and variable: whatever else it did might normalise them."""
+"""All uses of images in the manager, by method and variable: any other use might normalise them."""
 _MANAGER_METHODS = tuple(dict.fromkeys(name for name, *_ in _MANAGED if name != "execute"))
 _MODEL_METHODS = (
     "_get_grid_thw_by_modality",
@@ -146,22 +146,22 @@ _MODEL_METHODS = (
     "prepare_encoder_cudagraph_replay_buffers",
     "select_encoder_cudagraph_items",
 )
-"""Methods of a model that get images on the way to its encoder, with graphs and without."""
+"""Methods of a model on the way of images to its encoder, with graphs and without."""
 _CALLERS = tuple(
     (path.removesuffix(".py").replace("/", "."), name.rpartition(".")[2])
     for path, name in ((RUNNER, ENCODE), (RUNNER_V2, ENCODE_V2))
 )
-"""The two functions that hand the manager the very images that they would hand the model."""
+"""The two functions that pass the manager the same images that they would pass the model."""
 
 
 class _Model(NamedTuple):
-    """A model that may normalise images on the device, and where."""
+    """A model that may normalise images on the device, with the code that does."""
 
     path: str
     name: str
     encoder: str
     states: str
-    """What its encoder's `forward` calls the images."""
+    """The name of the images in its encoder's `forward`."""
 
     @property
     def module(self) -> str:
@@ -221,7 +221,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _normalises_itself(source: Source, model: _Model) -> str | None:
-    """The place where the encoder of *model* normalises whatever it is given, before it embeds it, and nobody else."""
+    """Return the place where the encoder of *model* normalises its input before embedding it, if no other code does."""
     forward = source.function(model.path, f"{model.encoder}.forward")
     around = [model.method(source, f"_process_{kind}_input") for kind in ("image", "video")]
     if forward is None or any(each is None or each.contains_name("input_norm") for each in around):
@@ -233,7 +233,7 @@ def _normalises_itself(source: Source, model: _Model) -> str | None:
 
 
 def _only_hands_images_on(source: Source) -> bool:
-    """Tell if the manager selects, copies and hands on images, and does nothing else with them."""
+    """Tell if the manager only selects, copies and passes on images."""
     methods = {name: source.function(_MANAGER, f"{_CLASS}.{name}") for name, *_ in _MANAGED}
     return all(
         method is not None and method.used_only_in(variable, *patterns)
@@ -243,7 +243,7 @@ def _only_hands_images_on(source: Source) -> bool:
 
 
 def _encodes_as_batched(encode: Function, *calls: str) -> bool:
-    """Tell if a model runner's *encode* makes *calls* with each batch as it was grouped."""
+    """Tell if a model runner's *encode* makes *calls* with each batch as grouped."""
     return (
         len(encode.find_each(_BATCHES, *calls)) == len(calls) + 1
         and encode.mentions(mm_kwargs_batch=len(calls) + 1)
@@ -252,13 +252,13 @@ def _encodes_as_batched(encode: Function, *calls: str) -> bool:
 
 
 def _embeds_at_once(encode: Function, states: str) -> bool:
-    """Tell if an encoder's `forward` does nothing with images before it embeds them."""
+    """Tell if an encoder's `forward` embeds images without any step before."""
     parts = encode.find_sequence(_CONVERTED.format(states=states), _EMBEDDED.format(states=states), at_once=True)
     return bool(parts) and parts[0] in encode.node.body and encode.find("x")[0].lineno >= parts[0].lineno
 
 
 def _leaves_graphs_out(source: Source, model: _Model) -> bool:
-    """Whether *model* normalises images when it encodes them without graphs, and no other way to its encoder does."""
+    """Tell if *model* normalises images on the way without graphs, and on no other way to its encoder."""
     make, pixels = model.method(source, "__init__"), model.method(source, "_get_pixel_values_by_modality")
     image, video = (model.method(source, f"_process_{kind}_input") for kind in ("image", "video"))
     replay = model.method(source, "prepare_encoder_cudagraph_replay_buffers")
@@ -273,8 +273,8 @@ def _leaves_graphs_out(source: Source, model: _Model) -> bool:
         and video
         and video.find_unique(_NORMALISED.format(pixels="pixel_values_videos"))
         and pixels
-        and pixels.find_each(_FOUND, "return pixel_values")
-        and pixels.used_only_in("pixel_values", _FOUND, "return pixel_values")
+        and pixels.find_each(_PIXELS_BY_MODALITY, "return pixel_values")
+        and pixels.used_only_in("pixel_values", _PIXELS_BY_MODALITY, "return pixel_values")
         and select
         and select.used_only_in("pixel_values", f"pixel_values = {_TAKEN}", "pixel_values[:0]", _SLICE)
         and select.used_only_in("selected_pv", _SELECTED, _SELECTED_IMAGES, _SELECTED_VIDEOS)
@@ -295,30 +295,30 @@ def _leaves_graphs_out(source: Source, model: _Model) -> bool:
 
 
 def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool) -> StockFunction:
-    """Wraps `EncoderCudaGraphManager.execute(self, mm_kwargs)`, which model runners call for images of one kind.
+    """Wrap `EncoderCudaGraphManager.execute(self, mm_kwargs)`, which model runners call for images of one kind.
 
-    All that follows, in graphs or too large for them, takes the images from there, on each of several ranks, too. The
-    caller's own are left as they are: where this returns None they are encoded by the model, which normalises them.
-    So it does where they cannot be normalised here, if there is a *way_back* to the model; not for want of memory,
-    which the model would want, too, and end in that error where stock goes on.
+    All encoding, in graphs or in batches too large for them, on every rank, takes the images from there. The caller's
+    images stay unchanged: if this returns None, the model encodes them and normalises them itself. With a *way_back*
+    to the model, that is the fallback where normalising fails here; but not for lack of memory, which the model would
+    need as well, and fail where stock continues.
     """
     met, corrects = activity.counter(IMAGES_NOT_NORMALISED), activity.corrects
-    foreign: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # by manager: decided once
+    foreign: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()  # by manager, decided once
 
     def may_be_normalised_elsewhere(manager: Any, images: list[Any], caller: FrameType) -> bool:
         if manager not in foreign:
             foreign[manager] = _foreign_code(manager)
-        found = foreign[manager]
-        # Bytes have been normalised by nobody, and floats perhaps: some processors of images make floats of bytes.
-        if found is None and any(image.is_floating_point() for image in images):
-            found = None if is_called_from(caller, _CALLERS) else f"{caller.f_code.co_filename}:{caller.f_code.co_name}"
-        if found is not None:
-            activity.step_aside("encoder-input-norm", found)
-        return found is not None
+        code = foreign[manager]
+        # Bytes are never normalised, floats may be: some image processors convert bytes to floats.
+        if code is None and any(image.is_floating_point() for image in images):
+            code = None if is_called_from(caller, _CALLERS) else f"{caller.f_code.co_filename}:{caller.f_code.co_name}"
+        if code is not None:
+            activity.step_aside("encoder-input-norm", code)
+        return code is not None
 
     @functools.wraps(stock)
     def execute(self: Any, mm_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = mm_kwargs
+        images = mm_kwargs
         try:
             normalise = _normalisation(self.model)
             raw = [name for name in _PIXELS if name in mm_kwargs] if normalise is not None else []
@@ -331,34 +331,34 @@ def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool
                 met.count += 1
                 if corrects:
                     dtype = self.model.visual.dtype
-                    given = {**mm_kwargs, **{name: normalise(mm_kwargs[name], dtype) for name in raw}}
+                    images = {**mm_kwargs, **{name: normalise(mm_kwargs[name], dtype) for name in raw}}
         except Exception as error:
             activity.failed(error)
             if corrects and way_back and _can_go_back(self, error):
                 return None
-            given = mm_kwargs
-        return stock(self, given, *args, **kwargs)
+            images = mm_kwargs
+        return stock(self, images, *args, **kwargs)
 
     return execute
 
 
 def _foreign_code(manager: Any) -> str | None:
-    """Name what is not stock's own between the manager's `execute` and the embedding of images; None if all is."""
+    """Name foreign code between the manager's `execute` and the embedding of images; None if there is none."""
     from torch.nn import Module
 
     model, visual = manager.model, manager.model.visual
-    found = find_override(manager, _MODULE, _CLASS, _MANAGER_METHODS)
+    override = find_override(manager, _MODULE, _CLASS, _MANAGER_METHODS)
     for each in _MODELS:
-        # Whichever of the two it inherits from: the class may have been replaced under its name.
+        # By name, since the class may have been replaced under its name.
         if any((kind.__module__, kind.__qualname__) == (each.module, each.name) for kind in type(model).__mro__):
             return (
-                found
+                override
                 or find_override(model, each.module, each.name, _MODEL_METHODS)
                 or find_override(visual, each.module, each.encoder, ("forward",))
                 or (None if type(visual).__call__ is Module.__call__ else f"{type(visual).__qualname__}.__call__")
                 or next(map(_hook_name, filter(_is_foreign_hook, visual._forward_pre_hooks.values())), None)
             )
-    return found or f"{type(model).__module__}.{type(model).__qualname__}"
+    return override or f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 def _hook_name(hook: Any) -> str:
@@ -366,28 +366,28 @@ def _hook_name(hook: Any) -> str:
 
 
 def _is_foreign_hook(hook: Any) -> bool:
-    """Tell if *hook* is not vLLM's, whose own ones trace layers."""
+    """Tell if *hook* is not one of vLLM's, which trace layers."""
     return not str(getattr(hook, "__module__", "")).startswith("vllm.")
 
 
 def _can_go_back(manager: Any, error: Exception) -> bool:
-    """Whether the model may encode alone: memory is not short, and no other rank waits for this one in its graph."""
+    """Tell if the model may encode instead: memory is not short, and no other rank waits in its graph."""
     try:
         import torch
 
         alone = manager.vllm_config.parallel_config.tensor_parallel_size == 1
         return bool(alone and not isinstance(error, torch.OutOfMemoryError))
-    except Exception:  # of a manager in another shape: it goes on as stock does
+    except Exception:  # a manager of another shape: go on as stock does
         return False
 
 
 def _normalisation(model: Any) -> Any | None:
-    """What *model* normalises images with; None if they have been, or if it is no model that does so outside."""
+    """Return the normalisation of *model*; None if images are normalised already, or not outside the encoder."""
     from vllm.model_executor.models.vision import FusedInputNorm
 
-    # A model that inherits from one of the two may never have made it.
-    found = getattr(model, "input_norm", None)
-    return found if isinstance(found, FusedInputNorm) and not found.is_identity else None
+    # A subclass of one of the two may not have made it.
+    norm = getattr(model, "input_norm", None)
+    return norm if isinstance(norm, FusedInputNorm) and not norm.is_identity else None
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
@@ -419,19 +419,19 @@ _OFF = "--no-mm-device-do-normalize"
 
 
 def _serves_such_a_model(deployment: Deployment, _: str) -> Fact:
-    """The model is one of those that normalise images on the device."""
+    """Tell if the model is one of those that normalise images on the device."""
     from vllm_graphfix.deployment import Fact
 
-    found, missing = deployment.configured("architectures")
+    architectures, missing = deployment.configured("architectures")
     if missing is not None:
         return Fact(None, missing)
-    if any(name in _ARCHITECTURES for names in found if isinstance(names, list) for name in names):
+    if any(name in _ARCHITECTURES for names in architectures if isinstance(names, list) for name in names):
         return Fact(True, f"{deployment.model} is Qwen2-VL, Qwen2.5-VL or JinaVL")
     return Fact(False, f"{deployment.model} is neither Qwen2-VL nor Qwen2.5-VL")
 
 
 def _normalises_on_the_device(deployment: Deployment, _: str) -> Fact:
-    """The normalisation has not been left to the host."""
+    """Tell if the normalisation is not left to the host."""
     from vllm_graphfix.deployment import Fact
 
     off = deployment.switched_on(_OFF)
@@ -444,7 +444,7 @@ FIX = fix(
     "encoder-input-norm",
     diagnose=diagnose,
     surroundings=(
-        # Who normalises: the encoder, the model before it encodes, or whoever hands it images.
+        # The code that normalises: encoder, model, or its callers
         *(
             part
             for model in _MODELS
@@ -470,7 +470,7 @@ FIX = fix(
                 ),
             )
         ),
-        # The way of the images through the manager, and to it.
+        # The way of the images to and through the manager
         *(
             Slice(
                 _MANAGER, f"{_CLASS}.{name}", "mm_kwargs local_mm_kwargs batch_mm_kwargs replay src", Verdict.AFFECTED

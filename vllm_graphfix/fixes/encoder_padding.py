@@ -21,7 +21,7 @@ _LAYER = "vllm/model_executor/layers/attention/mm_encoder_attention.py"
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _MODULE = "vllm.v1.worker.encoder_cudagraph"
 _HAS_FLASH_ATTENTION = "graphfix_flash_attention"
-"""The attribute of a manager in whose graphs there is FlashAttention."""
+"""The attribute of a manager whose graphs contain FlashAttention."""
 _CLASS = "EncoderCudaGraphManager"
 _CAPTURE = f"{_CLASS}._capture_budget_graph"
 _FIT = f"{_CLASS}._find_smallest_fitting_budget_given_tokens"
@@ -42,13 +42,13 @@ _WHILE_CAPTURING = tuple(
 _ZEROED = (*_IN_ANY_CASE, *_WHILE_CAPTURING)
 _WHERE_SUPPORTED = tuple("if supports_out:\n    " + zeroed.replace("\n", "\n    ") for zeroed in _ZEROED)
 _ARGUMENTS = ("kwargs = {}", "kwargs: ... = {}", 'kwargs["window_size"] = (-1, -1)')
-"""What else the kernel is given, which is not where it writes."""
+"""Other arguments of the kernel, which are not its output."""
 _SUPPORTED = "supports_out = not current_platform.is_rocm()"
 _FITTED = tuple(
     f"for budget in {budgets}:\n    if budget >= total_tokens:\n        return budget"
     for budgets in ("self.token_budgets", "budgets")
 )
-"""The graph of a batch is the smallest that fits, among all or among those of its kind."""
+"""The choice of the smallest graph that fits a batch, among all or those of its kind."""
 
 PADDED_ENCODER_GRAPH = Event(
     "padded-encoder-graph",
@@ -58,7 +58,7 @@ PADDED_ENCODER_GRAPH = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the memory that FlashAttention writes to where an encoder is captured."""
+    """Find the memory that FlashAttention writes to in the capture of an encoder."""
     if not source.contains_word(_RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
         return Diagnosis.absent("no CUDA graphs of encoders")
     attend = source.function(_OPERATOR, _ATTEND)
@@ -66,13 +66,13 @@ def diagnose(source: Source) -> Diagnosis:
     if attend is not None and launched is not None:
         is_supported = attend.always(_SUPPORTED) and attend.assigned("supports_out") == 1
         remedies = (*_ZEROED, *_WHERE_SUPPORTED) if is_supported else _ZEROED
-        # Whatever the images are: in the function's own block, before the launch.
+        # On every path: in the function's own block, before the launch.
         zeroed = [part for part in attend.find(*remedies) if attend.in_one_block(part, launched)]
-        given = attend.find('kwargs["out"]')
-        if len(zeroed) == 1 and attend.assigned("kwargs") == 1 and all(part in ast.walk(zeroed[0]) for part in given):
+        outputs = attend.find('kwargs["out"]')
+        if len(zeroed) == 1 and attend.assigned("kwargs") == 1 and all(part in ast.walk(zeroed[0]) for part in outputs):
             zeros = attend.find(*_IN_ANY_CASE)
             return Diagnosis.fixed("what a graph records writes to zeros", attend.at(zeros[0]))
-        if not given:
+        if not outputs:
             return Diagnosis.affected(
                 "FlashAttention's output is memory as it was, and the rows that pad a graph stay so",
                 attend.at(launched),
@@ -82,11 +82,11 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _capture_on_zeros(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `EncoderCudaGraphManager._capture_budget_graph`: FlashAttention is given zeros to write to.
+    """Wrap `EncoderCudaGraphManager._capture_budget_graph`: FlashAttention gets zeros as output.
 
-    The operator looks its kernel up in `fa_utils` at each call, so that another one can stand there for as long as the
-    capture takes. All others have looked it up when they were imported. The graph clears that memory in each replay.
-    To count alone, the manager is marked as one whose graphs have FlashAttention.
+    The operator looks up its kernel in `fa_utils` at each call, so it can be replaced there during the capture; other
+    users have imported it by name. The graph clears that memory in each replay. To count alone, the manager is marked
+    as one whose graphs contain FlashAttention.
     """
     corrects = activity.corrects
 
@@ -110,7 +110,7 @@ def _capture_on_zeros(stock: StockFunction, activity: Activity) -> StockFunction
 
 
 def _module_of_kernels() -> Any | None:
-    """The module in which the operator looks FlashAttention up; None on platforms other than CUDA."""
+    """Return the module in which the operator looks up FlashAttention; None on platforms other than CUDA."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -121,7 +121,7 @@ def _module_of_kernels() -> Any | None:
 
 
 def _kernel_on_zeros(kernel: StockFunction, manager: Any, activity: Activity, *, corrects: bool) -> StockFunction:
-    """The kernel, called with memory of zeros where it is given none. It takes q, k and v of (tokens, heads, size)."""
+    """Wrap the *kernel*: without an output it gets zeros. `q`, `k` and `v` are (tokens, heads, size)."""
 
     @functools.wraps(kernel)
     def flash_attn_varlen_func(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,18 +141,17 @@ def _kernel_on_zeros(kernel: StockFunction, manager: Any, activity: Activity, *,
 def count_padded_batches(
     budget: int | None, self: Any, total_tokens: int, *args: Any, **kwargs: Any
 ) -> Callable[[], None] | None:
-    """Count each replay that does not fill its graph, if FlashAttention is in it; nothing is left to correct."""
+    """Count each replay of a graph with FlashAttention that the batch does not fill; nothing remains to correct."""
     if budget is None or budget <= total_tokens or not getattr(self, _HAS_FLASH_ATTENTION, False):
         return None
-    return _leave
+    return _correct_nothing
 
 
-def _leave() -> None:
-    """Correct nothing: the graph was captured on zeros."""
+def _correct_nothing() -> None:
+    """Do nothing: the graph was captured on zeros."""
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment.needs import Need, unseen
 
     return (
@@ -173,7 +172,7 @@ def needs() -> tuple[Need, ...]:
 
 
 def _attends_by_flash_attention(deployment: Deployment, _: str) -> Fact | None:
-    """The encoder's attention is FlashAttention; None where vLLM chooses, which it is on most GPUs."""
+    """Tell if the encoder's attention is FlashAttention; None where vLLM chooses, on most GPUs FlashAttention."""
     from vllm_graphfix.deployment import Fact
 
     backend, missing = deployment.value("--mm-encoder-attn-backend")
@@ -188,18 +187,18 @@ FIX = fix(
     "encoder-padding",
     diagnose=diagnose,
     surroundings=(
-        # What the kernel is given to write to, whose output it is, and whatever else is done to that.
+        # The output of the kernel, and every other use of it
         Slice(_OPERATOR, _ATTEND, "kwargs output flash_attn_varlen_func context_layer"),
         Slice(_OPERATOR, "vit_flash_attn_wrapper", _ATTEND),
         Slice(_LAYER, "MMEncoderAttention._forward_fa", "vit_flash_attn_wrapper flash_attn_varlen_func output"),
         Slice(_MANAGER, _CAPTURE, "fa_utils flash_attn_varlen_func zeros", Verdict.AFFECTED),
-        # Graphs that are replayed for fewer tokens than they have, and the rows that are taken of them.
+        # Replays for fewer tokens than the graph has, and the rows that are taken
         Slice(_RUNNER, "GPUModelRunner._execute_mm_encoder", "encoder_cudagraph_manager", Verdict.AFFECTED),
         Slice(_MANAGER, _FIT, "budget total_tokens", Verdict.AFFECTED),
         Slice(_MANAGER, f"{_CLASS}._run_budget_graph", "output_buffer", Verdict.AFFECTED),
     ),
     wordings=(*_ARGUMENTS, *_ZEROED, *_WHERE_SUPPORTED, *_FITTED),
-    # A model may call the kernel itself, past the wrappers that clear its output.
+    # A model may call the kernel directly, past the wrappers that clear its output.
     distant_code="flash_attn_varlen_func",
     corrections=(Patch(_MODULE, _CAPTURE, _capture_on_zeros, leading=1), count_padded_batches),
     events=(PADDED_ENCODER_GRAPH,),

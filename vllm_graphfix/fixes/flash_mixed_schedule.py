@@ -1,7 +1,4 @@
-"""`flash-mixed-schedule`: FlashAttention 3's schedule is made for the kernel that a full graph launches.
-
-The graph is one of prompts and decodes.
-"""
+"""`flash-mixed-schedule`: FlashAttention 3's schedule fits the kernel in full graphs of prompts and decodes."""
 
 from __future__ import annotations
 
@@ -32,12 +29,12 @@ _OF_THE_STEP = tuple(f"scheduler_metadata = {make}(*..., max_query_len=max_query
 _OF_A_PREFIX = tuple(
     f"prefix_scheduler_metadata = {make}(*..., max_query_len=num_actual_tokens)" for make in _SCHEDULES
 )
-"""The schedule of a common prefix, which no graph has."""
+"""The schedule of a common prefix, which is in no graph."""
 _SPLIT = (
     "if max_query_len > 1:\n"
     "    num_decode_reqs, num_prefill_reqs, num_decode_tokens, num_prefill_tokens = split_dcp_context_queries(...)"
 )
-"""Ranks that share a context tell decodes from prefills by it."""
+"""Its use to separate decodes from prefills on ranks that share a context."""
 _HANDED_ON_V2 = (
     "max_query_len = input_batch.max_query_len",
     "if max_query_len is None:\n    max_query_len = input_batch.num_scheduled_tokens.max().item()",
@@ -46,7 +43,7 @@ _HANDED_ON_V2 = (
 _UP_TO_0_27 = "def schedule(batch_size, cu_query_lens, max_query_len, seqlens, max_seq_len, causal): ..."
 _STORED = ("self.scheduler_metadata[:n] = scheduler_metadata", "self.scheduler_metadata[n:] = 0")
 _HANDED_ON = ("scheduler_metadata = self.scheduler_metadata[:n]", "return self.scheduler_metadata[:n]")
-"""What graphs read is written first."""
+"""Uses of the buffer that graphs read, after it is written."""
 _LAUNCHED = ("max_seqlen_q = attn_metadata.max_query_len", "scheduler_metadata = attn_metadata.scheduler_metadata")
 _HOLDS_PROMPTS = "_cudagraph_support = AttentionCGSupport.ALWAYS if ... else AttentionCGSupport.UNIFORM_BATCH"
 _HOLDS_DECODES = "_cudagraph_support = AttentionCGSupport.UNIFORM_BATCH"
@@ -56,7 +53,7 @@ _OF_A_GRAPH = (
     "if self.use_full_cuda_graph and self.max_cudagraph_size is not None "
     "and num_actual_tokens <= self.max_cudagraph_size: ..."
 )
-"""Stock's own condition for batches of graphs."""
+"""Stock's condition for batches that have a graph."""
 
 SCHEDULES_MADE_FOR_THE_GRAPH = Event(
     "schedules-made-for-the-graph",
@@ -66,7 +63,7 @@ SCHEDULES_MADE_FOR_THE_GRAPH = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the longest query that a schedule is made for, and the one that the layer launches its kernel for."""
+    """Find the longest query of the schedule, and that of the kernel's launch in the layer."""
     builder, build = source.function(_BACKEND, _BUILDER), source.function(_BACKEND, _TARGET)
     forward = source.function(_BACKEND, "FlashAttentionImpl.forward")
     read = build and build.find_unique(_READ)
@@ -89,7 +86,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _is_scheduled_and_launched_by_it(builder: Function, build: Function, forward: Function) -> bool:
-    """Tell if all schedules are for that length and go into the buffer, and the kernel is launched for it."""
+    """Tell if schedules and kernels have that length, and schedules go through the buffer."""
     calls = build.find(*_SCHEDULE_CALLS)
     known = build.find(*_OF_THE_STEP, *_OF_A_PREFIX)
     return (
@@ -102,23 +99,23 @@ def _is_scheduled_and_launched_by_it(builder: Function, build: Function, forward
 
 
 def _remedy(build: Function) -> ast.stmt | ast.expr | None:
-    """Find where the longest query becomes the whole batch, before any schedule, wherever there are full graphs."""
+    """Find the statement that sets the longest query to the whole batch before any schedule, with all full graphs."""
     schedules = [part.lineno for part in build.find(*_SCHEDULE_CALLS)]
     guards = [
         each for each in (*build.find(_ALL_TOKENS_OF_GRAPHS), *build.find(_OF_A_GRAPH)) if each in build.node.body
     ]
     blocks = [build.node.body, *(getattr(guard, "body", []) for guard in guards)]
-    found = build.find_unique(_ALL_TOKENS)
-    if found is None or found.lineno > min(schedules) or not any(found in block for block in blocks):
+    lengthened = build.find_unique(_ALL_TOKENS)
+    if lengthened is None or lengthened.lineno > min(schedules) or not any(lengthened in block for block in blocks):
         return None
-    return found
+    return lengthened
 
 
 def _tokens_of_graph(builder: Any, common_attn_metadata: Any) -> int | None:
-    """The number of tokens of the graph for a batch, if the batch's longest query is not as long.
+    """Return the number of tokens of a batch's graph if the batch's longest query is shorter; None otherwise.
 
-    None otherwise, and where no graph holds prompts and decodes. The same for a graph's capture and all its replays,
-    whether or not the batch is padded by now: model runner V2 of up to 0.17.1 pads later.
+    None, too, where no graph has prompts and decodes. Equal for a graph's capture and its replays, even if the batch is
+    padded later, as by model runner V2 up to 0.17.1.
     """
     config = builder.compilation_config
     if not (builder.aot_schedule and builder.use_full_cuda_graph and config.cudagraph_mode.name == "FULL"):
@@ -131,10 +128,10 @@ def _tokens_of_graph(builder: Any, common_attn_metadata: Any) -> int | None:
 
 
 def _schedule_for_the_graph(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap `build(common_prefix_len, common_attn_metadata, …)`: the longest query is set for the graph.
+    """Wrap `build(common_prefix_len, common_attn_metadata, …)`: the longest query becomes that of the graph.
 
-    The builder sees a batch whose longest query is as long as the graph for it. The metadata have this length too, so
-    that a kernel that is launched without a graph agrees with its schedule. It is an upper bound to any.
+    The builder gets a batch whose longest query is as long as its graph. So do the metadata, so that a kernel that runs
+    without a graph agrees with its schedule: the length is only an upper bound.
     """
     met, corrects = activity.counter(SCHEDULES_MADE_FOR_THE_GRAPH), activity.corrects
 
@@ -144,7 +141,7 @@ def _schedule_for_the_graph(stock: StockFunction, activity: Activity) -> StockFu
         try:
             tokens = _tokens_of_graph(self, common_attn_metadata)
             if tokens is not None and corrects:
-                # A copy: the same metadata go to the builders of other layers.
+                # A copy: builders of other layers get the same metadata.
                 lengthened = object.__new__(type(common_attn_metadata))
                 lengthened.__dict__.update(common_attn_metadata.__dict__, max_query_len=tokens)
                 batch = lengthened
@@ -185,12 +182,12 @@ FIX = fix(
     "flash-mixed-schedule",
     diagnose=diagnose,
     surroundings=(
-        # The length that the builder reads, and those that it has when there is a schedule and when there are graphs.
+        # The length in the builder, and its conditions for schedules and graphs
         Slice(_BACKEND, _TARGET, _LONGEST),
         Slice(_BACKEND, f"{_BUILDER}.__init__", "aot_schedule use_full_cuda_graph has_full_cudagraphs"),
-        # Whoever says which graphs there may be.
+        # The graphs that the builder claims
         Slice(_BACKEND, "", "AttentionCGSupport _cudagraph_support get_cudagraph_support"),
-        # The length that model runners V1 and V2 hand on.
+        # The length in both model runners
         Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", _LONGEST, Verdict.AFFECTED),
         Slice(_STATES, "DefaultModelState.prepare_attn", _LONGEST, Verdict.AFFECTED),
     ),

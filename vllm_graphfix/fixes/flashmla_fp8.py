@@ -24,14 +24,14 @@ _POINTED_AT = (
     "scheduler_metadata.num_splits = num_splits",
 )
 _FULL_GRAPHS = "if self.compilation_config.cudagraph_mode.has_full_cudagraphs(): ..."
-_KEPT = (
+_COPIED = (
     "self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)",
     "tile_scheduler_metadata = self.cg_buf_tile_scheduler_metadata[:n]",
     "self.cg_buf_num_splits[:n].copy_(num_splits)",
     "num_splits = self.cg_buf_num_splits[:n]",
 )
 _COUNTED = ("n = tile_scheduler_metadata.size(0)", "n = num_splits.size(0)")
-_REMEDY = (_COUNTED[0], *_KEPT[:2], _COUNTED[1], *_KEPT[2:])
+_REMEDY = (_COUNTED[0], *_COPIED[:2], _COUNTED[1], *_COPIED[2:])
 """Upstream's correction."""
 _CHECKED = tuple(
     f"assert {fact}"
@@ -50,7 +50,7 @@ PLAN_OUTSIDE_BUFFERS = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the plan of a batch, and the copy of it in the buffers that graphs read."""
+    """Find the plan of a batch, and its copy in the buffers that graphs read."""
     build = source.function(_BACKEND, "FlashMLAMetadataBuilder._build_decode")
     if not any(source.contains_word(path, "FlashMLASchedMeta") for path in (_BACKEND, _OPERATORS)):
         return Diagnosis.absent("no dense fp8 FlashMLA")
@@ -58,13 +58,13 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.unrecognised("dense fp8 is planned in a place", _BACKEND)
     new_plan = build.find_sequence(_PLANNED, *_POINTED_AT)
     if new_plan:
-        full, kept = build.find_each(_FULL_GRAPHS), build.find_sequence(*_REMEDY)
-        if full and kept and kept[0] in getattr(full[0], "body", []):
+        full, copied = build.find_each(_FULL_GRAPHS), build.find_sequence(*_REMEDY)
+        if full and copied and copied[0] in getattr(full[0], "body", []):
             planned, *pointed = new_plan
-            # A method that it calls might make other buffers.
+            # A method called here might make other buffers.
             if build.in_one_block(planned, *full, *pointed) and not build.own_calls():
                 return Diagnosis.fixed("the plan is copied into persistent buffers", build.at(planned))
-        elif not build.find(*_KEPT):
+        elif not build.find(*_COPIED):
             return Diagnosis.affected(
                 "every batch gets a new plan, but graphs read the one of their capture",
                 build.at(new_plan[0]),
@@ -74,12 +74,10 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _plan_in_persistent_buffers(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap `FlashMLAMetadataBuilder._build_decode`, whose result then points to the plan in the persistent buffers.
+    """Wrap `FlashMLAMetadataBuilder._build_decode`, whose plan is then copied into the persistent buffers.
 
-    The plan, in `scheduler_metadata`, is `tile_scheduler_metadata`, (parts, 8) int32, and `num_splits`,
-    (num_reqs + 1,) int32.
-
-    Raises AssertionError, as the upstream fix does, for a plan larger than the buffers.
+    The plan in `scheduler_metadata` is `tile_scheduler_metadata`, (parts, 8) int32, and `num_splits`,
+    (num_reqs + 1,) int32. Raises AssertionError, as the upstream fix does, for a plan larger than the buffers.
     """
     plans_outside, corrects = activity.counter(PLAN_OUTSIDE_BUFFERS), activity.corrects
 
@@ -96,7 +94,7 @@ def _plan_in_persistent_buffers(stock: StockFunction, activity: Activity) -> Sto
                     plan.tile_scheduler_metadata, plan.num_splits = tiles.copy_(planned[0]), splits.copy_(planned[1])
                 plans_outside.count += 1
         except Exception as error:
-            # A plan that does not fit, which the upstream fix does not serve either.
+            # A plan that does not fit: the upstream fix raises as well.
             if corrects and isinstance(error, AssertionError):
                 raise
             activity.failed(error)
@@ -106,10 +104,7 @@ def _plan_in_persistent_buffers(stock: StockFunction, activity: Activity) -> Sto
 
 
 def _plan_outside_buffers(builder: Any, metadata: Any) -> Any:
-    """The plan of *metadata* if full graphs read one at another address; None otherwise.
-
-    Compares addresses and reads no tensor.
-    """
+    """Return the plan of *metadata* if full graphs read another address; None otherwise. Reads no tensor."""
     tiles = builder.cg_buf_tile_scheduler_metadata
     if tiles is None or not builder.is_fp8_kvcache:  # the buffers exist with full graphs only
         return None
@@ -120,7 +115,7 @@ def _plan_outside_buffers(builder: Any, metadata: Any) -> Any:
 
 
 def _rows(buffer: Any, values: Any, name: str) -> Any:
-    """The part of *buffer* that *values* go into."""
+    """Return the rows of *buffer* for *values*. Raises AssertionError where they do not fit."""
     rows = values.shape[0]
     if rows > buffer.shape[0]:
         raise AssertionError(
@@ -131,7 +126,6 @@ def _rows(buffer: Any, values: Any, name: str) -> Any:
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
 
     return (needs.FP8_CACHE, needs.DENSE_FLASHMLA, needs.FULL_GRAPHS)
@@ -141,7 +135,7 @@ FIX = fix(
     "flashmla-fp8",
     diagnose=diagnose,
     surroundings=(
-        # The plan, and the buffers that may hold it.
+        # The plan, and the buffers
         Slice(
             _BACKEND,
             "FlashMLAMetadataBuilder",
@@ -149,7 +143,7 @@ FIX = fix(
             "is_fp8_kvcache",
         ),
         Slice(_BACKEND, "FlashMLABackend.get_builder_cls"),
-        # Its builder runs for each batch; the planner keeps no plan, and the kernel reads that of the metadata.
+        # The builder runs for each batch, the planner caches no plan, and the kernel reads that of the metadata
         Slice(_CALLER, "MLACommonMetadataBuilder.build", "decode_metadata _build_decode"),
         Slice(_OPERATORS, "get_mla_metadata_dense_fp8", "", Verdict.AFFECTED),
         Slice(_BACKEND, "FlashMLAImpl", "scheduler_metadata tile_scheduler_metadata num_splits", Verdict.AFFECTED),

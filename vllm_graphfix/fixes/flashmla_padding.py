@@ -28,9 +28,9 @@ _TO_DRAFTERS = (
     "self.drafter.set_per_group_block_table(kv_cache_gid, cm.block_table_tensor)",
     "self.drafter.set_per_group_attn_metadata(kv_cache_gid, cm.block_table_tensor, cm.slot_mapping)",
 )
-"""Drafters that have attention of several kinds keep the tables of each, as they were padded."""
+"""Drafters with attention of several kinds store the padded tables of each."""
 
-PADDED_ROWS_GIVEN = Event(
+PADDED_BATCH_DECODED = Event(
     "padded-rows-given",
     "A batch with padded rows reached dense fp8 FlashMLA: on stock the kernel gets length 0 and block -1 for them.",
 )
@@ -49,7 +49,7 @@ def diagnose(source: Source) -> Diagnosis:
         return Diagnosis.unrecognised("block tables are padded in a place", path)
     table = build.inner("_get_block_table")
     minus_one, null = build.find(_MINUS_ONE), build.find(_NULL)
-    # One of the two, on every path, and `num_reqs` is not the padded number, behind which nothing is padded.
+    # One of the two runs on every path, and `num_reqs` has not become the padded number.
     if (
         table is not None
         and len(minus_one + null) == 1
@@ -68,12 +68,12 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _padded_rows_that_exist(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap `_build_decode`: rows that schedule no token then have length 1 in the null block; fp8 only.
+    """Wrap `_build_decode`: with fp8, rows without a scheduled token get length 1 in the null block.
 
-    In place, in the runner's buffers: graphs recorded their addresses, and the runner fills the padding anew for every
+    In place, since graphs recorded the addresses of the runner's buffers; the runner refills the padding for every
     batch. The rows of an idle rank's dummy batch are not counted: only the device knows their lengths.
     """
-    padded_batches, corrects = activity.counter(PADDED_ROWS_GIVEN), activity.corrects
+    padded_batches, corrects = activity.counter(PADDED_BATCH_DECODED), activity.corrects
 
     @functools.wraps(stock)
     def _build_decode(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def _pad(
     num_decode_tokens: Any,
     dcp_tot_seq_lens_device: Any,
 ) -> bool:
-    """Give padded rows a length and a block, if *corrects*, and tell whether the query starts show such rows.
+    """Give padded rows a length and a block, if *corrects*, and tell if the query starts show such rows.
 
     `block_table_tensor` is (num_reqs, max_blocks) int32, `seq_lens_device` (num_reqs,) int32, `query_start_loc_cpu`
     (num_reqs + 1,) int32 on the CPU.
@@ -110,14 +110,13 @@ def _pad(
             seq_lens_device[real_rows:].fill_(1)
         return True
     if corrects and dcp_tot_seq_lens_device is None:
-        # The dummy batch of an idle data-parallel rank has rows of length 0 that its query starts do not show. With
-        # decode context parallelism a real row may have length 0 on a rank; it keeps it.
+        # The dummy batch of an idle data-parallel rank has rows of length 0 that its query starts do not show. Not with
+        # decode context parallelism, under which a real row may have length 0 on a rank.
         seq_lens_device.clamp_(min=1)
     return False
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
 
     return (needs.FP8_CACHE, needs.DENSE_FLASHMLA, needs.FULL_GRAPHS)
@@ -127,14 +126,14 @@ FIX = fix(
     "flashmla-padding",
     diagnose=diagnose,
     surroundings=(
-        # The block tables, from where they are padded to the metadata of each group of layers.
+        # The block tables, from the padding to the metadata of each group of layers
         Slice(
             _RUNNER,
             "GPUModelRunner._build_attention_metadata",
             "blk_table_tensor _get_block_table block_table_gid_0 block_table_tensor NULL_BLOCK_ID",
         ),
         Slice(_UTILS, "", "NULL_BLOCK_ID"),
-        # Their way to the kernel, with the lengths, and the flag by which the correction knows it.
+        # Their way to the kernel, with the lengths, and the flag that the correction reads
         Slice(_BACKEND, "FlashMLAMetadataBuilder.__init__", "is_fp8_kvcache", Verdict.AFFECTED),
         Slice(_BACKEND, "FlashMLAMetadataBuilder._build_decode", "block_table_tensor seq_lens_device"),
         Slice(_BACKEND, "FlashMLAImpl", "block_table seq_lens", Verdict.AFFECTED),
@@ -148,7 +147,7 @@ FIX = fix(
     # Model runner V2 pads with the null block in that kernel.
     distant_code=f"{TAKEN_FIRST} _gather_block_tables_kernel",
     corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _padded_rows_that_exist),),
-    events=(PADDED_ROWS_GIVEN,),
+    events=(PADDED_BATCH_DECODED,),
     needs=needs,
     default_because="answers",
 )

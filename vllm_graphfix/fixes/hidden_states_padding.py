@@ -26,7 +26,7 @@ _WRITTEN = (
     "kv_cache[slot_mapping // block_size, slot_mapping % block_size] = to_cache",
     "kv_cache[slot_mapping // block_size, :, slot_mapping % block_size] = to_cache",
 )
-"""Each writes rows to their slots, and takes -1 for the last slot of the last block."""
+"""Writes of rows to their slots, each of which takes -1 for the last slot of the last block."""
 _HANDED_ON = ("basic_cache(to_cache, kv_cache, slot_mapping)",)
 _RAISED = (
     *(
@@ -44,7 +44,7 @@ _RAISED = (
     "slot_mapping.clamp_(min=0)",
     "slot_mapping.clamp_min_(0)",
 )
-"""Upstream's correction, the first, and others with the same effect."""
+"""Upstream's correction, the first, and equivalents."""
 
 PADDING_WRITTEN = Event(
     "padding-written",
@@ -54,7 +54,7 @@ PADDING_WRITTEN = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the slots of padded rows, the function that writes to slots, and what raises slots before it."""
+    """Find the slots of padded rows, the function that writes to slots, and code that raises slots before."""
     if source.read(_PROPOSER) is None or source.read(_MODEL) is None:
         return Diagnosis.absent("no extract_hidden_states")
     map_slots = source.function(_PROPOSER, f"{_CLASS}._get_slot_mapping")
@@ -82,25 +82,21 @@ def _find_statement(function: Function, patterns: tuple[str, ...]) -> ast.stmt |
 
 
 def _raises_before(function: Function, raised: ast.stmt | ast.expr, uses: tuple[str, ...]) -> bool:
-    """Tell if *raised* and then the only one of *uses* are carried out whenever *function* runs to its end.
-
-    Nothing else is done to slots in between: the slice would be new.
-    """
+    """Tell if *raised* and then the only one of *uses* run on every path; the slice shows anything in between."""
     used = _find_statement(function, uses)
     statements = [getattr(each, "value", None) for each in function.node.body] + function.node.body
     return used is not None and used in statements and function.in_one_block(raised, used)
 
 
 def _clamp_slots(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap `_get_slot_mapping(self, num_tokens, slot_mapping=None)`, which hands the layers a view of one buffer.
+    """Wrap `_get_slot_mapping(self, num_tokens, slot_mapping=None)`, which passes the layers a view of one buffer.
 
-    The buffer, (tokens,) int64 on the device, is the drafter's own and filled anew for each step. Slots below 0 become
-    0 there, the null block's first, as upstream does it where they are written: the shape stays, nothing waits, and a
-    graph would find them at the same address. Also slots that the step has as -1 itself, as a rank that shares the
-    context with others.
+    The buffer, (tokens,) int64 on the device, belongs to the drafter and is refilled for each step. Slots below 0
+    become 0 there, the first of the null block, as upstream does where they are written: shape and address stay, and
+    nothing waits. That includes slots of -1 in the step itself, as on ranks that share the context.
 
-    An engine's model runner has padded the slots by then, with -1 too, so that their number does not say how many
-    tokens are padding: the number that the drafter dispatched just before does.
+    The model runner pads slots with -1, too, so the length of `slot_mapping` does not show the padding; the number of
+    tokens that the drafter dispatched just before does.
     """
     written, corrects = activity.counter(PADDING_WRITTEN), activity.corrects
 
@@ -108,7 +104,7 @@ def _clamp_slots(stock: StockFunction, activity: Activity) -> StockFunction:
     def _get_slot_mapping(self: Any, num_tokens: Any, slot_mapping: Any = None, *args: Any, **kwargs: Any) -> Any:
         slots_by_layer = stock(self, num_tokens, slot_mapping, *args, **kwargs)
         try:
-            if slot_mapping is not None:  # else a dummy run, which reads what the step before left in the buffer
+            if slot_mapping is not None:  # a dummy run reads the buffer of the previous step
                 if num_tokens > getattr(self, "graphfix_tokens", num_tokens):
                     written.count += 1
                 if corrects:
@@ -152,16 +148,16 @@ FIX = fix(
     runner="V1",
     diagnose=diagnose,
     surroundings=(
-        # From the layer to the write, and whatever else is written.
+        # The way from the layer to the write, and every other write
         Slice(_MODEL, "CacheOnlyAttentionLayer.forward", "unified_kv_cache_update to_cache kv_cache"),
         Slice(_MODEL, "unified_kv_cache_update", "slot_mapping layer_slot_mapping do_kv_cache_update"),
         Slice(_MODEL, "CacheOnlyAttentionImpl.do_kv_cache_update", "slot_mapping basic_cache"),
         Slice(_MODEL, "CacheOnlyAttentionBackend.get_impl_cls"),
         Slice(_MODEL, "basic_cache", "slot_mapping token_kv_cache"),
-        # The slots of padded rows. A remedy behind them raises -1, and no other number.
+        # The slots of padded rows: later remedies raise -1, and no other number
         Slice(_PROPOSER, "", "PADDING_SLOT_ID"),
         Slice(_PROPOSER, f"{_CLASS}._get_slot_mapping", "_slot_mapping_buffer slot_mapping view"),
-        # Steps that are padded, and their rows.
+        # Padded steps, and their rows
         Slice(_PROPOSER, f"{_CLASS}.propose", "_get_slot_mapping slot_mapping num_input_tokens", Verdict.AFFECTED),
         Slice(
             _PROPOSER,

@@ -1,4 +1,4 @@
-"""`idle-rank`: the step of an idle rank writes to no cache block of a request (PR 39444, and more for each buffer)."""
+"""`idle-rank`: the step of an idle rank writes to no cache block of a request (PR 39444, and one per buffer)."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ else:
     self.idx_mapping[:num_reqs].copy_(idx_mapping)
     self.idx_mapping[num_reqs:].fill_(-1)
 """
-"""No row of an idle step stands for a request: upstream's correction of 0.31.0."""
+"""Upstream's correction of 0.31.0: no row of an idle step has a request."""
 _STALE_V2 = {"inputs": "inputs", "tables": "block tables", "drafts": "drafts' block tables"}
 _PAD = -1
-"""vLLM's PAD_SLOT_ID: nothing is written for such a token."""
+"""vLLM's PAD_SLOT_ID: such a token is not written."""
 _NULL_BLOCK = 0
-"""The null block of every cache, in every release: no request has it."""
+"""The null block of every cache, which no request gets."""
 
 IDLE_STEP_ON_REAL_BLOCKS = Event(
     "idle-step-on-real-blocks",
@@ -86,7 +86,7 @@ IDLE_STEP_ON_REAL_BLOCKS = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the step of an idle rank, and which of the buffers that it reads still name blocks of the last batch."""
+    """Find the step of an idle rank, and its buffers that still name blocks of the last batch."""
     if not source.contains_word(_WORKER, "execute_dummy_batch", of="Worker"):
         return Diagnosis.absent("no idle rank runs a step")
     idle = source.function(_WORKER, _TARGET)
@@ -107,7 +107,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _stale_in_v1(source: Source, run: Function) -> tuple[str, ...] | None:
-    """The buffers that a step of model runner V1 leaves as they were; None where drafts run in an unknown way."""
+    """Return the buffers that a step of model runner V1 does not clear; None where drafts run in an unknown way."""
     drafts = _stale_draft_slots(source)
     if drafts is None:
         return None
@@ -119,7 +119,7 @@ def _stale_in_v1(source: Source, run: Function) -> tuple[str, ...] | None:
 
 
 def _empties_rows(run: Function) -> bool:
-    """Tell if the rows are emptied before metadata are built, and not copied from the CPU again behind that."""
+    """Tell if the rows are emptied before metadata are built, and not copied from the CPU after that."""
     emptied = run.find_first_unique(_ROWS_EMPTIED)
     built = run.find_unique(_METADATA_BUILT)
     if emptied is None or built is None or not run.in_one_block(emptied, built):
@@ -129,7 +129,7 @@ def _empties_rows(run: Function) -> bool:
 
 
 def _stale_draft_slots(source: Source) -> bool | None:
-    """Tell if the drafter's own slots stay as the last draft left them; None if it is not known."""
+    """Tell if the drafter's slots stay those of the last draft; None if unknown."""
     for path, name in _PROPOSERS:
         dummy = source.function(path, f"{name}.dummy_run")
         if dummy is None:
@@ -143,7 +143,7 @@ def _stale_draft_slots(source: Source) -> bool | None:
 
 
 def _stale_in_v2(source: Source, idle: Function) -> str | None:
-    """The same of model runner V2, in one word: `inputs`, `tables`, `drafts`, or nothing."""
+    """Return the same for model runner V2, as `inputs`, `tables`, `drafts` or ""."""
     run = source.function(_RUNNER_V2, "GPUModelRunner._dummy_run")
     if run is None:
         return None if source.contains_word(_RUNNER_V2, "dummy_run") else ""
@@ -151,7 +151,7 @@ def _stale_in_v2(source: Source, idle: Function) -> str | None:
     if rows is None or "skip_attn" not in run.parameters:
         return None
     if idle.find("self.model_runner.execute_model(...)"):
-        return ""  # 0.14.1, which always prepares it, and has no layers but attention
+        return ""  # 0.14.1 always prepares it, and has attention only
     if _default_of(run, "skip_attn") is not False:
         return "inputs"
     if not rows.always(_EMPTIED_ROWS_V2) and not rows.find_sequence(*_DIRTY_ROWS_V2):
@@ -163,7 +163,7 @@ def _stale_in_v2(source: Source, idle: Function) -> str | None:
 
 
 def _default_of(function: Function, parameter: str) -> object:
-    """Return the constant that a keyword-only parameter is by default; None if there is none."""
+    """Return the constant default of a keyword-only parameter; None if there is none."""
     arguments = getattr(function.node, "args", None)
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if arguments else ()
     return next((getattr(value, "value", None) for name, value in pairs if name.arg == parameter), None)
@@ -173,9 +173,9 @@ Undo = list[Callable[[], object]]
 
 
 def _name_no_block(stock: StockFunction, activity: Activity, *, shape: str) -> StockFunction:
-    """Wraps `Worker.execute_dummy_batch()`, which runs the step of a rank without work, and nothing at start-up.
+    """Wrap `Worker.execute_dummy_batch()`, which runs the step of an idle rank: no buffer names a cache block there.
 
-    The step then finds no cache block named in any buffer; *shape* says which buffers stock leaves as they are.
+    *shape* names the buffers that stock does not clear. Not called at start-up.
     """
     from torch import inference_mode  # the target is imported by now, and torch with it
 
@@ -201,23 +201,22 @@ def _name_no_block(stock: StockFunction, activity: Activity, *, shape: str) -> S
 
 
 def _restore(undo: Undo, activity: Activity) -> None:
-    """Bring each of them back, whatever becomes of the others."""
-    for bring_back in reversed(undo):
+    """Restore every buffer, even if one fails."""
+    for restore in reversed(undo):
         from torch import inference_mode
 
         try:
             with inference_mode():
-                bring_back()
+                restore()
         except Exception as error:
             activity.failed(error)
 
 
 def _clear_buffers(runner: Any, shape: str, undo: Undo) -> None:
-    """Clear every buffer by which a pass finds its cache; *undo* takes what brings back what later steps rely on.
+    """Clear the persistent buffers by which a pass, graphs included, finds its cache; append to *undo* what to restore.
 
-    The buffers are the persistent ones, so that graphs read it too. Real steps fill them anew: V1 copies the rows of
-    its batch from the CPU, V2 gathers them from the request's; these two, which grow with a request, are what is
-    brought back or left alone.
+    Real steps refill them: V1 copies the rows of its batch from the CPU, V2 gathers them from the requests' rows. These
+    two sources, which grow with a request, are restored or not touched.
     """
     if hasattr(runner, "input_batch"):
         _clear_v1(runner.input_batch.block_table, undo)
@@ -228,7 +227,7 @@ def _clear_buffers(runner: Any, shape: str, undo: Undo) -> None:
         tables.slot_mappings.fill_(_PAD)
         for rows in tables.input_block_tables:
             rows.fill_(_NULL_BLOCK)
-        if speculator is not None:  # which computes slots from the requests' rows, up to 0.20 inside of a graph
+        if speculator is not None:  # computes slots from the requests' rows, up to 0.20 in a graph
             for requests in tables.block_tables:
                 _clear_for_now(requests.gpu, undo)
             _replace_for_now(tables, "compute_slot_mappings", _padding_slots(tables.compute_slot_mappings), undo)
@@ -242,23 +241,20 @@ def _clear_v1(tables: Any, undo: Undo) -> None:
     for table in tables.block_tables:
         table.slot_mapping.gpu.fill_(_PAD)
         rows = table.block_table
-        if rows.gpu.data_ptr() == rows.cpu.data_ptr():  # a worker on a CPU has one memory for both
+        if rows.gpu.data_ptr() == rows.cpu.data_ptr():  # one memory on a CPU worker
             _clear_for_now(rows.gpu, undo)
         else:
             rows.gpu.fill_(_NULL_BLOCK)
-    # From 0.19 on the step copies the rows of the CPU, in which the requests of the batch still are.
+    # From 0.19 on, the step copies rows from the CPU, which still name the batch's requests.
     _replace_for_now(tables, "commit_block_table", _commit_nothing, undo)
 
 
 def _commit_nothing(num_reqs: int) -> None:
-    """In place of `commit_block_table` while the step runs."""
+    """Stand in for `commit_block_table` during the step."""
 
 
 def _padding_slots(compute: StockFunction) -> StockFunction:
-    """Wraps `compute_slot_mappings` so that an idle step does not write to the null block.
-
-    Its slots would be in that block, which padded rows read.
-    """
+    """Wrap `compute_slot_mappings`: an idle step does not write to the null block, which padded rows read."""
 
     def compute_slot_mappings(*args: Any, **kwargs: Any) -> Any:
         return compute(*args, **kwargs).fill_(_PAD)
@@ -267,7 +263,7 @@ def _padding_slots(compute: StockFunction) -> StockFunction:
 
 
 def _replace_for_now(owner: Any, name: str, function: StockFunction, undo: Undo) -> None:
-    """Replace *name* in this one object, and only as long as the step runs."""
+    """Replace *name* in this object alone, for the duration of the step."""
     undo.append(functools.partial(vars(owner).pop, name, None))
     setattr(owner, name, function)
 
@@ -278,7 +274,7 @@ def _clear_for_now(rows: Any, undo: Undo) -> None:
 
 
 def _clear_states(runner: Any) -> None:
-    """Clear what metadata builders keep for graphs: state indices of Mamba and its kind, slots of compressed caches."""
+    """Clear the builders' buffers for graphs: state indices of recurrent layers, slots of compressed caches."""
     for builder in _builders(runner):
         for name, tensor in _tensors(builder, "state_indices", "slot_mapping"):
             tensor.fill_(_NULL_BLOCK if "state_indices" in name else _PAD)
@@ -291,7 +287,7 @@ def _builders(runner: Any) -> Iterator[Any]:
 
 
 def _tensors(owner: Any, *words: str) -> Iterator[tuple[str, Any]]:
-    """The tensors that *owner* keeps under a name with one of *words* in it, alone or in a dictionary."""
+    """Yield the tensors of *owner* in attributes with one of *words* in their name, alone or in a dictionary."""
     for name, value in list(getattr(owner, "__dict__", {}).items()):
         if any(word in name for word in words):
             for tensor in value.values() if isinstance(value, dict) else (value,):
@@ -304,10 +300,7 @@ def _part_of_v2(shape: str) -> str:
 
 
 def _names_real_blocks(runner: Any, shape: str) -> bool:
-    """Tell if on stock the step writes to blocks of a real batch, by what the host knows.
-
-    Nothing is read from a device.
-    """
+    """Tell, from data on the host, if on stock the step writes to blocks of a real batch."""
     if hasattr(runner, "input_batch"):
         batch = runner.input_batch
         if shape.startswith("slots") or any(_tensors(getattr(runner, "drafter", None), "slot_mapping")):
@@ -329,7 +322,6 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need
 
@@ -342,14 +334,14 @@ def needs() -> tuple[Need, ...]:
 
 
 def _runners(shape: str) -> tuple[str, ...]:
-    """The model runners of which a step leaves something, on code of *shape*."""
+    """Return the model runners with uncleared buffers on code of *shape*."""
     if not shape:
         return ()
     return ("V1", "V2") if _part_of_v2(shape) else ("V1",)
 
 
 def _has_states_or_drafts(deployment: Deployment, shape: str) -> Fact | None:
-    """From 0.20.0 on slots are clean: what is left is the states of recurrent layers and a drafter's slots."""
+    """Tell if the deployment has recurrent layers or a drafter, the open cases from 0.20.0 on; None before."""
     from vllm_graphfix.deployment import any_of
 
     if not shape or "slots" in shape.split("-and-"):
@@ -363,7 +355,7 @@ FIX = fix(
     "idle-rank",
     diagnose=diagnose,
     surroundings=(
-        # The step itself, in which nothing else is done to its buffers.
+        # The step, with every other use of its buffers
         Slice(_WORKER, _TARGET, "self"),
         Slice(
             _RUNNER,
@@ -371,7 +363,7 @@ FIX = fix(
             "slot_mappings_by_group slot_mappings block_table block_tables commit_block_table "
             "_build_attention_metadata",
         ),
-        # The slots and the rows by which model runner V1 finds its cache, and the persistent buffers that these are.
+        # Slots and rows of model runner V1, and their persistent buffers
         Slice(_RUNNER, "GPUModelRunner._get_slot_mappings", "slot_mapping slot_mappings_by_gid"),
         Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", "blk_table"),
         Slice(_TABLE, "MultiGroupBlockTable.commit_block_table", "commit_block_table"),
@@ -382,13 +374,13 @@ FIX = fix(
         Slice(_TABLE, "BlockTable.clear_row", "num_blocks_per_row block_table", Verdict.AFFECTED),
         Slice(_BATCH, "InputBatch.__init__", "MultiGroupBlockTable", Verdict.AFFECTED),
         Slice(_BATCH, "InputBatch.remove_request", "block_table", Verdict.AFFECTED),
-        # The drafter's own slots.
+        # The drafter's slots
         *(
             Slice(path, f"{name}.{method}", _DRAFTS)
             for path, name in _PROPOSERS
             for method in ("dummy_run", "_get_slot_mapping")
         ),
-        # The rows and slots of model runner V2, who prepares them for a step without work, and those of its drafts.
+        # Rows and slots of model runner V2, their preparation for an idle step, and those of drafts
         Slice(_TABLE_V2, "BlockTables.get_dummy_block_tables", "input_block_tables block_table"),
         Slice(_TABLE_V2, "BlockTables.get_dummy_slot_mappings", "slot_mappings"),
         Slice(_TABLE_V2, "BlockTables.__init__", "input_block_tables slot_mappings", Verdict.AFFECTED),

@@ -1,7 +1,4 @@
-"""`indexer-padding`: no token of a padded row has a negative length in the sparse indexer (issue 51593).
-
-The indexer is that of DeepSeek models.
-"""
+"""`indexer-padding`: tokens of padded rows have no negative length in DeepSeek's sparse indexer (issue 51593)."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ _WRITTEN = {
         "seq_lens = seq_lens_buffer",
     ),
 }
-"""How the lengths of tokens come into the persistent buffer, and that is what is returned; by shape."""
+"""The writes of tokens' lengths to the persistent buffer, which is returned; by shape."""
 _CLAMPS = (
     "({}).clamp_(min=0)",
     "({}).clamp_(0)",
@@ -62,7 +59,7 @@ _CLAMPED = tuple(
 _CLAMPED_LATER = tuple(
     f"{assigned}{clamp.format('seq_lens')}" for clamp in _CLAMPS if "_(" in clamp for assigned in ("", "seq_lens = ")
 )
-"""In place, where graphs read them."""
+"""Clamps in place, where graphs read the lengths."""
 _WRITTEN_IN_THE_KERNEL = f"per_token_seq_len = {_LENGTH_IN_THE_KERNEL}"
 _CLAMPED_IN_THE_KERNEL = tuple(
     f"per_token_seq_len = {clamp.format(_LENGTH_IN_THE_KERNEL)}"
@@ -75,7 +72,7 @@ _OTHER_PATHS = (
     "if self.compress_ratio > 1:\n    ...",
     "compressed_seq_lens = seq_lens",
 )
-"""Statements of the builder that concern prefills, empty batches, ranks that share a context, or compression, alone."""
+"""Statements of the builder for prefills, empty batches, ranks that share a context, or compression, alone."""
 _PREPARED = "seq_lens, block_table, decode_lens, batch_size, requires_padding = self._prepare_decode_tensors(...)"
 
 PADDED_ROWS_BELOW_ZERO = Event(
@@ -86,14 +83,14 @@ PADDED_ROWS_BELOW_ZERO = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find where the lengths of tokens are written, by two ways, and what makes them at least 0."""
+    """Find the two ways by which lengths of tokens are written, and the clamps to at least 0."""
     prepare, build = source.function(_INDEXER, _TARGET), source.function(_INDEXER, f"{_BUILDER}.build")
     if not any(source.contains_word(_INDEXER, word) for word in ("_prepare_decode_tensors", "decode_seq_lens_buffer")):
         return Diagnosis.absent("no builder computes lengths for the tokens of padded rows")
     kernel = next(filter(None, (source.function(_INDEXER, name) for name in _KERNELS)), None)
     if prepare is None or build is None or kernel is None:
         return Diagnosis.unrecognised("the lengths of tokens are prepared in a way", prepare or build or _INDEXER)
-    # At once: in between nothing is done to the lengths.
+    # At once, so that nothing changes the lengths in between.
     prepared, clamps = build.find(_PREPARED), build.find(*_CLAMPED_LATER)
     if len(prepared) == len(clamps) == 1 and build.in_one_block(*prepared, *clamps, at_once=True):
         return Diagnosis.fixed("lengths are at least 0 once they are prepared", build.at(clamps[0]))
@@ -113,18 +110,17 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _find_written(prepare: Function, statements: tuple[str, ...]) -> list[ast.stmt | ast.expr]:
-    """The *statements* that write lengths where graphs read them, if nothing is between them."""
+    """Return the *statements* that write lengths where graphs read them, if nothing stands between them."""
     return prepare.find_sequence(*statements, at_once=True)
 
 
 def _lengths_from_zero(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap `_prepare_decode_tensors`, after which what it has written for rows with several tokens is at least 0.
+    """Wrap `_prepare_decode_tensors`, whose lengths for rows with several tokens are then at least 0.
 
-    In place, on the device, in the builder's buffer: graphs recorded its address, and the schedule of DeepGEMM, the
-    share of a context-parallel rank and the lengths in compressed tokens are made of it afterwards. Tokens of requests
-    have lengths from 1, so that a second time changes nothing.
-
-    The rows of an idle rank's dummy batch are not counted: only the device knows their lengths.
+    In place, on the device: graphs recorded the address of the builder's buffer, and DeepGEMM's schedule, the share of
+    a context-parallel rank and the lengths in compressed tokens are derived from it afterwards. Tokens of requests have
+    lengths from 1, so clamping twice is harmless. The rows of an idle rank's dummy batch are not counted: only the
+    device knows their lengths.
     """
     padded_batches, corrects = activity.counter(PADDED_ROWS_BELOW_ZERO), activity.corrects
 
@@ -155,7 +151,7 @@ def _clamp(
     next_n: Any,
     max_decode_len: Any,
 ) -> bool:
-    """Make the lengths that were *prepared* at least 0, where there is a *buffer*; True if the host knows of padding.
+    """Clamp the *prepared* lengths in *buffer*, if there is one; return True if the host knows of padding.
 
     `decode_lens_cpu` is (num_decodes,) int32 on the CPU.
     """
@@ -165,14 +161,12 @@ def _clamp(
         lengths = prepared[0]
         if lengths.data_ptr() != buffer.data_ptr():
             return False  # never the runner's own lengths
-        # Also without padding that the host can see: the dummy batch of an idle data-parallel rank has rows of length
-        # 0 too.
+        # Also without padding that the host knows: an idle data-parallel rank's dummy batch has rows of length 0, too.
         lengths.clamp_(min=0)
     return bool(use_native and decode_lens_cpu.numpy()[-1] == 0)
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
 
     return (needs.SPARSE_MLA, needs.DRAFTS, needs.FULL_GRAPHS)
@@ -186,9 +180,9 @@ FIX = fix(
         *(Slice(_INDEXER, name, "per_token_seq_len seq_len") for name in _KERNELS),
         Slice(_INDEXER, f"{_BUILDER}.build", "seq_lens _prepare_decode_tensors"),
         *(Slice(_INDEXER, f"Deepseek{model}IndexerBackend.get_builder_cls") for model in ("V32", "V4", "V41")),
-        # The lengths of padded rows; and what the layer, which chooses among kernels, may make of them first.
+        # The lengths of padded rows, and possible remedies in the layer before the kernels
         *LENGTHS_OF_RUNNERS,
-        # Not `clamp` or `maximum`: kernels of this file scale queries by them.
+        # Not `clamp` or `maximum`, by which kernels of this file scale queries
         Slice(
             _LAYER, "", "clamp_ clamp_min clamp_min_ min relu relu_ where masked_fill masked_fill_", Verdict.AFFECTED
         ),

@@ -1,4 +1,4 @@
-"""`mamba-all-mode`: each group of Mamba-2 layers has its block indices where its own graphs read them (PR 34874)."""
+"""`mamba-all-mode`: each group of Mamba-2 layers copies its block indices to where its graphs read them (PR 34874)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MIXER = "vllm/model_executor/layers/mamba/mamba_mixer2.py"
 _BASE = "BaseMambaAttentionMetadataBuilder"
 _UPDATE = f"{_BASE}.update_block_table"
 _FOR_GRAPHS = "_update_metadata_for_cudagraph_capture"
-"""What copies the indices where graphs read them, since 0.17.0."""
+"""The method that copies the indices to where graphs read them, since 0.17.0."""
 _INDICES = ("block_idx_last_scheduled_token", "block_idx_last_computed_token")
-"""Columns of a request's block table, which are the states that a decode writes and reads."""
+"""Columns of a request's block table with the states that a decode writes and reads."""
 _INDEX_NAMES = " ".join(_INDICES)
 _FOR_GRAPHS_RETURNED = f"return self.{_FOR_GRAPHS}(new_metadata)"
 """Upstream's correction."""
@@ -82,7 +82,7 @@ def _copies_indices(function: Function | None) -> bool:
 
 
 def _place_of_copies(update: Function) -> str | None:
-    """Find the copies of both kinds of indices beside the block table's own, or before it is handed on."""
+    """Find the copies of both kinds of indices beside that of the block table, or before it is returned."""
     table, replaced = update.find_unique(_TABLE_COPIED), update.find_unique(_TABLE_REPLACED)
     for pattern in itertools.chain(_COPIES, zip(_GUARDED_COPIES, strict=True)):
         copies = update.find_each(*pattern)
@@ -97,10 +97,10 @@ def _place_of_copies(update: Function) -> str | None:
 def indices_for_this_group(updated: Any, self: Any, *_: Any, **__: Any) -> Callable[[], Any] | None:
     """Copy the block indices, (num_reqs,) int32 each, to where the graphs of this builder read them.
 
-    None if the graphs do not need them, or have them already. They need them where stock has put the block table in the
-    builder's own buffer: decodes alone, no more than the largest graph has. They are copied on the device, in the order
-    of the steps, as stock's own. The metadata stay as they are: their indices are the first group's, and right wherever
-    no graph is replayed.
+    None if the graphs do not need them, or have them already. They need them where stock has copied the block table to
+    the builder's own buffer: for decodes alone, up to the size of the largest graph. The copy runs on the device, in
+    the order of the steps, as stock's. The metadata keep the indices of the first group, which are right without a
+    graph.
     """
     scheduled = updated.block_idx_last_scheduled_token
     if scheduled is None or updated.num_prefills:
@@ -113,7 +113,7 @@ def indices_for_this_group(updated: Any, self: Any, *_: Any, **__: Any) -> Calla
 
 
 def _copy_indices(builder: Any, indices: list[Any]) -> None:
-    from torch import _foreach_copy_  # both or none: an error between two copies would leave states mixed up
+    from torch import _foreach_copy_  # both or none: an error between two copies would mix up states
 
     rows = len(indices[0])
     own = [builder.block_idx_last_scheduled_token[:rows], builder.block_idx_last_computed_token[:rows]]
@@ -123,17 +123,16 @@ def _copy_indices(builder: Any, indices: list[Any]) -> None:
 _SEVERAL_GROUPS = frozenset(
     "BambaForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM Zamba2ForCausalLM".split()
 )
-"""Mamba-2 layers, of which a model has many more than of attention, and prefix caching with a state for each block."""
+"""Models with many more Mamba-2 than attention layers, and prefix caching with a state for each block."""
 _ONE_GROUP = frozenset(
     "FalconH1ForCausalLM FalconMambaForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM "
     "Lfm2MoeForCausalLM Mamba2ForCausalLM MambaForCausalLM MiniMaxText01ForCausalLM "
     "Plamo2ForCausalLM Qwen3NextForCausalLM".split()
 )
-"""Models with as many layers of each kind, with one kind alone, or with another kind of states."""
+"""Models with as many layers of each kind, with one kind alone, or with other states."""
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need, unseen
 
@@ -171,18 +170,18 @@ FIX = fix(
     runner="V1",
     diagnose=diagnose,
     surroundings=(
-        # The block table of a further group, and what becomes of the indices beside it.
+        # The block table of a further group, and every use of the indices beside it
         Slice(
             _BUILDER,
             _UPDATE,
             f"metadata new_metadata num_reqs state_indices_t persistent_state_indices_t {_INDEX_NAMES}",
         ),
         Slice(_BUILDER, f"{_BASE}.{_FOR_GRAPHS}", _INDEX_NAMES),
-        # Nobody else updates it, nor hands one group's metadata to another.
+        # Other updates of it, and metadata that groups share
         Slice(_MAMBA2, "", "update_block_table supports_update_block_table"),
         Slice(_MAMBA2, "Mamba2AttentionBackend.get_builder_cls"),
         Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", "update_block_table cached_attn_metadata"),
-        # The indices of the first group, whose graphs alone have them; and the kernels that read them.
+        # The indices of the first group, and the kernels that read them
         Slice(_BUILDER, "", "supports_update_block_table", Verdict.AFFECTED),
         Slice(_BUILDER, f"{_BASE}.__init__", _INDEX_NAMES, Verdict.AFFECTED),
         Slice(_BUILDER, f"{_BASE}._compute_common_metadata", _INDEX_NAMES, Verdict.AFFECTED),

@@ -1,4 +1,4 @@
-"""`mamba-padding`: rows that schedule no token are never prefilling to the Mamba builder (PR 41873)."""
+"""`mamba-padding`: the Mamba builder never takes rows without scheduled tokens for prefills (PR 41873)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CLEARED = tuple(
     for rows in ("num_reqs:", "num_reqs:num_reqs_padded")
     for cleared in (" = False", ".fill_(False)", ".zero_()")
 )
-"""Upstream's correction, the first; a pattern of False is one of 0 as well."""
+"""Upstream's correction, the first, and equivalents; the pattern False equals 0, too."""
 _FIRST_TOKENS = (
     "is_prefilling = common_attn_metadata.is_prefilling",
     "assert is_prefilling is not None",
@@ -37,7 +37,7 @@ _FIRST_TOKENS = (
     is_prefilling[...] = False
     common_attn_metadata = common_attn_metadata.replace(is_prefilling=is_prefilling)""",
 )
-"""Since 0.22.0 the builder takes rows of one token with a state for decodes: no padded row is marked by that."""
+"""Since 0.22.0 the builder takes rows of one token with a state for decodes, which marks no padded row."""
 
 PADDED_ROW_PREFILLING = Event(
     "padded-row-prefilling",
@@ -47,7 +47,7 @@ PADDED_ROW_PREFILLING = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the marks over padded rows, what clears them, and the builder that splits the batch by them."""
+    """Find the marks on padded rows, their clearing, and the builder that splits the batch by them."""
     build = source.function(_RUNNER, "GPUModelRunner._build_attention_metadata")
     compute = source.function(_BUILDER, "BaseMambaAttentionMetadataBuilder._compute_common_metadata")
     if not source.contains_word(_RUNNER, "is_prefilling") and not source.contains_word(
@@ -57,7 +57,7 @@ def diagnose(source: Source) -> Diagnosis:
     marked = build and build.find_unique(_MARKED)
     if build is not None and compute is not None and marked is not None:
         cleared = build.find_first_unique(_CLEARED)
-        # One after the other: in between nothing is done to the marks, nor to the number of rows.
+        # At once, so that nothing changes the marks or the number of rows in between.
         if cleared is not None and build.in_one_block(marked, cleared, at_once=True) and not _is_padding_counted(build):
             return Diagnosis.fixed("padded rows are marked as not prefilling", build.at(cleared))
         if compute.find(_SPLIT_BY_PHASE) and (cleared is None or _is_padding_counted(build)):
@@ -72,7 +72,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _is_padding_counted(build: Function) -> bool:
-    """Tell whether `num_reqs` has become the padded number, behind which nothing is cleared."""
+    """Tell if `num_reqs` may have become the padded number, behind which nothing is cleared."""
     return build.assigned("num_reqs") > 0
 
 
@@ -88,7 +88,7 @@ def without_padding(self: Any, common_attn_metadata: Any, *args: Any, **kwargs: 
     real = _marks_without_padding(common_attn_metadata)
     if real is None:
         return None
-    # A copy: the same metadata go to the builders of other layers, which are right as they are.
+    # A copy: builders of other layers, which are right, get the same metadata.
     corrected = object.__new__(type(common_attn_metadata))
     corrected.__dict__.update(common_attn_metadata.__dict__, is_prefilling=from_numpy(real))
     return self, corrected
@@ -102,7 +102,7 @@ def _marks_without_padding(common_attn_metadata: Any) -> Any:
     is_prefilling = common_attn_metadata.is_prefilling
     if is_prefilling is None:
         return None
-    # Bytes, since comparing tensors this small costs ten times as much as all that is here.
+    # Bytes, since comparing tensors of this size would cost ten times as much as this function.
     marks = is_prefilling.numpy()
     marked = marks.tobytes()
     if 1 not in marked:  # pure decode batches, most steps
@@ -113,7 +113,7 @@ def _marks_without_padding(common_attn_metadata: Any) -> Any:
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs. Without chunked prefill, a request that ends leaves such a slot, too."""
+    """Return the conditions of the defect. Without chunked prefill, a finished request leaves such a slot, too."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need
 
@@ -130,16 +130,16 @@ FIX = fix(
     runner="V1",
     diagnose=diagnose,
     surroundings=(
-        # The rows that are marked, and whether anything else is done to the marks.
+        # The marks, and every other use of them
         Slice(
             _RUNNER,
             "GPUModelRunner._build_attention_metadata",
             "is_prefilling num_prompt_tokens_cpu num_computed_tokens_cpu",
         ),
-        # The numbers that a request leaves in its slot.
+        # The numbers that a request leaves in its slot
         Slice(_BATCH, "InputBatch.condense", "num_prompt_tokens", Verdict.AFFECTED),
         Slice(_BATCH, "InputBatch.remove_request", "num_prompt_tokens", Verdict.AFFECTED),
-        # The split by the marks, and what the builder is given.
+        # The split by the marks, and the builder's arguments
         Slice(_UTILS, "split_decodes_and_prefills", "is_prefill is_prefilling", Verdict.AFFECTED),
         Slice(
             _BUILDER,
@@ -153,7 +153,7 @@ FIX = fix(
             )
             for name, builder in (("mamba1", "Mamba1"), ("mamba2", "Mamba2"))
         ),
-        # The builders that this is said of: a subclass might mark padded rows again, or not.
+        # The classes of builders: a subclass might mark rows otherwise
         *(
             Slice(f"{_BACKENDS}/{name}_attn.py", f"{backend}AttentionBackend.get_builder_cls")
             for name, backend in (("mamba1", "Mamba1"), ("mamba2", "Mamba2"), ("short_conv", "ShortConv"))

@@ -1,4 +1,4 @@
-"""`prefill-dispatch`: a prefill in the shape of a decode never replays a recurrent model's decode graph (PR 53059)."""
+"""`prefill-dispatch`: a prefill shaped like a decode never replays a recurrent model's decode graph (PR 53059)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LENGTH, _COUNT = (
     "num_tokens == max_num_scheduled_tokens * num_reqs",
 )
 _BY_SHAPE = f"return ({_LENGTH} and {_COUNT}) if force_uniform_decode is None else force_uniform_decode"
-_ASKED = (
+_PREDICATE_CALL = (
     "uniform_decode = self._is_uniform_decode("
     "max_num_scheduled_tokens=max_num_scheduled_tokens, uniform_decode_query_len=self.uniform_decode_query_len, "
     "num_tokens=num_tokens, num_reqs=num_reqs, force_uniform_decode=force_uniform_decode{})"
@@ -47,17 +47,17 @@ _PREFILLING = f"({_PHASE.format('<')}).any()"
 _FORCED = tuple(
     f"force_uniform_decode=False if {prefilling} else None" for prefilling in (_PREFILLING, f"bool({_PREFILLING})")
 )
-"""A remedy at the call: a step with a row in its prompt is no decode, and any other is as before."""
+"""A remedy at the call: a step with a row in its prompt is no decode, others are judged as before."""
 _REMEDIES = tuple(
-    (name, f"return ({' and '.join(conditions)}) if force_uniform_decode is None else force_uniform_decode", asked)
+    (name, f"return ({' and '.join(conditions)}) if force_uniform_decode is None else force_uniform_decode", call)
     for name in ("past_prompt", "all_decodes", "past_prefill")
     for conditions in ((name, _COUNT), (name, _LENGTH, _COUNT), (_LENGTH, _COUNT, name))
-    for asked in (
-        _ASKED.format(f", {name}=bool(({_PHASE.format('>=')}).all())"),
-        _ASKED.format(f", {name}=not ({_PHASE.format('<')}).any()"),
+    for call in (
+        _PREDICATE_CALL.format(f", {name}=bool(({_PHASE.format('>=')}).all())"),
+        _PREDICATE_CALL.format(f", {name}=not ({_PHASE.format('<')}).any()"),
     )
 )
-"""Remedies in the predicate, by one more parameter: as it answers, and as it is asked (PRs 53059, 47123)."""
+"""Remedies in the predicate by one more parameter: its name, the answer, and the call (PRs 53059, 47123)."""
 
 _UNIFORM_V2 = (
     "if max_query_len == num_tokens // num_reqs and num_tokens == max_query_len * num_reqs: return max_query_len"
@@ -97,7 +97,7 @@ PREFILL_AS_DECODE = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find by what each model runner tells decodes from prefills: the shape of the step alone, or its rows' phase."""
+    """Find each model runner's criterion of decodes: the shape of the step alone, or the phase of its rows."""
     v1, v2 = _of_v1(source), _of_v2(source)
     affected = [each for each in (v1, v2) if each.verdict is Verdict.AFFECTED]
     for each in (v1, v2):
@@ -118,7 +118,9 @@ def _of_v1(source: Source) -> Diagnosis:
         return Diagnosis.absent("no model runner V1 with graphs for decodes only")
     if uniform and determine and execute and execute.find_unique(_DETERMINED):
         by_shape = (
-            uniform.signature == _TAKES and uniform.find_unique(_BY_SHAPE) and determine.find_unique(_ASKED.format(""))
+            uniform.signature == _TAKES
+            and uniform.find_unique(_BY_SHAPE)
+            and determine.find_unique(_PREDICATE_CALL.format(""))
         )
         remedy = _place_of_remedy(uniform, determine, execute, by_shape=bool(by_shape))
         if remedy is not None:
@@ -134,7 +136,7 @@ def _of_v1(source: Source) -> Diagnosis:
 
 
 def _place_of_remedy(uniform: Function, determine: Function, execute: Function, *, by_shape: bool) -> str | None:
-    """Find where the number of computed tokens is compared with the prompts, for each row, and decides."""
+    """Find the place where each row's computed tokens are compared with its prompt, and decide."""
     if by_shape:
         call = execute.find_unique(_DETERMINED)
         return (
@@ -143,10 +145,10 @@ def _place_of_remedy(uniform: Function, determine: Function, execute: Function, 
             else None
         )
     if not execute.call_has_keyword(_DETERMINE, "force_uniform_decode=..."):
-        for name, answered, asked in _REMEDIES:
-            call = determine.find_unique(asked)
-            if call and uniform.signature == f"{_TAKES}, {name}" and uniform.find_unique(answered):
-                return determine.at(call)
+        for name, answered, called in _REMEDIES:
+            place = determine.find_unique(called)
+            if place and uniform.signature == f"{_TAKES}, {name}" and uniform.find_unique(answered):
+                return determine.at(place)
     return None
 
 
@@ -178,7 +180,7 @@ def _of_v2(source: Source) -> Diagnosis:
 
 
 def _around_dispatch(stock: StockFunction, activity: Activity, *, builders: Builders) -> StockFunction:
-    """Wraps `_determine_batch_execution_and_padding`, before ranks of data parallelism are asked what they want."""
+    """Wrap `_determine_batch_execution_and_padding`, which runs before data-parallel ranks agree on a mode."""
     as_decode, corrects = activity.counter(PREFILL_AS_DECODE), activity.corrects
 
     @functools.wraps(stock)
@@ -195,16 +197,16 @@ def _around_dispatch(stock: StockFunction, activity: Activity, *, builders: Buil
     return _determine_batch_execution_and_padding
 
 
-def _prefills_as_decode(builders: Builders, runner: Any, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
-    """Whether stock would replay a decode graph for a real step with a row that a builder takes for a prefill.
+def _prefills_as_decode(builders: Builders, runner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell if stock would replay a decode graph for a real step with a row that a builder takes for a prefill.
 
     Reads the batch's `num_computed_tokens_cpu`, `num_prompt_tokens` and `num_tokens_no_spec`, (max_num_reqs,) int32 of
     NumPy.
     """
-    # A capture and a dummy run force the answer, and vLLM gives all of it by name.
-    if args or given.get("force_uniform_decode") is not None or given.get("force_eager"):
+    # Captures and dummy runs force the answer, and vLLM passes all arguments by name.
+    if args or kwargs.get("force_uniform_decode") is not None or kwargs.get("force_eager"):
         return False
-    tokens, rows, length = given["num_tokens"], given["num_reqs"], given["max_num_scheduled_tokens"]
+    tokens, rows, length = kwargs["num_tokens"], kwargs["num_reqs"], kwargs["max_num_scheduled_tokens"]
     if length != runner.uniform_decode_query_len or tokens != length * rows:
         return False
     if (prefills := builders.of(runner)) is None:
@@ -212,40 +214,37 @@ def _prefills_as_decode(builders: Builders, runner: Any, args: tuple[Any, ...], 
     batch, pipelined = runner.input_batch, runner.parallel_config.pipeline_parallel_size > 1
     computed = batch.num_computed_tokens_cpu[:rows]
     if length == prefills.one_token == 1:
-        # Only a row of which nothing was computed is taken, whatever its prompt: vLLM refuses requests without tokens.
+        # Then a row counts if none of its tokens is computed: each has a prompt, since vLLM refuses empty ones.
         if not _any_zero(computed):
             return False
     else:
-        # A request that was preempted computes its own tokens again, and a decode feeds the last one that is known; the
-        # stages of a pipeline may not know the same ones.
+        # A preempted request recomputes its own tokens, and a decode feeds the last known one. Pipeline stages may
+        # know different ones, so they use the prompt.
         prompt = batch.num_prompt_tokens[:rows]
         known = prompt if pipelined else batch.num_tokens_no_spec[:rows]
         taken = prefills.rows(length, computed, prompt, known)
-        # Bytes, since `any` of arrays this small costs more than all that is here.
+        # Bytes, since `any` of arrays of this size costs more than the rest of this function.
         if taken is None or 1 not in taken.tobytes():
             return False
     compilation = runner.compilation_config
     if pipelined and compilation.pass_config.enable_sp:
-        return False  # the worker asks too, before the batch is updated, and has to come to the same number of tokens
+        return False  # the worker calls it before the batch is updated, too, and needs the same number of tokens
     return _decode_graphs(runner.cudagraph_dispatcher) and tokens <= compilation.max_cudagraph_capture_size
 
 
 _LISTED = 64
-"""Rows. With cold caches, as in an engine, a list of so few takes less time than any operation on an array."""
+"""Rows. With cold caches, as in an engine, a list of so few is faster than any operation on an array."""
 
 
 def _any_zero(computed: Any) -> bool:
-    """Whether some row has no computed token; *computed* is (rows,) int32 of NumPy, with one row or more."""
+    """Tell if some row has no computed token; *computed* is (rows,) int32 of NumPy, with at least one row."""
     if len(computed) <= _LISTED:
         return 0 in computed.tolist()
     return not computed[computed.argmin()]  # `all` and `min` take twice as long
 
 
 def _decode_graphs(manager: Any) -> bool:
-    """Whether decodes have full graphs of their own: FULL_DECODE_ONLY, FULL_AND_PIECEWISE.
-
-    In mode FULL no shape is asked for.
-    """
+    """Tell if decodes have full graphs of their own: in FULL_DECODE_ONLY, FULL_AND_PIECEWISE, but not FULL."""
     mode = manager.cudagraph_mode
     return bool(mode.separate_routine()) and mode.decode_mode().name == "FULL"
 
@@ -257,11 +256,11 @@ class _Step:
     """The step that `update_requests` prepares, up to its dispatch in the same `execute_model`."""
 
     manager: Any = None
-    """The one that is to dispatch a step with a row that a builder takes for a prefill."""
+    """The manager that dispatches it, if a builder takes a row for a prefill."""
 
 
 def _note_prefills(stock: StockFunction, activity: Activity, *, step: _Step, builders: Builders) -> StockFunction:
-    """Wraps `update_requests`, after which the numbers of the step's requests are the step's."""
+    """Wrap `update_requests`, after which the numbers of requests are those of the step: note prefills."""
 
     @functools.wraps(stock)
     def update_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -278,11 +277,10 @@ def _note_prefills(stock: StockFunction, activity: Activity, *, step: _Step, bui
 
 
 def _prefills_in_decode_shape(builders: Builders, runner: Any, scheduled: Any) -> bool:
-    """Whether a builder takes a scheduled request for a prefill, in a step shaped like a decode.
+    """Tell if a builder takes a scheduled request for a prefill, in a step shaped like a decode.
 
-    In that shape all requests may have as many tokens as a decode. Reads `req_states`: `num_computed_prefill_tokens`
-    and `prefill_len`, (max_num_reqs,) int32 of NumPy. A request that was preempted comes again as one whose own tokens
-    are to be prefilled.
+    Reads `num_computed_prefill_tokens` and `prefill_len` of `req_states`, (max_num_reqs,) int32 of NumPy. A preempted
+    request comes back as one whose own tokens have to be prefilled.
     """
     tokens = scheduled.num_scheduled_tokens
     rows, total = len(tokens), scheduled.total_num_scheduled_tokens
@@ -294,7 +292,7 @@ def _prefills_in_decode_shape(builders: Builders, runner: Any, scheduled: Any) -
     slots = prefills.rows(total // rows, states.num_computed_prefill_tokens, prompt, prompt)
     taken = b"" if slots is None else slots.tobytes()
     slot = taken.find(1)
-    while slot >= 0:  # the slots of requests that are gone, or wait, are looked at too
+    while slot >= 0:  # slots of finished and waiting requests match, too
         if states.index_to_req_id.get(slot) in tokens:
             return True
         slot = taken.find(1, slot + 1)
@@ -302,7 +300,7 @@ def _prefills_in_decode_shape(builders: Builders, runner: Any, scheduled: Any) -
 
 
 def _around_noted_dispatch(stock: StockFunction, activity: Activity, *, step: _Step) -> StockFunction:
-    """Wraps the name `dispatch_cg_and_sync_dp`; what ranks of data parallelism are told is corrected with it."""
+    """Wrap the name `dispatch_cg_and_sync_dp`, which also passes the corrected choice to data-parallel ranks."""
     as_decode, corrects = activity.counter(PREFILL_AS_DECODE), activity.corrects
 
     @functools.wraps(stock)
@@ -320,7 +318,7 @@ def _around_noted_dispatch(stock: StockFunction, activity: Activity, *, step: _S
 
 
 def _takes_for_decode(step: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether stock would replay a decode graph for the step that was noted.
+    """Tell if stock would replay a decode graph for the noted step.
 
     `args` are (cudagraph_manager, num_reqs, num_tokens, uniform_token_count, …).
     """
@@ -330,7 +328,7 @@ def _takes_for_decode(step: _Step, args: tuple[Any, ...], kwargs: dict[str, Any]
     tokens, uniform = args[2:4]
     if uniform is None or tokens > manager.compilation_config.max_cudagraph_capture_size:
         return False
-    # With drafts whose number changes, decodes of several lengths have graphs.
+    # With a varying number of drafts, decodes of several lengths have graphs.
     captured = (graph for graphs in manager._capture_descs.values() for graph in graphs)
     return any(graph.uniform_token_count == uniform and graph.cg_mode.name == "FULL" for graph in captured)
 
@@ -351,7 +349,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def _v2_serves_them_wrong(source: Source) -> bool:
-    """Tell if model runner V2 has the defect, and does not refuse recurrent models, as 0.21.0 - 0.22.1 do."""
+    """Tell if model runner V2 has the defect without refusing recurrent models, as 0.21.0 - 0.22.1 do."""
     refuses = b'"hybrid/mamba models"' in (source.read(_CONFIG) or b"")
     return _of_v2(source).verdict is Verdict.AFFECTED and not refuses
 
@@ -369,7 +367,7 @@ def needs() -> tuple[Need, ...]:
 
 
 def _runners(shape: str) -> tuple[str, ...]:
-    """The model runners that have the defect on code of *shape*."""
+    """Return the model runners that have the defect on code of *shape*."""
     return {_V1: ("V1",), _V2: ("V2",), _BOTH: ("V1", "V2")}.get(shape.partition(" ")[0], ())
 
 
@@ -377,7 +375,7 @@ FIX = fix(
     "prefill-dispatch",
     diagnose=diagnose,
     surroundings=(
-        # Model runner V1: the predicate, what it is asked, and what becomes of its answer.
+        # Model runner V1: the predicate, its call, and the use of its answer
         Slice(_RUNNER, "GPUModelRunner._is_uniform_decode", _TAKES.replace(",", "")),
         Slice(
             _RUNNER,
@@ -398,7 +396,7 @@ FIX = fix(
             "num_prompt_tokens num_computed_tokens_cpu num_tokens_no_spec",
             Verdict.AFFECTED,
         ),
-        # Model runner V2: the same, by shape up to 0.27.1 and by phase since.
+        # Model runner V2: the same, by shape up to 0.27.1 and by phase since
         Slice(_GRAPHS_V2, "get_uniform_token_count", "num_reqs num_tokens max_query_len"),
         Slice(_RUNNER_V2, "GPUModelRunner.execute_model", "uniform_tok_count update_requests"),
         Slice(
@@ -414,12 +412,12 @@ FIX = fix(
             Verdict.FIXED,
         ),
         Slice(_UTILS, "get_uniform_decode_token_count", "", Verdict.FIXED),
-        # The builders of recurrent layers: in each backend it is the class whose code `_recurrent_builders` reads.
+        # The classes of builders whose code `_recurrent_builders` reads
         *BUILDER_SLICES,
     ),
     wordings=(
         _BY_SHAPE,
-        _ASKED.format(""),
+        _PREDICATE_CALL.format(""),
         _DETERMINED,
         *(wording for _, *wordings in _REMEDIES for wording in wordings),
         _UNIFORM_V2,

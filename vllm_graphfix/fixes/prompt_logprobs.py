@@ -1,7 +1,4 @@
-"""`prompt-logprobs`: log-probabilities of prompts are computed from the target's output (PR 53520).
-
-The drafter's output is not used for them.
-"""
+"""`prompt-logprobs`: log-probabilities of prompts are computed from the target's output alone (PR 53520)."""
 
 from __future__ import annotations
 
@@ -27,14 +24,14 @@ _OF_ALL_TOKENS = "self._get_prompt_logprobs_dict(hidden_states[:num_scheduled_to
 _HANDED_ON = "self.execute_model_state = ExecuteModelState(...)"
 _OPTION = "disable_padded_drafter_batch"
 _MODELS = ("use_eagle", "uses_draft_model", "uses_extract_hidden_states")
-"""Methods of a SpeculativeConfig, not all in every release: whether the drafter is a model that may have CUDA
+"""Methods of a SpeculativeConfig, not all in every release, that tell if the drafter is a model, which may have CUDA
 graphs."""
 _NO_MODELS = ("use_ngram_gpu",)
-"""The methods for a drafter that is no model but also runs before the bookkeeping, compiled for CUDAGraphMode.NONE."""
+"""Methods for a drafter that is no model but also runs before the bookkeeping, compiled for CUDAGraphMode.NONE."""
 _IF_SCORED = ("self.num_prompt_logprobs", "bool(self.num_prompt_logprobs)", "len(self.num_prompt_logprobs) > 0")
-"""Conditions that hold in each step that scores a prompt."""
+"""Conditions that are true in each step that scores a prompt."""
 _TARGETS = ("hidden_states", "scored")
-"""Names that a copy may have."""
+"""Possible names of a copy."""
 _CLONES = tuple(
     clone
     for copied in ("hidden_states", "hidden_states[:]", "hidden_states.detach()")
@@ -59,13 +56,13 @@ _DRAFTS_FIRST = (
     f"drafter_runs_model_forward = {' or '.join(_DRAFTERS)}",
     f"use_gpu_toks = drafter_runs_model_forward and not spec_config.{_OPTION}",
 )
-"""The drafters that come before the bookkeeping."""
+"""Drafters that run before the bookkeeping."""
 _OTHER_DRAFTS = (
     "if propose_drafts_after_bookkeeping:\n    ...",
     "if draft_after_bookkeeping:\n    ...",
     "if self.parallel_config.data_parallel_size > 1:\n    self.drafter.dummy_run(num_tokens=1)",
 )
-"""What drafts else: behind the bookkeeping, or for the sake of other ranks. `diagnose` looks at the first of all."""
+"""Other drafts, after the bookkeeping or for other ranks. `diagnose` judges the first of all drafts."""
 
 READ_AFTER_DRAFT = Event(
     "prompt-logprobs-after-draft",
@@ -75,7 +72,7 @@ READ_AFTER_DRAFT = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the drafts, what computes prompt log-probabilities, and copies of the hidden states before the drafts."""
+    """Find the drafts, the reading of prompt log-probabilities, and copies of hidden states before the drafts."""
     if not all(
         source.contains_word(_RUNNER, word) for word in ("_get_prompt_logprobs_dict", "propose_draft_token_ids")
     ):
@@ -107,10 +104,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _calls_of_drafter(sample: Function) -> list[ast.stmt | ast.expr]:
-    """Return where `sample_tokens` runs the drafter, in source order.
-
-    It calls a function of its own, or the drafter's dummy run.
-    """
+    """Return the calls in `sample_tokens` that run the drafter, or its dummy run, in source order."""
     calls = sample.find("propose_draft_token_ids(...)") + sample.find("self.drafter.dummy_run(...)")
     return sorted(calls, key=lambda call: call.lineno)
 
@@ -123,7 +117,7 @@ def _effective_copy(sample: Function, execute: Function, name: str, first: ast.s
     """Return the place of the copy *name* that is made before the draft *first* in each step that scores a prompt."""
     copies = sample.find(*_COPIES.get(name, ()))
     if len(copies) == 1:
-        # Nothing else gives it a value, but what it is where no prompt is scored.
+        # No other assignment, except for steps that score no prompt.
         others = sample.find(f"{name} = hidden_states") if name != "hidden_states" else [sample.node.body[0]]
         only = sample.assigned(name) == 1 + len(others) and all(other.lineno < copies[0].lineno for other in others)
         if only and copies[0].lineno < first.lineno and _is_done_whenever_scored(sample.node.body, copies[0]):
@@ -136,7 +130,7 @@ def _effective_copy(sample: Function, execute: Function, name: str, first: ast.s
 
 
 def _is_done_whenever_scored(block: list[ast.stmt], part: ast.stmt | ast.expr) -> bool:
-    """Tell if *part* is done in each step that runs *block* and scores a prompt."""
+    """Tell if *part* runs in each step that runs *block* and scores a prompt."""
     for statement in block:
         if part in ast.walk(statement):
             if not hasattr(statement, "body"):
@@ -147,22 +141,19 @@ def _is_done_whenever_scored(block: list[ast.stmt], part: ast.stmt | ast.expr) -
 
 
 def _state_read_late(runner: Any) -> Any:
-    """Return the state of a step whose drafter runs before log-probabilities of a prompt are computed.
-
-    None for every other step.
-    """
+    """Return the state of a step whose drafter runs before prompt log-probabilities are computed; None for others."""
     state, draft = runner.execute_model_state, runner.speculative_config
     if state is None or draft is None or draft.disable_padded_drafter_batch:
         return None
     for name in _MODELS:
         if getattr(draft, name, _is_not_there)():
             break
-    else:  # drafts of n-grams and the like are made afterwards, or without graphs
+    else:  # drafters without a model run later, or without graphs
         return None
     scheduled = state.scheduler_output.num_scheduled_tokens
-    if scheduled.keys().isdisjoint(runner.num_prompt_logprobs):  # preempted, or waits for its turn
+    if scheduled.keys().isdisjoint(runner.num_prompt_logprobs):  # preempted, or waiting
         return None
-    # More tokens than any graph takes, and 0 where there are no graphs: the hidden states have memory of their own.
+    # Larger than any graph, or no graphs (0): the hidden states have memory of their own.
     if len(state.hidden_states) > runner.compilation_config.max_cudagraph_capture_size:
         return None
     return state
@@ -176,24 +167,24 @@ def _is_not_there() -> bool:
 def _copy_what_is_read_late(runner: Any, *, copies: bool) -> bool:
     """Tell if this step's state is read late, and copy it if *copies*.
 
-    In a function of its own, so that nothing here holds the copy when stock lets it go, at the end of the step.
+    A function of its own, so that no local variable holds the copy when stock frees it at the end of the step.
     """
     state = _state_read_late(runner)
     if state is None:
         return False
-    if copies:  # whole, since the drafter gets it too: at most as many rows as the largest graph
+    if copies:  # whole, since the drafter gets it too; at most the rows of the largest graph
         runner.execute_model_state = state._replace(hidden_states=state.hidden_states.clone())
     return True
 
 
 def _sample_with_a_copy(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap `GPUModelRunner.sample_tokens(grammar_output)`, which drafts before it reads the prompts' hidden states."""
+    """Wrap `GPUModelRunner.sample_tokens(grammar_output)`, which drafts before reading the prompts' hidden states."""
     read_after_draft, corrects = activity.counter(READ_AFTER_DRAFT), activity.corrects
 
     @functools.wraps(stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            # Nobody asks for them in most steps; a runner that was made without `__init__` has no such attribute.
+            # Empty in most steps; missing in a runner that was made without `__init__`.
             if getattr(self, "num_prompt_logprobs", None) and _copy_what_is_read_late(self, copies=corrects):
                 read_after_draft.count += 1
         except Exception as error:
@@ -222,7 +213,7 @@ FIX = fix(
     runner="V1",
     diagnose=diagnose,
     surroundings=(
-        # The order of drafts and of what reads the hidden states, and which drafters come first.
+        # The order of drafts and readers of the hidden states, and the drafters that come first
         Slice(
             _RUNNER,
             "GPUModelRunner.sample_tokens",
@@ -235,10 +226,10 @@ FIX = fix(
             "GPUModelRunner._get_prompt_logprobs_dict",
             "hidden_states prompt_hidden_states num_prompt_logprobs_dict",
         ),
-        # The hidden states that the target hands on.
+        # The hidden states of the target
         Slice(_RUNNER, "GPUModelRunner.execute_model", "hidden_states"),
         Slice(_RUNNER, "ExecuteModelState", "hidden_states"),
-        # Whoever else scores prompts.
+        # Other code that scores prompts
         Slice(_RUNNER, "", "_get_prompt_logprobs_dict"),
     ),
     wordings=(
@@ -249,7 +240,7 @@ FIX = fix(
         *_OUTPUTS,
         *_DRAFTS_FIRST,
         *_OTHER_DRAFTS,
-        # Nothing is done to the values.
+        # Does not change values
         "hidden_states.kv_connector_output = kv_connector_output",
     ),
     corrections=(Patch(_RUNNER_MODULE, "GPUModelRunner.sample_tokens", _sample_with_a_copy),),

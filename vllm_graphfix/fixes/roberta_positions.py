@@ -1,4 +1,4 @@
-"""`roberta-positions`: a RoBERTa model leaves the positions that it was given as they were (PR 37884)."""
+"""`roberta-positions`: a RoBERTa model does not change the positions that it gets (PR 37884)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MODELS_MODULE = "vllm.model_executor.models.roberta"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 _ADDS = "replace_roberta_positions"
 _OWNERS = ("RobertaEmbeddingModel", "RobertaForSequenceClassification")
-"""Those whose `forward` calls what adds."""
+"""Classes whose `forward` calls the function that adds."""
 _IN_PLACE = "position_ids += padding_idx + 1"
 _OUT_OF_PLACE = "self.position_embeddings(position_ids + self.padding_idx + 1)"
 _SELECTED = "positions = self.positions.gpu[:num_input_tokens]"
@@ -39,7 +39,7 @@ _ARCHITECTURES = frozenset(
     """BgeM3EmbeddingModel RobertaForMaskedLM RobertaForSequenceClassification RobertaModel XLMRobertaModel
     XLMRobertaForSequenceClassification""".split()
 )
-"""Those that vLLM serves with these models."""
+"""Architectures that vLLM serves with these models."""
 
 PADDED_POSITIONS_SHIFTED = Event(
     "padded-positions-shifted",
@@ -49,7 +49,7 @@ PADDED_POSITIONS_SHIFTED = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find what adds the offset to positions, and what keeps padded rows from adding up."""
+    """Find the addition of the offset to positions, and code that stops it from accumulating in padded rows."""
     if source.read(_MODELS) is None:
         return Diagnosis.absent("no RoBERTa models")
     select = source.function(_RUNNER, "GPUModelRunner._preprocess")
@@ -75,7 +75,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _zeroing_statement(select: Function) -> ast.stmt | ast.expr | None:
-    """Return where the positions of padded rows become 0 whenever there are any, as soon as they are selected."""
+    """Return the statement that zeroes the positions of padded rows, if any, right after their selection."""
     zeroed = select.find_first_unique(_ZEROED)
     selected = select.find_unique("positions = self.positions[:num_input_tokens]") or select.find_unique(_SELECTED)
     if zeroed is None or selected is None:
@@ -92,11 +92,11 @@ def _is_all_of(condition: Any, part: ast.stmt | ast.expr) -> bool:
 
 
 def _restore_positions_of(owner: str) -> Wrap:
-    """Make the wrapper of `forward(input_ids, positions, …)` of *owner*, which adds the offset where positions are.
+    """Make a wrapper of `forward(input_ids, positions, …)` of *owner*, which adds the offset in place: undo that.
 
-    What they were is copied back, in the order of the device's stream, whoever else has put them back by then.
-    Positions at another address would not do: piecewise graphs have recorded this one. So that the rows of every later
-    batch are right, all rows are put back, also those of a batch without padding, of a dummy run and of a capture.
+    The original positions are copied back in the order of the device's stream. Other memory for them would be no
+    remedy: piecewise graphs have recorded this address. All rows are restored, also in batches without padding, dummy
+    runs and captures, so that they are right in every later batch.
     """
 
     def wrap(stock: StockFunction, activity: Activity) -> StockFunction:
@@ -111,14 +111,14 @@ def _restore_positions_of(owner: str) -> Wrap:
         def forward(self: Any, input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
             corrected, before = corrects, None
             try:
-                if is_compiling():  # the whole model is traced, for an engine without graphs and padding
+                if is_compiling():  # the model is traced whole: no graphs, no padding
                     corrected = False
                 else:
                     if self not in foreign_of:
                         foreign_of[self] = _find_foreign(self, owner, sys._getframe(1))
                     foreign = foreign_of[self]
                     if foreign is not None:
-                        # Positions that something else has put back would become smaller at every step.
+                        # Positions that are restored twice would shrink at every step.
                         corrected = False
                         activity.step_aside("roberta-positions", foreign)
                     elif _is_padded(positions):
@@ -143,10 +143,7 @@ def _restore_positions_of(owner: str) -> Wrap:
 
 
 def _find_foreign(model: Any, owner: str, caller: FrameType | None) -> str | None:
-    """Name the code that is not stock's own on a *model*'s way to add the offset, and back to its *caller*.
-
-    It is the function that adds, the model's `forward`, or the model runner's `_model_forward`.
-    """
+    """Name foreign code among the function that adds, the *model*'s `forward` and its runner's `_model_forward`."""
     add = getattr(sys.modules[_MODELS_MODULE], _ADDS, None)
     if getattr(add, "__globals__", {}).get("__name__") != _MODELS_MODULE:
         return f"{_ADDS} of {getattr(add, '__module__', None)}"
@@ -157,7 +154,7 @@ def _find_foreign(model: Any, owner: str, caller: FrameType | None) -> str | Non
 
 
 def _find_runner(frame: FrameType | None) -> Any | None:
-    """Return the model runner that has called, on the stack from *frame* on; a dummy run does so without a helper."""
+    """Return the calling model runner, on the stack from *frame* on; dummy runs call without a helper."""
     kind = getattr(sys.modules.get(_RUNNER_MODULE), "GPUModelRunner", None)
     while frame is not None and isinstance(kind, type):
         candidate = frame.f_locals.get("self")
@@ -168,7 +165,7 @@ def _find_runner(frame: FrameType | None) -> Any | None:
 
 
 def _is_padded(positions: Any) -> bool:
-    """Tell if this step has more *positions* than tokens; dummy runs and captures have no metadata, and no tokens."""
+    """Tell if this step has more *positions* than tokens; not for dummy runs and captures, which have no metadata."""
     from vllm.forward_context import get_forward_context, is_forward_context_available
 
     of_layers = get_forward_context().attn_metadata if is_forward_context_available() else None
@@ -187,17 +184,17 @@ def needs() -> tuple[Need, ...]:
 
 
 def _serves_roberta(deployment: Deployment, _: str) -> Fact:
-    """The model is one of vLLM's own RoBERTa models."""
+    """Tell if the model is one of vLLM's own RoBERTa models."""
     from vllm_graphfix.deployment import Fact
 
     served_by, unsure = deployment.value("--model-impl")
     if served_by == "transformers" and unsure is None:
         return Fact(False, "--model-impl transformers: its addition is in compiled code, which this fix leaves alone")
-    found, missing = deployment.configured("architectures")
+    architectures, missing = deployment.configured("architectures")
     missing = missing or unsure
     if missing is not None:
         return Fact(None, missing)
-    if any(name in _ARCHITECTURES for names in found if isinstance(names, list) for name in names):
+    if any(name in _ARCHITECTURES for names in architectures if isinstance(names, list) for name in names):
         return Fact(True, f"{deployment.model} is a RoBERTa model")
     return Fact(False, f"{deployment.model} is no RoBERTa model")
 
@@ -207,11 +204,10 @@ FIX = fix(
     runner="V1",
     diagnose=diagnose,
     surroundings=(
-        # The positions that models get, and those of padded rows.
+        # The positions that models get, and those of padded rows
         Slice(_RUNNER, "GPUModelRunner._preprocess", "positions"),
         Slice(_RUNNER, "GPUModelRunner._prepare_inputs", "positions", Verdict.AFFECTED),
-        # Who adds the offset, and where: it is added whenever the model runs, once, to what the runner handed over.
-        # Whatever the runner does to them between its choice and the model, and behind it.
+        # The addition of the offset, once in each forward pass, and every other use between runner and model
         *(Slice(_RUNNER, f"GPUModelRunner.{name}", "positions") for name in ("execute_model", "_model_forward")),
         Slice(_MODELS, "", _ADDS),
         Slice(_MODELS, _ADDS, "position_ids padding_idx"),

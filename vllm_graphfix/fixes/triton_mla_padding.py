@@ -1,4 +1,4 @@
-"""`triton-mla-padding`: rows of length 0 leave zeros, not 0/0, in Triton's MLA decode (issue 57017)."""
+"""`triton-mla-padding`: Triton's MLA decode leaves zeros, not 0/0, in rows of length 0 (issue 57017)."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _DIVIDED = "result = acc / e_sum"
 _STORED = "tl.store(o + cur_batch * stride_obs + cur_head * stride_oh + offs_d, result, mask=mask_d)"
 _EMPTY = ("e_sum == 0", "e_sum <= 0", "cur_batch_seq_len == 0", "cur_batch_seq_len <= 0", "cur_batch_seq_len < 1")
 _FILLED = ("e_sum > 0", "e_sum != 0", "cur_batch_seq_len > 0", "cur_batch_seq_len != 0", "cur_batch_seq_len >= 1")
-"""Questions by which a kernel may find out if a row has tokens."""
+"""Conditions by which a kernel may detect rows with tokens."""
 _DIVISORS = (
     *(f"tl.where({empty}, 1, e_sum)" for empty in _EMPTY),
     *(f"tl.where({filled}, e_sum, 1)" for filled in _FILLED),
     *(f"tl.maximum(e_sum, 1e-{digits})" for digits in (6, 8, 10, 12, 20, 30)),
 )
-"""The sum where there are tokens, and never 0. Of no tokens `acc` is 0."""
+"""The sum where there are tokens, and never 0. Without tokens `acc` is 0."""
 _GUARDED = (
     *((f"result = tl.where({empty}, 0, acc / e_sum)",) for empty in _EMPTY),
     *((f"result = tl.where({filled}, acc / e_sum, 0)",) for filled in _FILLED),
@@ -56,23 +56,23 @@ _GUARDED = (
     *((f"e_sum = {divisor}", _DIVIDED) for divisor in _DIVISORS),
     *(("result = acc", f"if {filled}:\n    {_DIVIDED}") for filled in _FILLED),
 )
-"""Statements in the place of the division that leave no 0/0."""
+"""Replacements of the division that leave no 0/0."""
 _BY_SPECIFICATION = (
     'if getattr(kv_cache_spec, "non_causal_multi_token_decode", False):\n    return AttentionCGSupport.UNIFORM_BATCH',
     "return cls._cudagraph_support",
 )
-"""More graphs for a draft that is not causal (0.29.0 on), and what the builder says for all others."""
+"""More graphs for a draft that is not causal (0.29.0 on), and the support for all others."""
 _CALLED, _RETURNED = "decode_attention_fwd(...)", "return o, lse"
 _CLEARED = (*clears_empty_rows("o", "attn_metadata.decode.seq_lens"), *clears_empty_rows("o", "seq_lens"))
 
-EMPTY_ROWS_GIVEN = Event(
+PADDED_BATCH_DECODED = Event(
     "empty-rows-given", "A batch with padded rows reached Triton's MLA decode: on stock the kernel leaves NaN in them."
 )
-_COUNT = counts_empty_rows(EMPTY_ROWS_GIVEN, _BUILDER, _BACKEND_MODULE)
+_COUNT = counts_empty_rows(PADDED_BATCH_DECODED, _BUILDER, _BACKEND_MODULE)
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the division by the sum over a row's tokens, and what keeps it, or its result, from rows without any."""
+    """Find the division by the sum over a row's tokens, and guards or clears for rows without any."""
     if source.read(_BACKEND) is None:
         return Diagnosis.absent("no Triton MLA")
     builder = source.function(_BACKEND, _BUILDER)
@@ -93,7 +93,7 @@ def diagnose(source: Source) -> Diagnosis:
     if remedy is not None:
         return Diagnosis.fixed("rows of length 0 leave no 0/0", remedy)
     guards = {statement for statements in _GUARDED for statement in statements} - {_DIVIDED}
-    # Programs are told apart as in the kernel of this fix; a slice does not show the numbers.
+    # Programs are numbered as in the kernel of this fix; a slice does not show the numbers.
     seen = bool(reduce.find_each(*_PROGRAMS)) and reduce.always(_DIVIDED) and not reduce.find(*guards)
     if seen and not forward.find(*_CLEARED) and support in builder.find(*FULL_GRAPHS):
         return Diagnosis.affected(
@@ -105,7 +105,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _find_guard(reduce: Function) -> str | None:
-    """The place where the second stage sees to it that a row without tokens is not 0/0, on every path."""
+    """Return the place where the second stage avoids 0/0 for a row without tokens, on every path."""
     for statements in _GUARDED:
         guard = reduce.find_sequence(*statements, at_once=True)
         if (
@@ -119,7 +119,7 @@ def _find_guard(reduce: Function) -> str | None:
 
 
 def _find_cleared(forward: Function) -> str | None:
-    """The place where the backend itself clears what the kernel leaves in empty rows, on every path."""
+    """Return the place where the backend clears empty rows after the kernel, on every path."""
     for pattern in _CLEARED:
         parts = forward.find_sequence(_CALLED, pattern, _RETURNED)
         if parts and parts[2] in forward.node.body:
@@ -130,12 +130,12 @@ def _find_cleared(forward: Function) -> str | None:
 def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wrap `_decode_softmax_reducev_fwd`, which launches the second stage: rows whose length is below 1 become zeros.
 
-    Stock's own function runs, and finds another kernel under the name that it launches: one that has stock's compiled
-    in, and leaves that out where the row has no tokens. So a graph records as many launches as on stock, each replay
-    goes by the lengths of its own batch, and rows with tokens keep what stock's kernel leaves, a NaN included.
+    Stock's own function runs, but launches another kernel, which contains stock's and skips it in rows without tokens.
+    So a graph records as many launches as on stock, each replay uses the lengths of its own batch, and rows with tokens
+    get the result of stock's kernel, NaN included. `o` is (rows, heads, values), `b_seq_len` (rows,) int32, both on the
+    device.
 
-    Where Triton cannot compile it, stock's kernel runs and zeros are filled in afterwards, which writes all of `o`.
-    `o` is (rows, heads, values), `b_seq_len` (rows,) int32, both on the device.
+    If Triton cannot compile that kernel, stock's runs and zeros are filled in afterwards, which writes all of `o`.
     """
     kernels: Any = None
     try:
@@ -150,17 +150,17 @@ def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunc
         nonlocal kernels
         if kernels is not None and not _is_anothers(stock.__globals__.get(_REDUCE), kernels):
             try:
-                # Not by setting the name in vLLM's module: other backends launch the kernel that they find there.
+                # A copy of the function's globals, not vLLM's module: other backends launch the kernel from there.
                 names = {**stock.__globals__, _REDUCE: kernels.reduce_kernel}
                 launch = FunctionType(stock.__code__, names, argdefs=stock.__defaults__, closure=stock.__closure__)
                 return launch(logits, q, o, lse, v_buffer, b_seq_len, *args, **kwargs)
             except Exception as error:
-                # Nothing was launched, or nothing can be any more: then stock's own launch says so below.
+                # Nothing was launched, or the device is unusable, which stock's own launch below will report.
                 kernels = None
                 _without_own_kernel(error)
         result = stock(logits, q, o, lse, v_buffer, b_seq_len, *args, **kwargs)
         try:
-            # By the number of rows, so that other than one length a row is an error here, and nothing is written.
+            # `view` by the rows of `o` raises, before anything is written, unless there is one length per row.
             o.masked_fill_((b_seq_len < 1).view(o.shape[0], 1, 1), 0.0)
         except Exception as error:
             activity.failed(error)
@@ -170,7 +170,7 @@ def _zeros_for_empty_rows(stock: StockFunction, activity: Activity) -> StockFunc
 
 
 def _is_anothers(kernel: Any, kernels: Any) -> bool:
-    """Tell if *kernel*, which stock would launch, is neither vLLM's nor a stand-in of it: then it has to run."""
+    """Tell if *kernel*, which stock would launch, is a foreign kernel, which must run."""
     stock: Any = kernels._stock_reduce
     return type(kernel) is type(stock) and kernel is not stock
 
@@ -184,7 +184,6 @@ def _without_own_kernel(error: Exception) -> None:
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need, unseen
 
@@ -201,11 +200,11 @@ FIX = fix(
     "triton-mla-padding",
     diagnose=diagnose,
     surroundings=(
-        # The division, what is stored of it, and the launch.
+        # The division, the store of its result, and the launch
         Slice(_KERNELS, _REDUCE, "e_sum acc result cur_batch_seq_len o B_Seqlen program_id"),
         Slice(_KERNELS, _LAUNCH, f"{_REDUCE} b_seq_len o"),
         *(Slice(_KERNELS, f"decode_attention_fwd{name}", "o b_seq_len") for name in ("", "_normal", "_grouped")),
-        # The output, and whatever the backend makes of lengths; the graphs that its builder allows.
+        # The output, the backend's use of lengths, and the graphs that its builder allows
         Slice(_BACKEND, "TritonMLAImpl.forward_mqa", "o clamp clamp_ clamp_min clamp_min_ maximum where masked_fill"),
         Slice(_BACKEND, _BUILDER, f"{SUPPORT_NAMES} seq_lens seq_lens_device _build_decode build"),
         Slice(_BACKEND, "TritonMLABackend.get_builder_cls"),
@@ -226,7 +225,7 @@ FIX = fix(
         Patch(_KERNELS_MODULE, _LAUNCH, _zeros_for_empty_rows, observes=False),
         Patch(_COMMON_MODULE, "MLACommonMetadataBuilder.build", _COUNT),
     ),
-    events=(EMPTY_ROWS_GIVEN,),
+    events=(PADDED_BATCH_DECODED,),
     needs=needs,
     default_because="answers",
 )

@@ -1,4 +1,4 @@
-"""`ubatch-max-seq-len`: micro-batches of a capture have the longest length of that capture (PR 40961)."""
+"""`ubatch-max-seq-len`: micro-batches of a capture get the longest length of that capture (PR 40961)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _PLACES = {"ubatch-utils": "vllm/v1/worker/ubatch_utils.py", "backend-utils": "vllm/v1/attention/backends/utils.py"}
-"""Files by shape: it was in the second in 0.14.1."""
+"""Files by shape; the second in 0.14.1."""
 _MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, path in _PLACES.items()}
 _FLASH = "vllm/v1/attention/backends/flash_attn.py"
 _TARGET = "_make_metadata_with_slice"
@@ -37,9 +37,9 @@ LONGEST_LENGTH_FORGOTTEN = Event(
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find the longest length that the metadata of a micro-batch are made with: its own, or its batch's too."""
-    found = {shape: source.function(path, _TARGET) for shape, path in _PLACES.items()}
-    made = {shape: make for shape, make in found.items() if make is not None}
+    """Find the longest length in the metadata of a micro-batch: its own, or that of its batch."""
+    functions = {shape: source.function(path, _TARGET) for shape, path in _PLACES.items()}
+    made = {shape: make for shape, make in functions.items() if make is not None}
     if not made:
         if any(source.contains_word(path, _SPLIT) for path in (*_PLACES.values(), _RUNNER)):
             return Diagnosis.unrecognised("metadata of micro-batches are made in a way", _RUNNER)
@@ -64,10 +64,10 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def with_longest_length(made: Any, ubatch_slice: Any, attn_metadata: Any) -> Callable[[], None] | None:
-    """Hand on the longest length of a batch that is longer than all its requests, as a capture's is.
+    """Set the longest length of a batch if that is longer than all its requests, as in a capture.
 
-    In other steps the longest request is in one of the micro-batches, and the others do without; upstream hands it on
-    all the same.
+    In other steps the longest request is in one of the micro-batches, and the others do not need its length, though
+    upstream passes it on.
     """
     longest = attn_metadata.max_seq_len
     if made.max_seq_len >= longest or _longest_on_the_host(attn_metadata) >= longest:
@@ -80,18 +80,17 @@ def with_longest_length(made: Any, ubatch_slice: Any, attn_metadata: Any) -> Cal
 
 
 def _longest_on_the_host(batch: Any) -> int:
-    """The longest length of a batch's own requests. Stock has looked at the same tensors just before."""
+    """Return the longest length of a batch's requests, from host tensors that stock has just read, too."""
     lengths = getattr(batch, "seq_lens_cpu_upper_bound", None)
     return int((batch.seq_lens_cpu if lengths is None else lengths).max())
 
 
 def corrections(shape: str) -> tuple[Patch, ...]:
-    """The patch of the module that makes the metadata."""
+    """Return the patch of the module that makes the metadata."""
     return (correct_result(_MODULES[shape], _TARGET, LONGEST_LENGTH_FORGOTTEN)(with_longest_length),)
 
 
 def needs() -> tuple[Need, ...]:
-    """The deployments that the defect needs."""
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need
 
@@ -115,7 +114,7 @@ def needs() -> tuple[Need, ...]:
 
 
 def _has_a_window(deployment: Deployment, _: str) -> Fact:
-    """Layers of the model attend to what is in a window alone."""
+    """Tell if layers of the model have a sliding window."""
     from vllm_graphfix.deployment import Fact
 
     windows, missing = deployment.configured("sliding_window")
@@ -136,16 +135,16 @@ FIX = fix(
     runner="V1",
     diagnose=diagnose,
     surroundings=(
-        # From the longest length of a batch to that of its micro-batches, and whatever else is done to either.
+        # The way from the longest length of a batch to that of its micro-batches
         Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", f"max_seq_len {_SPLIT}"),
         *(Slice(path, _TARGET, "max_seq_len") for path in _PLACES.values()),
         *(Slice(path, _SPLIT, f"{_TARGET} results max_seq_len") for path in _PLACES.values()),
-        # The lengths of dummy requests; and where kernels are chosen, for which the length might be raised again.
+        # The lengths of dummy requests, and the choice of kernels, which might raise the length again
         Slice(_RUNNER, "GPUModelRunner._dummy_run", "seq_lens for_cudagraph_capture", Verdict.AFFECTED),
         Slice(_FLASH, "FlashAttentionMetadataBuilder.build", "max_seq_len", Verdict.AFFECTED),
     ),
     wordings=(*_OWN, *_LONGEST, _BATCHS),
-    # By it model runner V2 knows a capture's micro-batches.
+    # Its value marks a capture's micro-batches on model runner V2.
     distant_code="for_capture",
     corrections=corrections,
     modules=tuple(_MODULES.values()),

@@ -1,7 +1,4 @@
-"""`workspace-growth`: a recorded workspace is kept when a larger one takes its place (PR 55341).
-
-A graph of model runner V2 has recorded it.
-"""
+"""`workspace-growth`: a workspace in a graph of model runner V2 outlives its replacement by a larger one (PR 55341)."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ _ALLOCATED = "self._current_workspaces[...] = torch.empty((required_bytes,), dty
 _NONE_YET = "self._current_workspaces: list[torch.Tensor | None] = [None] * ..."
 _SLOTS = "for ubatch_id in range(self._num_ubatches): ..."
 _APPENDED = "(...).append(current_workspace)"
-"""A remedy: the outgrown workspace is put away."""
+"""A remedy: the outgrown workspace stays referenced."""
 _LOCK = "lock_workspace()"
 """Upstream's correction."""
 _UNLESS_ON_TRIAL = "if not profile_only: ..."
@@ -52,12 +49,12 @@ RECORDED_WORKSPACE_OUTGROWN = Event(
 )
 
 Workspace = Any
-"""A tensor of bytes; vLLM's manager has one for each slot: each micro-batch, and from 0.28.0 on each lane of it."""
+"""A tensor of bytes; vLLM's manager has one per slot: per micro-batch, and from 0.28.0 on per lane of it."""
 Reference = Callable[[], "Workspace | None"]
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Find what happens to a workspace that is too small, and the lock that keeps it from growing."""
+    """Find the replacement of a workspace that is too small, and the lock against growth."""
     manager = source.function(_WORKSPACE, "WorkspaceManager")
     ensure = source.function(_WORKSPACE, "WorkspaceManager._ensure_workspace_size")
     capture = source.function(_RUNNER, "GPUModelRunner.capture_model")
@@ -81,11 +78,11 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _place_of_lock(source: Source, manager: Function, ensure: Function, capture: Function) -> str | None:
-    """The place behind every capture where model runner V2, or the worker of both runners, locks the workspace."""
+    """Return the place after every capture where model runner V2, or the worker of both, locks the workspace."""
     lock = source.function(_WORKSPACE, "WorkspaceManager.lock")
     if lock is None or not lock.always("self._locked = True") or ensure.find_unique(_LOCKED) is None:
         return None
-    if len(manager.find("self._locked = ...")) != 2:  # by `lock` and `unlock`, whose callers are in slices
+    if len(manager.find("self._locked = ...")) != 2:  # in `lock` and `unlock`, whose callers are in slices
         return None
     if source.contains_word(_RUNNER, "lock_workspace"):
         return _place_behind(capture, _UNLESS_ON_TRIAL, "(...).capture(...)", "(...).capture_model(...)")
@@ -94,7 +91,7 @@ def _place_of_lock(source: Source, manager: Function, ensure: Function, capture:
 
 
 def _place_behind(function: Function, condition: str, *captures: str) -> str | None:
-    """The place where *function* locks the workspace behind all *captures*, always or under *condition*."""
+    """Return the place where *function* locks the workspace after all *captures*, always or under *condition*."""
     locked = function.find_unique(_LOCK)
     captured = [call.lineno for call in function.find(*captures)]
     if locked is None or not captured or max(captured) > locked.lineno:
@@ -106,7 +103,7 @@ def _place_behind(function: Function, condition: str, *captures: str) -> str | N
 
 
 def _holding_statement(manager: Function, ensure: Function, cleared: ast.stmt | ast.expr) -> ast.stmt | ast.expr | None:
-    """The statement that appends a slot's tensor, just before the slot is cleared, to a list that is never emptied."""
+    """Return the statement that appends a slot's tensor, before the slot is cleared, to a list that never shrinks."""
     appended = ensure.find_unique(_APPENDED)
     holder: Any = getattr(getattr(appended, "func", None), "value", None)
     if isinstance(holder, ast.Subscript):
@@ -119,7 +116,7 @@ def _holding_statement(manager: Function, ensure: Function, cleared: ast.stmt | 
 
 
 def _shape(source: Source, ensure: Function) -> str:
-    """Name which slots grow, and whether graphs are captured on trial first."""
+    """Name the slots that grow, and if graphs are captured on trial first."""
     shape = "every-slot" if ensure.find(_SLOTS) else "one-slot"
     profile = source.function(_RUNNER, "GPUModelRunner.profile_cudagraph_memory")
     on_trial = profile is not None and profile.find_unique("return _profile_cudagraph_memory(self)") is not None
@@ -127,10 +124,7 @@ def _shape(source: Source, ensure: Function) -> str:
 
 
 class _Captures:
-    """Captures of model runner V2 that are running, and what trial captures have recorded.
-
-    The graphs of trial captures are thrown away again.
-    """
+    """The running captures of model runner V2, and the workspaces of trial captures, whose graphs are dropped."""
 
     __slots__ = ("on_trial", "running")
 
@@ -140,10 +134,7 @@ class _Captures:
 
 
 class _RecordedWorkspaces:
-    """The workspaces of one manager that graphs have recorded.
-
-    Those are the ones that it still hands out, and those that it has outgrown.
-    """
+    """The workspaces of one manager that graphs have recorded: those in use, and those that it has outgrown."""
 
     __slots__ = ("_captures", "_seen", "current", "outgrown")
 
@@ -159,7 +150,7 @@ class _RecordedWorkspaces:
                 self._captures.on_trial.append((self, held))
 
     def count_outgrown(self, workspaces: Sequence[Workspace | None]) -> None:
-        """Count those that none of the manager's *workspaces* is any more."""
+        """Count recorded workspaces that are no longer among the manager's *workspaces*."""
         before, self.current = self.current, []
         for held in before:
             there = any(one is not None and held() is one for one in workspaces)
@@ -167,13 +158,13 @@ class _RecordedWorkspaces:
         self._seen.count += len(before) - len(self.current)
 
     def forget(self, held: Reference) -> None:
-        # By identity: weak references are equal if what they refer to is, and tensors compare themselves by element.
+        # By identity: weak references compare their referents, and tensors compare by element.
         self.current = [other for other in self.current if other is not held]
         self.outgrown = [other for other in self.outgrown if other is not held]
 
 
 class _StrongReference:
-    """A workspace that stays where it is for as long as this does."""
+    """A reference that keeps a workspace alive, and so in its place."""
 
     __slots__ = ("_workspace",)
 
@@ -185,9 +176,9 @@ class _StrongReference:
 
 
 def _hold_what_is_recorded(stock: StockFunction, activity: Activity, *, captures: _Captures) -> StockFunction:
-    """Wrap `WorkspaceManager._ensure_workspace_size(required_bytes)`: every request for a workspace goes through it.
+    """Wrap `WorkspaceManager._ensure_workspace_size(required_bytes)`, through which every workspace is requested.
 
-    A workspace that a graph has recorded is held from then on. To count alone, it is only referred to.
+    A workspace that a graph has recorded is kept alive from then on. To count alone, it is referenced weakly.
     """
     from torch import cuda  # the target is imported by now, and torch with it
 
@@ -216,10 +207,7 @@ def _hold_what_is_recorded(stock: StockFunction, activity: Activity, *, captures
 
 
 def _mark_captures(stock: StockFunction, _: Activity, *, captures: _Captures) -> StockFunction:
-    """Wrap `GPUModelRunner.capture_model`, in which model runner V2 captures all of its graphs.
-
-    V1 captures elsewhere, and locks the workspace.
-    """
+    """Wrap `GPUModelRunner.capture_model`, which captures all graphs of model runner V2. V1 locks the workspace."""
 
     @functools.wraps(stock)
     def capture_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +221,7 @@ def _mark_captures(stock: StockFunction, _: Activity, *, captures: _Captures) ->
 
 
 def _forget_what_was_on_trial(stock: StockFunction, _: Activity, *, captures: _Captures) -> StockFunction:
-    """Wrap `GPUModelRunner.profile_cudagraph_memory` (0.29.0), whose graphs are gone when it returns."""
+    """Wrap `GPUModelRunner.profile_cudagraph_memory` (0.29.0), which drops its graphs before it returns."""
 
     @functools.wraps(stock)
     def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,17 +269,17 @@ FIX = fix(
     runner="V2",
     diagnose=diagnose,
     surroundings=(
-        # The slots, whoever is handed what is in them, and the lock.
+        # The slots, every use of their workspaces, and the lock
         Slice(_WORKSPACE, "", "_current_workspaces current_workspace _locked lock unlock"),
-        # Whoever locks or unlocks it, or makes another manager.
+        # Code that locks or unlocks, or makes another manager
         Slice(_RUNNER, "", _LOCKS),
         Slice(_GRAPHS, "", _LOCKS),
         Slice(_WORKER, "", _LOCKS),
         Slice(_WARM_UP, "", _LOCKS, Verdict.FIXED),
         Slice(_SCALING, "", _LOCKS, Verdict.FIXED),
-        # A layer that has its memory from the manager.
+        # A layer with memory from the manager
         Slice(_LAYER, "TritonMLAImpl.forward_mqa", "attn_logits current_workspace_manager", Verdict.FIXED),
-        # The graphs that are captured on trial.
+        # Captures on trial
         Slice(_RUNNER, "GPUModelRunner.profile_cudagraph_memory", "", Verdict.AFFECTED),
         Slice(_GRAPHS, "profile_cudagraph_memory", "capture_model", Verdict.AFFECTED),
     ),
