@@ -50,6 +50,14 @@ def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = 
     )
 
 
+_OF_FUNCTIONS = Suite(
+    (
+        ("tests/test_syntax.py",),
+        ("tests/test_source.py",),
+        ("tests/test_mutation_shapes.py",),
+        ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"),
+    )
+)
 CHOSEN = {
     "settings/decision.py": Suite(
         (
@@ -65,14 +73,8 @@ CHOSEN = {
             ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"),
         )
     ),
-    "source/functions.py": Suite(
-        (
-            ("tests/test_syntax.py",),
-            ("tests/test_source.py",),
-            ("tests/test_mutation_shapes.py",),
-            ("tests/test_diagnosis.py", "-k", "structure_alone and (0.18.1 or 0.33.0) or deeper"),
-        )
-    ),
+    "source/functions.py": _OF_FUNCTIONS,
+    "source/patterns.py": _OF_FUNCTIONS,
     "fixes/mamba_padding.py": _of_fix("mamba-padding", "0.21.0", units="marks_on_the_device"),
     "fixes/flashmla_padding.py": _of_fix("flashmla-padding", "0.19.1", units="nothing_is_read"),
     "fixes/flashmla_fp8.py": _of_fix("flashmla-fp8", "0.18.1", units="plans_are_told"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from trial_rows import Edit, Served
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes._encoder_images import MANAGER, QWEN2_5_VL, QWEN2_VL, VISION
 from vllm_graphfix.fixes._encoder_runners import RUNNER, RUNNER_V2
-from vllm_graphfix.fixes.encoder_input_norm import _MANAGER, _QWEN2_5_VL, _QWEN2_VL, _VISION
 
 fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -29,36 +29,36 @@ EDITS = (
     Edit(
         "the encoders themselves normalise",
         "0.29.0",
-        _QWEN2_VL,
+        QWEN2_VL,
         embedded,
         in_the_encoder,
         fixed,
         also=(
-            (_QWEN2_VL, around, ""),
-            (_QWEN2_VL, of_videos, ""),
+            (QWEN2_VL, around, ""),
+            (QWEN2_VL, of_videos, ""),
             (
-                _QWEN2_5_VL,
+                QWEN2_5_VL,
                 r"^( +)hidden_states = x\.to\(device=self\.device, dtype=self\.dtype\)\n",
                 r"\1hidden_states = self.input_norm(x.to(device=self.device), self.dtype)\n",
             ),
-            (_QWEN2_5_VL, around, ""),
-            (_QWEN2_5_VL, of_videos, ""),
+            (QWEN2_5_VL, around, ""),
+            (QWEN2_5_VL, of_videos, ""),
         ),
     ),
     Edit(
         "one of the two encoders does",
         "0.28.0",
-        _QWEN2_VL,
+        QWEN2_VL,
         embedded,
         in_the_encoder,
         unrecognised,
-        also=((_QWEN2_VL, around, ""), (_QWEN2_VL, of_videos, "")),
+        also=((QWEN2_VL, around, ""), (QWEN2_VL, of_videos, "")),
     ),
-    Edit("one encoder no more", "0.30.0", _QWEN2_VL, r"^ +x = self\.input_norm\(.*\n", "", unrecognised),
+    Edit("one encoder no more", "0.30.0", QWEN2_VL, r"^ +x = self\.input_norm\(.*\n", "", unrecognised),
     Edit(
         "only large images",
         "0.33.0",
-        _QWEN2_5_VL,
+        QWEN2_5_VL,
         r"^( +)(hidden_states = self\.input_norm\(.*\n)",
         r"\1if len(x) > 1024:\n\1    \2",
         unrecognised,
@@ -66,7 +66,7 @@ EDITS = (
     Edit(
         "normalised twice, without graphs",
         "0.31.0",
-        _QWEN2_VL,
+        QWEN2_VL,
         r'^( +)pixel_values = image_input\["pixel_values"\]\n',
         r"\g<0>\1pixel_values = self.input_norm(pixel_values, self.visual.dtype)\n",
         unrecognised,
@@ -74,37 +74,37 @@ EDITS = (
     Edit(
         "normalised on each way to the encoder",
         "0.28.0",
-        _QWEN2_VL,
+        QWEN2_VL,
         replayed,
         normalised,
         unrecognised,
         also=(
-            (_QWEN2_VL, encoded, encoded_normalised),
-            (_QWEN2_5_VL, replayed, normalised),
-            (_QWEN2_5_VL, encoded, encoded_normalised),
+            (QWEN2_VL, encoded, encoded_normalised),
+            (QWEN2_5_VL, replayed, normalised),
+            (QWEN2_5_VL, encoded, encoded_normalised),
         ),
         remedy=True,
     ),
-    Edit("normalised for a graph alone", "0.28.0", _QWEN2_VL, replayed, normalised, unrecognised),
-    Edit("normalised for a graph of the other", "0.29.0", _QWEN2_5_VL, replayed, normalised, unrecognised),
+    Edit("normalised for a graph alone", "0.28.0", QWEN2_VL, replayed, normalised, unrecognised),
+    Edit("normalised for a graph of the other", "0.29.0", QWEN2_5_VL, replayed, normalised, unrecognised),
     Edit(
         "normalised in a graph",
         "0.29.0",
-        _QWEN2_VL,
+        QWEN2_VL,
         popped,
         popped_normalised,
         unrecognised,
         also=(
-            (_QWEN2_VL, encoded, encoded_normalised),
-            (_QWEN2_5_VL, popped, popped_normalised),
-            (_QWEN2_5_VL, encoded, encoded_normalised),
+            (QWEN2_VL, encoded, encoded_normalised),
+            (QWEN2_5_VL, popped, popped_normalised),
+            (QWEN2_5_VL, encoded, encoded_normalised),
         ),
         remedy=True,
     ),
     Edit(
         "normalised by the manager",
         "0.28.0",
-        _MANAGER,
+        MANAGER,
         r"^( +)if self\.use_dp:\n( +)per_item_out_tokens",
         r"\1mm_kwargs = self.model.input_norm.of(mm_kwargs)\n\g<0>",
         unrecognised,
@@ -112,7 +112,7 @@ EDITS = (
     Edit(
         "normalised where images are looked up",
         "0.29.0",
-        _QWEN2_VL,
+        QWEN2_VL,
         r'^( +)pixel_values = mm_kwargs\["pixel_values"\]\n',
         r"\g<0>\1pixel_values = self.normalised(pixel_values)\n",
         unrecognised,
@@ -120,17 +120,17 @@ EDITS = (
     Edit(
         "normalised where images are selected",
         "0.29.0",
-        _QWEN2_VL,
+        QWEN2_VL,
         selected,
         encoded_normalised,
         unrecognised,
-        also=((_QWEN2_5_VL, selected, encoded_normalised),),
+        also=((QWEN2_5_VL, selected, encoded_normalised),),
         remedy=True,
     ),
     Edit(
         "normalised where selected images are returned",
         "0.28.0",
-        _QWEN2_5_VL,
+        QWEN2_5_VL,
         r'"pixel_values": selected_pv,',
         '"pixel_values": self.normalised(selected_pv),',
         unrecognised,
@@ -154,7 +154,7 @@ EDITS = (
     Edit(
         "normalised by the manager where a rank's images are selected",
         "0.29.0",
-        _MANAGER,
+        MANAGER,
         r"return self\.model\.select_encoder_cudagraph_items\(mm_kwargs, indices\)",
         "return self.model.select_encoder_cudagraph_items(normalise_pixels(self.model, mm_kwargs), indices)",
         unrecognised,
@@ -162,7 +162,7 @@ EDITS = (
     Edit(
         "normalised by the manager where images are copied",
         "0.28.0",
-        _MANAGER,
+        MANAGER,
         r"dst\[: src\.shape\[0\]\]\.copy_\(src\)",
         "dst[: src.shape[0]].copy_(normalise_pixels(src))",
         unrecognised,
@@ -170,7 +170,7 @@ EDITS = (
     Edit(
         "bytes normalised by an encoder",
         "0.29.0",
-        _QWEN2_5_VL,
+        QWEN2_5_VL,
         r"^( +)hidden_states = x\.to\(device=self\.device, dtype=self\.dtype\)\n",
         r"\1x = self.normalise_bytes(x)\n\g<0>",
         unrecognised,
@@ -178,7 +178,7 @@ EDITS = (
     Edit(
         "another normalisation",
         "0.29.0",
-        _QWEN2_5_VL,
+        QWEN2_5_VL,
         r"FusedInputNorm\.from_model_config\(self\.model_config\)",
         "AnotherInputNorm(self.model_config)",
         unrecognised,
@@ -186,7 +186,7 @@ EDITS = (
     Edit(
         "the normalisation takes other arguments",
         "0.28.0",
-        _VISION,
+        VISION,
         r"^        grid_thw: torch\.Tensor,\n        visual_dtype",
         "        pixels: torch.Tensor,\n        visual_dtype",
         unrecognised,
@@ -220,7 +220,7 @@ EDITS = (
     Edit(
         "graphs are without the encoder's normalisation",
         "0.30.0",
-        _QWEN2_VL,
+        QWEN2_VL,
         r"^( +)return self\.visual\(pixel_values, None, encoder_metadata=metadata\)\n",
         r"\1self.visual.input_norm = FusedInputNorm.identity()\n\g<0>",
         unrecognised,

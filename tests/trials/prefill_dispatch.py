@@ -5,9 +5,9 @@ from __future__ import annotations
 from trial_rows import Edit, Served
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes._dispatch_source import GRAPHS_V2, RUNNER, RUNNER_V2, UTILS
 from vllm_graphfix.fixes._recurrent_builders import GDN, MAMBA
 from vllm_graphfix.fixes._recurrent_builders import UTILS as SPLIT
-from vllm_graphfix.fixes.prefill_dispatch import _GRAPHS_V2, _RUNNER, _RUNNER_V2, _UTILS
 
 told = r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:"
 asks = r"\1force_uniform_decode: bool | None = None,\n\1past_prompt: bool = True,\n\2) -> bool:"
@@ -17,8 +17,8 @@ phases = (
     r">= self.input_batch.num_prompt_tokens[:num_reqs]).all()),\n"
 )
 remedy = (
-    (_RUNNER, r"\(max_num_scheduled_tokens == uniform_decode_query_len\)\n", "past_prompt\n"),
-    (_RUNNER, r"^( *)force_uniform_decode=force_uniform_decode,\n", phases),
+    (RUNNER, r"\(max_num_scheduled_tokens == uniform_decode_query_len\)\n", "past_prompt\n"),
+    (RUNNER, r"^( *)force_uniform_decode=force_uniform_decode,\n", phases),
 )
 prefilling = (
     "(self.input_batch.num_computed_tokens_cpu[:num_reqs] < self.input_batch.num_prompt_tokens[:num_reqs]).any()"
@@ -27,12 +27,12 @@ encoders, unknown = r"^( *)num_encoder_reqs=len\(", Verdict.UNRECOGNISED
 affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
 
 EDITS = (
-    Edit("the phase in the predicate", "0.20.0", _RUNNER, told, asks, Verdict.FIXED, remedy),
-    Edit("the phase in the predicate, 0.33.0", "0.33.0", _RUNNER, told, asks, Verdict.FIXED, remedy),
+    Edit("the phase in the predicate", "0.20.0", RUNNER, told, asks, Verdict.FIXED, remedy),
+    Edit("the phase in the predicate, 0.33.0", "0.33.0", RUNNER, told, asks, Verdict.FIXED, remedy),
     Edit(
         "in one runner of two",
         "0.27.1",
-        _RUNNER,
+        RUNNER,
         told,
         asks,
         unknown,
@@ -77,7 +77,7 @@ EDITS = (
     Edit(
         "drafts of rows past their prompts alone",
         "0.25.1",
-        _RUNNER,
+        RUNNER,
         r"if num_scheduled_tokens\[req_idx\] == draft_len \+ 1:",
         "if self.decodes(req_idx):",
         Verdict.AFFECTED,
@@ -86,7 +86,7 @@ EDITS = (
     Edit(
         "the phase where it is asked",
         "0.29.0",
-        _RUNNER,
+        RUNNER,
         encoders,
         rf"\1force_uniform_decode=False if {prefilling} else None,\n\1num_encoder_reqs=len(",
         Verdict.FIXED,
@@ -94,14 +94,14 @@ EDITS = (
     Edit(
         "counted in a debug line, and forced for encoders",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         encoders,
         r"\1force_uniform_decode=False if scheduler_output.scheduled_encoder_inputs else None,\n"
         r"\1num_encoder_reqs=len(",
         unknown,
         (
             (
-                _RUNNER,
+                RUNNER,
                 r"^( *)(\(\n *cudagraph_mode,\n *batch_desc,\n *should_ubatch,)",
                 rf"\1logger.debug('%s rows are prefilling', {prefilling})\n\1\2",
             ),
@@ -110,7 +110,7 @@ EDITS = (
     Edit(
         "counted in a debug line",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         r"^( *)(\(\n *cudagraph_mode,\n *batch_desc,\n *should_ubatch,)",
         rf"\1logger.debug('%s rows are prefilling', {prefilling})\n\1\2",
         Verdict.AFFECTED,
@@ -118,7 +118,7 @@ EDITS = (
     Edit(
         "the phase of the first row",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         encoders,
         rf"\1force_uniform_decode=False if {prefilling.replace('[:num_reqs]', '[:1]')} else None,\n"
         r"\1num_encoder_reqs=len(",
@@ -127,7 +127,7 @@ EDITS = (
     Edit(
         "all rows in their prompts",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         encoders,
         rf"\1force_uniform_decode=False if {prefilling.replace('any()', 'all()')} else None,\n\1num_encoder_reqs=len(",
         unknown,
@@ -135,7 +135,7 @@ EDITS = (
     Edit(
         "forced for a decode as well",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         encoders,
         rf"\1force_uniform_decode=not {prefilling},\n\1num_encoder_reqs=len(",
         unknown,
@@ -143,7 +143,7 @@ EDITS = (
     Edit(
         "the phase that nobody asks for",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         told,
         asks,
         unknown,
@@ -152,16 +152,16 @@ EDITS = (
     Edit(
         "the phase in the predicate, overruled",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         told,
         asks,
         unknown,
-        (*remedy, (_RUNNER, r"^( *)(has_encoder_output = \(\n)", r"\1uniform_decode = num_tokens == num_reqs\n\1\2")),
+        (*remedy, (RUNNER, r"^( *)(has_encoder_output = \(\n)", r"\1uniform_decode = num_tokens == num_reqs\n\1\2")),
     ),
     Edit(
         "right elsewhere: behind the predicate",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         r"^( *)(has_encoder_output = \(\n)",
         rf"\1if force_uniform_decode is None:\n\1    uniform_decode = uniform_decode and not {prefilling}\n\1\2",
         unknown,
@@ -169,7 +169,7 @@ EDITS = (
     Edit(
         "right elsewhere: such a step is eager",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         encoders,
         rf"\1force_eager=bool({prefilling}),\n\1num_encoder_reqs=len(",
         unknown,
@@ -177,7 +177,7 @@ EDITS = (
     Edit(
         "the phase where it is asked, as a truth value",
         "0.29.0",
-        _RUNNER,
+        RUNNER,
         encoders,
         rf"\1force_uniform_decode=False if bool({prefilling}) else None,\n\1num_encoder_reqs=len(",
         Verdict.FIXED,
@@ -185,7 +185,7 @@ EDITS = (
     Edit(
         "V2: the phase of no row",
         "0.33.0",
-        _RUNNER_V2,
+        RUNNER_V2,
         r"num_reqs, num_toks, max_query_len, decode_graph_eligible\n",
         "num_reqs, num_toks, max_query_len, True\n",
         unknown,
@@ -193,16 +193,16 @@ EDITS = (
     Edit(
         "V2: right elsewhere",
         "0.25.1",
-        _RUNNER_V2,
+        RUNNER_V2,
         r"^( *)(uniform_tok_count = get_uniform.*)\n",
         r"\1\2\n\1if self.req_states.any_prefilling(scheduler_output):\n\1    uniform_tok_count = None\n",
         unknown,
     ),
-    Edit("another predicate", "0.20.0", _RUNNER, r"= self\._is_uniform_decode\(", "= self.tells(", unknown),
+    Edit("another predicate", "0.20.0", RUNNER, r"= self\._is_uniform_decode\(", "= self.tells(", unknown),
     Edit(
         "no count of tokens",
         "0.33.0",
-        _RUNNER,
+        RUNNER,
         r"num_tokens == max_num_scheduled_tokens \* num_reqs",
         "not self.mixed",
         unknown,
@@ -210,7 +210,7 @@ EDITS = (
     Edit(
         "a further condition",
         "0.20.0",
-        _RUNNER,
+        RUNNER,
         r"(num_tokens == max_num_scheduled_tokens \* num_reqs)",
         r"\1 and not num_reqs.mixed",
         unknown,
@@ -218,7 +218,7 @@ EDITS = (
     Edit(
         "changed afterwards",
         "0.20.0",
-        _RUNNER,
+        RUNNER,
         r"^( *)(has_encoder_output = \(\n)",
         r"\1uniform_decode = uniform_decode and self.decoding\n\1\2",
         unknown,
@@ -226,7 +226,7 @@ EDITS = (
     Edit(
         "forced by another",
         "0.27.1",
-        _RUNNER,
+        RUNNER,
         encoders,
         r"\1force_uniform_decode=self.phase(num_reqs),\n\1num_encoder_reqs=len(",
         unknown,
@@ -234,7 +234,7 @@ EDITS = (
     Edit(
         "not forced for a capture",
         "0.19.0",
-        _RUNNER,
+        RUNNER,
         r"force_uniform_decode=uniform_decode",
         "force_uniform_decode=None",
         unknown,
@@ -242,7 +242,7 @@ EDITS = (
     Edit(
         "V2: a further condition",
         "0.26.0",
-        _GRAPHS_V2,
+        GRAPHS_V2,
         r"^( {4}if )(\(max_query_len == num_tokens)",
         r"\1not num_reqs.prefilling and \2",
         unknown,
@@ -250,7 +250,7 @@ EDITS = (
     Edit(
         "V2: changed afterwards",
         "0.25.1",
-        _RUNNER_V2,
+        RUNNER_V2,
         r"^( *)(uniform_tok_count = get_uniform.*)\n",
         r"\1\2\n\1uniform_tok_count = self.one(0)\n",
         unknown,
@@ -258,16 +258,16 @@ EDITS = (
     Edit(
         "V2: states of another name",
         "0.23.0",
-        _RUNNER_V2,
+        RUNNER_V2,
         r"out=self\.req_states\.num_computed_prefill",
         "out=self.req_states.num",
         unknown,
     ),
-    Edit("V2: remedy cut out", "0.28.0", _UTILS, r"if not has_prefill and is_uniform", "if is_uniform", unknown),
+    Edit("V2: remedy cut out", "0.28.0", UTILS, r"if not has_prefill and is_uniform", "if is_uniform", unknown),
     Edit(
         "V2: phases from elsewhere",
         "0.33.0",
-        _RUNNER_V2,
+        RUNNER_V2,
         r"is_prefilling_np = num_computed.* < .*",
         "is_prefilling_np = self.x",
         unknown,

@@ -48,8 +48,7 @@ else:
 _MODE_TAKEN = "self.cudagraph_mode = self.compilation_config.cudagraph_mode.decode_mode()"
 _CONFIGURED = (
     "cudagraph_mode",
-    "self.vllm_config.compilation_config.cudagraph_mode",
-    "vllm_config.compilation_config.cudagraph_mode",
+    *(f"{config}.compilation_config.cudagraph_mode" for config in ("self.vllm_config", "vllm_config")),
 )
 _MADE = "self.cudagraph_manager = EagleCudaGraphManager(vllm_config, device, cudagraph_mode, *...)"
 _DECODES_MADE = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,6 @@ from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFun
 from vllm_graphfix.source.patterns import matches_any
 
 if TYPE_CHECKING:
-    import ast
-
     import torch
 
     from vllm_graphfix.deployment import Deployment, Fact
@@ -24,10 +23,7 @@ _PACKAGE = "vllm.v1.worker.gpu.spec_decode"
 _EAGLE, _BASE = f"{_FOLDER}/eagle/speculator.py", f"{_FOLDER}/speculator.py"
 _EAGLE_MODULE, _BASE_MODULE = f"{_PACKAGE}.eagle.speculator", f"{_PACKAGE}.speculator"
 _DFLASH, _DFLASH_MODULE = f"{_FOLDER}/dflash/speculator.py", f"{_PACKAGE}.dflash.speculator"
-_PROPOSE = {
-    "autoregressive": "AutoRegressiveSpeculator",
-    "target_dependent_ar": "TargetDependentARSpeculator",
-}
+_PROPOSE = {"autoregressive": "AutoRegressiveSpeculator", "target_dependent_ar": "TargetDependentARSpeculator"}
 """The speculators that fill the buffers in `propose`, by folder, from 0.23.0 on."""
 _INHERIT = {
     "mtp": "MTPSpeculator",
@@ -114,8 +110,6 @@ def diagnose(source: Source) -> Diagnosis:
 
 def _is_done_if_sampled(copy: Function, padded: ast.stmt | ast.expr) -> bool:
     """Tell if *padded* runs in each step that stores logits of drafts, unless all rows become -1."""
-    import ast
-
     blocks = [copy.node.body]
     for each in copy.node.body:
         if isinstance(each, ast.If) and matches_any(each.test, [_IF_SAMPLED]):
@@ -193,27 +187,34 @@ def _with_one_row_more(fresh: torch.Tensor) -> torch.Tensor:
     return more[:-1]
 
 
+def _pad_rows(speculator: Any, first: int, *, corrects: bool) -> bool:
+    """Tell if *speculator* stores logits and, if *corrects*, set its rows from *first* on to the spare row."""
+    if not corrects:
+        return speculator.draft_logits is not None
+    spare = getattr(speculator, _SPARE, None)
+    if spare is None:
+        return False
+    from torch import inference_mode  # the target is imported by now, and torch with it
+
+    with inference_mode():
+        speculator.idx_mapping[first:].fill_(spare)
+    if hasattr(speculator, "sample_idx_mapping"):
+        # DFlash fills it in a function without access to the speculator: see `_pad_samples`.
+        setattr(speculator.sample_idx_mapping, _SPARE, spare)
+    return True
+
+
 def _pad_before(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wrap `propose`: all rows of `idx_mapping`, (max requests,) int32, are set to the spare row before.
 
     `propose` then writes the requests of the batch's rows.
     """
-    from torch import inference_mode  # the target is imported by now, and torch with it
-
     padded_rows, corrects = activity.counter(ROWS_PADDED_WITH_REQUESTS), activity.corrects
 
     @functools.wraps(stock)
     def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            if corrects:
-                spare = getattr(self, _SPARE, None)
-                writes_logits = spare is not None
-                if writes_logits:
-                    with inference_mode():
-                        self.idx_mapping.fill_(spare)
-            else:
-                writes_logits = self.draft_logits is not None
-            if writes_logits:
+            if _pad_rows(self, 0, corrects=corrects):
                 padded_rows.count += _has_padded_rows(self, input_batch.num_reqs)
         except Exception as error:
             activity.failed(error)
@@ -224,26 +225,13 @@ def _pad_before(stock: StockFunction, activity: Activity) -> StockFunction:
 
 def _pad_behind(stock: StockFunction, activity: Activity) -> StockFunction:
     """Wrap `_copy_request_inputs`, which fills `idx_mapping`: rows behind the batch get the spare row after it."""
-    from torch import inference_mode
-
     padded_rows, corrects = activity.counter(ROWS_PADDED_WITH_REQUESTS), activity.corrects
 
     @functools.wraps(stock)
     def _copy_request_inputs(self: Any, num_reqs: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, num_reqs, *args, **kwargs)
         try:
-            if corrects:
-                spare = getattr(self, _SPARE, None)
-                writes_logits = spare is not None
-                if writes_logits:
-                    with inference_mode():
-                        self.idx_mapping[num_reqs:].fill_(spare)
-                    if hasattr(self, "sample_idx_mapping"):
-                        # DFlash fills it in a function without access to the speculator: see `_pad_samples`.
-                        setattr(self.sample_idx_mapping, _SPARE, spare)
-            else:
-                writes_logits = self.draft_logits is not None
-            if writes_logits:
+            if _pad_rows(self, num_reqs, corrects=corrects):
                 padded_rows.count += _has_padded_rows(self, num_reqs)
         except Exception as error:
             activity.failed(error)
@@ -282,8 +270,6 @@ def _pad_samples(stock: StockFunction, activity: Activity) -> StockFunction:
 
 _MANAGERS = ("decode_cudagraph_manager", "query_cudagraph_manager", "cudagraph_manager")
 """Attributes of speculators with the manager of the graphs that sample drafts after the first token, or all drafts."""
-
-
 _SIZES = "_graphfix_sizes"
 """The attribute of a manager that caches the number of its graphs, their numbers of requests, and the largest."""
 

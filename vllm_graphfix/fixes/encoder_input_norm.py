@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fixes._encoder_images import (
+    IMAGE_NAMES,
+    MANAGED,
+    MANAGER,
+    MANAGER_CLASS,
+    MODELS,
+    QWEN2_VL,
+    VISION,
+    encodes_as_batched,
+    normalises_itself,
+    normalises_without_graphs,
+    only_passes_images_on,
+)
 from vllm_graphfix.fixes._encoder_runners import (
     ENCODE,
     ENCODE_V2,
@@ -27,15 +40,9 @@ if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
-    from vllm_graphfix.source.functions import Function
 
-_MANAGER = "vllm/v1/worker/encoder_cudagraph.py"
-_QWEN2_VL = "vllm/model_executor/models/qwen2_vl.py"
-_QWEN2_5_VL = "vllm/model_executor/models/qwen2_5_vl.py"
-_VISION = "vllm/model_executor/models/vision.py"
 _MODULE = "vllm.v1.worker.encoder_cudagraph"
-_CLASS = "EncoderCudaGraphManager"
-_EXECUTE = f"{_CLASS}.execute"
+_EXECUTE = f"{MANAGER_CLASS}.execute"
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
 """The keywords with images and videos, as bytes of (patches, channels x frames x pixels)."""
@@ -44,90 +51,7 @@ _ARCHITECTURES = frozenset(
 )
 """Architectures of the two classes, and of a subclass that inherits all of this and makes the normalisation."""
 
-_MADE = "self.input_norm = FusedInputNorm.from_model_config(self.model_config)"
-_NORMALISED = "{pixels} = self.input_norm({pixels}, self.visual.dtype)"
-_PIXELS_BY_MODALITY = """
-if self.get_input_modality(mm_kwargs) == "image":
-    pixel_values = mm_kwargs["pixel_values"]
-else:
-    pixel_values = mm_kwargs["pixel_values_videos"]
-"""
-_TAKEN = "self._get_pixel_values_by_modality(mm_kwargs)"
-_REPLAYED = f"""values = metadata | {{"pixel_values": {_TAKEN}}}"""
-_IN_A_GRAPH = "return self.visual(pixel_values, None, encoder_metadata=metadata)"
-_WITHOUT_A_GRAPH = "return self.visual(pixel_values, grid_thw)"
-_IN_THE_ENCODER = "{states} = self.input_norm(x.to(device=self.device), self.dtype)"
-_IMAGES = "pixel_values values selected_pv visual"
-"""Names of images on their way through a model."""
-_EMBEDDED = "{states} = self.patch_embed({states})"
-_CONVERTED = "{states} = x.to(device=self.device, dtype=self.dtype)"
-_SLICE = "pixel_values[cum_patches[i] : cum_patches[i + 1]]"
-_SELECTED = f"selected_pv = torch.cat([{_SLICE} for i in indices])"
-_SELECTED_IMAGES = 'return {"pixel_values": selected_pv, "image_grid_thw": selected_grid}'
-_SELECTED_VIDEOS = 'return {"pixel_values_videos": selected_pv, "video_grid_thw": selected_grid}'
-_BATCHES = """
-for modality, num_items, mm_kwargs_batch in group_and_batch_mm_kwargs(
-    mm_kwargs, device=self.device, pin_memory=PIN_MEMORY
-):
-    ...
-"""
-_SPECS, _SELECT = "self._get_item_specs(mm_kwargs)", "self._select_items(mm_kwargs, {})"
-_SHARD = "(local_mm_kwargs, image_rank_assignment, images_per_rank, max_output_tokens_per_rank)"
-_BATCH = f"batch_mm_kwargs = {_SELECT.format('batch_indices')}"
-_SOURCE = "src = replay.values.get(key)"
-_REPLAY = """
-replay = self.model.prepare_encoder_cudagraph_replay_buffers(
-    mm_kwargs, self.max_batch_size, self.max_frames_per_batch, path
-)
-"""
-_MANAGED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (
-        "execute",
-        "mm_kwargs",
-        (
-            "self._get_per_item_out_tokens(mm_kwargs)",
-            "self._dp_shard(mm_kwargs, per_item_out_tokens)",
-            "self._execute_local(mm_kwargs)",
-        ),
-    ),
-    (
-        "execute",
-        "local_mm_kwargs",
-        (f"{_SHARD} = self._dp_shard(mm_kwargs, per_item_out_tokens)", "self._execute_local(local_mm_kwargs)"),
-    ),
-    ("_dp_shard", "mm_kwargs", (_SPECS, _SELECT.format("local_indices"), _SELECT.format("[]"))),
-    (
-        "_dp_shard",
-        "local_mm_kwargs",
-        (
-            f"local_mm_kwargs = {_SELECT.format('local_indices')}",
-            f"local_mm_kwargs = {_SELECT.format('[]')}",
-            f"return {_SHARD}",
-        ),
-    ),
-    ("_execute_local", "mm_kwargs", (_SPECS, _BATCH)),
-    (
-        "_execute_local",
-        "batch_mm_kwargs",
-        (
-            _BATCH,
-            "self.model.encoder_eager_forward(batch_mm_kwargs, path=path)",
-            "self._run_budget_graph(batch_mm_kwargs, token_budget, path=path)",
-            "self.model.postprocess_encoder_output(*..., batch_mm_kwargs=batch_mm_kwargs)",
-        ),
-    ),
-    ("_select_items", "mm_kwargs", ("return self.model.select_encoder_cudagraph_items(mm_kwargs, indices)",)),
-    ("_run_budget_graph", "mm_kwargs", (_SPECS, _REPLAY)),
-    ("_run_budget_graph", "replay", (_REPLAY, _SOURCE, "graph_meta.graph.replay()")),
-    (
-        "_run_budget_graph",
-        "src",
-        (_SOURCE, "src is None", "src.ndim == 0", "buf.copy_(src)", "padding_logic(buf, src)"),
-    ),
-    ("_copy_padded_buffer", "src", ("dst[: src.shape[0]].copy_(src)",)),
-)
-"""All uses of images in the manager, by method and variable: any other use might normalise them."""
-_MANAGER_METHODS = tuple(dict.fromkeys(name for name, *_ in _MANAGED if name != "execute"))
+_MANAGER_METHODS = tuple(dict.fromkeys(name for name, *_ in MANAGED if name != "execute"))
 _MODEL_METHODS = (
     "_get_grid_thw_by_modality",
     "_get_pixel_values_by_modality",
@@ -154,28 +78,6 @@ _CALLERS = tuple(
 """The two functions that pass the manager the same images that they would pass the model."""
 
 
-class _Model(NamedTuple):
-    """A model that may normalise images on the device, with the code that does."""
-
-    path: str
-    name: str
-    encoder: str
-    states: str
-    """The name of the images in its encoder's `forward`."""
-
-    @property
-    def module(self) -> str:
-        return self.path.removesuffix(".py").replace("/", ".")
-
-    def method(self, source: Source, name: str) -> Function | None:
-        return source.function(self.path, f"{self.name}.{name}")
-
-
-_MODELS = (
-    _Model(_QWEN2_VL, "Qwen2VLForConditionalGeneration", "Qwen2VisionTransformer", "x"),
-    _Model(_QWEN2_5_VL, "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VisionTransformer", "hidden_states"),
-)
-
 IMAGES_NOT_NORMALISED = Event(
     "images-not-normalised",
     "Images or videos came in an engine with graphs of its encoder, of a model that normalises them on the device: on "
@@ -186,14 +88,14 @@ IMAGES_NOT_NORMALISED = Event(
 def diagnose(source: Source) -> Diagnosis:
     if not source.contains_word(RUNNER, f"from {_MODULE} import"):  # 0.19 names a module that its wheel does not have
         return Diagnosis.absent("no CUDA graphs of encoders")
-    made = [model.method(source, "__init__") for model in _MODELS]
-    if all(made) and not any(source.contains_word(model.path, "input_norm") for model in _MODELS):
+    made = [model.method(source, "__init__") for model in MODELS]
+    if all(made) and not any(source.contains_word(model.path, "input_norm") for model in MODELS):
         return Diagnosis.absent("images are normalised before a model is given them")
-    fixed = [_normalises_itself(source, model) for model in _MODELS]
+    fixed = [normalises_itself(source, model) for model in MODELS]
     if all(fixed):
         return Diagnosis.fixed("the encoder itself normalises images, in graphs, too", fixed[0] or "")
-    execute = source.function(_MANAGER, _EXECUTE)
-    normalise = source.function(_VISION, "FusedInputNorm.forward")
+    execute = source.function(MANAGER, _EXECUTE)
+    normalise = source.function(VISION, "FusedInputNorm.forward")
     encode, encode_v2 = source.function(RUNNER, ENCODE), source.function(RUNNER_V2, ENCODE_V2)
     if (
         execute
@@ -202,96 +104,22 @@ def diagnose(source: Source) -> Diagnosis:
         and not execute.contains_name("input_norm")
         and normalise
         and normalise.signature == "self, grid_thw, visual_dtype"
-        and not source.contains_word(_MANAGER, "input_norm")
-        and _only_hands_images_on(source)
+        and not source.contains_word(MANAGER, "input_norm")
+        and only_passes_images_on(source)
         and encode
-        and _encodes_as_batched(encode, IN_A_GRAPH, "model.embed_multimodal(**mm_kwargs_batch)")
+        and encodes_as_batched(encode, IN_A_GRAPH, "model.embed_multimodal(**mm_kwargs_batch)")
         and encode_v2
-        and _encodes_as_batched(
+        and encodes_as_batched(
             encode_v2, "cg_manager.execute(mm_kwargs_batch)", "self.model.embed_multimodal(**mm_kwargs_batch)"
         )
-        and all(_leaves_graphs_out(source, model) for model in _MODELS)
+        and all(normalises_without_graphs(source, model) for model in MODELS)
     ):
         return Diagnosis.affected(
             "images are normalised where a model encodes them without graphs alone",
-            (_MODELS[0].method(source, "prepare_encoder_cudagraph_replay_buffers") or execute).where,
+            (MODELS[0].method(source, "prepare_encoder_cudagraph_replay_buffers") or execute).where,
             "bytes-fall-back" if falls_back(encode) and falls_back_v2(encode_v2) else "bytes",
         )
-    return Diagnosis.unrecognised("images are normalised on the device in a way", next(filter(None, made), _QWEN2_VL))
-
-
-def _normalises_itself(source: Source, model: _Model) -> str | None:
-    """Return the place where the encoder of *model* normalises its input before embedding it, if no other code does."""
-    forward = source.function(model.path, f"{model.encoder}.forward")
-    around = [model.method(source, f"_process_{kind}_input") for kind in ("image", "video")]
-    if forward is None or any(each is None or each.contains_name("input_norm") for each in around):
-        return None
-    parts = forward.find_sequence(_IN_THE_ENCODER.format(states=model.states), _EMBEDDED.format(states=model.states))
-    if parts and parts[0] in forward.node.body:
-        return forward.at(parts[0])
-    return None
-
-
-def _only_hands_images_on(source: Source) -> bool:
-    """Tell if the manager only selects, copies and passes on images."""
-    methods = {name: source.function(_MANAGER, f"{_CLASS}.{name}") for name, *_ in _MANAGED}
-    return all(
-        method is not None and method.used_only_in(variable, *patterns)
-        for name, variable, patterns in _MANAGED
-        for method in (methods[name],)
-    )
-
-
-def _encodes_as_batched(encode: Function, *calls: str) -> bool:
-    """Tell if a model runner's *encode* makes *calls* with each batch as grouped."""
-    return (
-        len(encode.find_each(_BATCHES, *calls)) == len(calls) + 1
-        and encode.mentions(mm_kwargs_batch=len(calls) + 1)
-        and encode.assigned("mm_kwargs_batch") == 1
-    )
-
-
-def _embeds_at_once(encode: Function, states: str) -> bool:
-    """Tell if an encoder's `forward` embeds images without any step before."""
-    parts = encode.find_sequence(_CONVERTED.format(states=states), _EMBEDDED.format(states=states), at_once=True)
-    return bool(parts) and parts[0] in encode.node.body and encode.find("x")[0].lineno >= parts[0].lineno
-
-
-def _leaves_graphs_out(source: Source, model: _Model) -> bool:
-    """Tell if *model* normalises images on the way without graphs, and on no other way to its encoder."""
-    make, pixels = model.method(source, "__init__"), model.method(source, "_get_pixel_values_by_modality")
-    image, video = (model.method(source, f"_process_{kind}_input") for kind in ("image", "video"))
-    replay = model.method(source, "prepare_encoder_cudagraph_replay_buffers")
-    graph, eager = model.method(source, "encoder_cudagraph_forward"), model.method(source, "encoder_eager_forward")
-    select = model.method(source, "select_encoder_cudagraph_items")
-    encode = source.function(model.path, f"{model.encoder}.forward")
-    return bool(
-        make
-        and make.find_unique(_MADE)
-        and image
-        and image.find_unique(_NORMALISED.format(pixels="pixel_values"))
-        and video
-        and video.find_unique(_NORMALISED.format(pixels="pixel_values_videos"))
-        and pixels
-        and pixels.find_each(_PIXELS_BY_MODALITY, "return pixel_values")
-        and pixels.used_only_in("pixel_values", _PIXELS_BY_MODALITY, "return pixel_values")
-        and select
-        and select.used_only_in("pixel_values", f"pixel_values = {_TAKEN}", "pixel_values[:0]", _SLICE)
-        and select.used_only_in("selected_pv", _SELECTED, _SELECTED_IMAGES, _SELECTED_VIDEOS)
-        and select.find_each(f"pixel_values = {_TAKEN}", _SELECTED, _SELECTED_IMAGES, _SELECTED_VIDEOS)
-        and replay
-        and replay.used_only_in("values", _REPLAYED, "return EncoderCudaGraphReplayBuffers(values=values)")
-        and replay.find_unique(_REPLAYED)
-        and graph
-        and graph.used_only_in("pixel_values", 'pixel_values = values.pop("pixel_values")', _IN_A_GRAPH)
-        and graph.find_unique(_IN_A_GRAPH)
-        and eager
-        and eager.used_only_in("pixel_values", f"pixel_values = {_TAKEN}", _WITHOUT_A_GRAPH)
-        and eager.find_unique(_WITHOUT_A_GRAPH)
-        and encode
-        and _embeds_at_once(encode, model.states)
-        and not any(each.contains_name("input_norm") for each in (pixels, select, replay, graph, eager, encode))
-    )
+    return Diagnosis.unrecognised("images are normalised on the device in a way", next(filter(None, made), QWEN2_VL))
 
 
 def _normalise_first(stock: StockFunction, activity: Activity, *, way_back: bool) -> StockFunction:
@@ -347,8 +175,8 @@ def _foreign_code(manager: Any) -> str | None:
     from torch.nn import Module
 
     model, visual = manager.model, manager.model.visual
-    override = find_override(manager, _MODULE, _CLASS, _MANAGER_METHODS)
-    for each in _MODELS:
+    override = find_override(manager, _MODULE, MANAGER_CLASS, _MANAGER_METHODS)
+    for each in MODELS:
         # By name, since the class may have been replaced under its name.
         if any((kind.__module__, kind.__qualname__) == (each.module, each.name) for kind in type(model).__mro__):
             return (
@@ -447,7 +275,7 @@ FIX = fix(
         # The code that normalises: encoder, model, or its callers
         *(
             part
-            for model in _MODELS
+            for model in MODELS
             for part in (
                 Slice(model.path, f"{model.encoder}.forward", "input_norm patch_embed"),
                 *(
@@ -455,12 +283,12 @@ FIX = fix(
                     for name in ("_process_image_input", "_process_video_input")
                 ),
                 *(
-                    Slice(model.path, f"{model.name}.{name}", f"input_norm {_IMAGES}")
+                    Slice(model.path, f"{model.name}.{name}", f"input_norm {IMAGE_NAMES}")
                     for name in ("encoder_cudagraph_forward", "encoder_eager_forward")
                 ),
                 Slice(model.path, f"{model.name}.__init__", "input_norm", Verdict.AFFECTED),
                 *(
-                    Slice(model.path, f"{model.name}.{name}", _IMAGES, Verdict.AFFECTED)
+                    Slice(model.path, f"{model.name}.{name}", IMAGE_NAMES, Verdict.AFFECTED)
                     for name in (
                         "_get_pixel_values_by_modality",
                         "get_encoder_cudagraph_config",
@@ -473,15 +301,18 @@ FIX = fix(
         # The way of the images to and through the manager
         *(
             Slice(
-                _MANAGER, f"{_CLASS}.{name}", "mm_kwargs local_mm_kwargs batch_mm_kwargs replay src", Verdict.AFFECTED
+                MANAGER,
+                f"{MANAGER_CLASS}.{name}",
+                "mm_kwargs local_mm_kwargs batch_mm_kwargs replay src",
+                Verdict.AFFECTED,
             )
             for name in ("execute", "_dp_shard", "_select_items", "_execute_local", "_run_budget_graph")
         ),
         Slice(RUNNER, ENCODE, "mm_kwargs_batch cudagraph_output encoder_cudagraph_manager", Verdict.AFFECTED),
         Slice(RUNNER_V2, ENCODE_V2, "mm_kwargs_batch cudagraph_output cg_manager", Verdict.AFFECTED),
-        Slice(_MANAGER, "", "input_norm", Verdict.AFFECTED),
-        Slice(_VISION, "FusedInputNorm.forward", only_for=Verdict.AFFECTED),
-        Slice(_VISION, "FusedInputNorm.from_model_config", only_for=Verdict.AFFECTED),
+        Slice(MANAGER, "", "input_norm", Verdict.AFFECTED),
+        Slice(VISION, "FusedInputNorm.forward", only_for=Verdict.AFFECTED),
+        Slice(VISION, "FusedInputNorm.from_model_config", only_for=Verdict.AFFECTED),
     ),
     corrections=patches,
     modules=(_MODULE,),

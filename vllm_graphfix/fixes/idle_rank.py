@@ -43,11 +43,7 @@ _COMMIT = "self.input_batch.block_table.commit_block_table(num_reqs_padded)"
 _ROWS_EMPTIED = tuple(
     f"for {table} in self.input_batch.block_table.block_tables: {table}.{rows}.{emptied}"
     for table in ("table", "block_table")
-    for rows in (
-        "get_device_tensor(num_reqs_padded)",
-        "block_table.gpu[:num_reqs_padded]",
-        "block_table.gpu",
-    )
+    for rows in ("get_device_tensor(num_reqs_padded)", "block_table.gpu[:num_reqs_padded]", "block_table.gpu")
     for emptied in ("zero_()", "fill_(0)", "fill_(NULL_BLOCK_ID)")
 )
 _METADATA_BUILT = "attn_metadata, _ = self._build_attention_metadata(...)"
@@ -246,11 +242,7 @@ def _clear_v1(tables: Any, undo: Undo) -> None:
         else:
             rows.gpu.fill_(_NULL_BLOCK)
     # From 0.19 on, the step copies rows from the CPU, which still name the batch's requests.
-    _replace_for_now(tables, "commit_block_table", _commit_nothing, undo)
-
-
-def _commit_nothing(num_reqs: int) -> None:
-    """Stand in for `commit_block_table` during the step."""
+    _replace_for_now(tables, "commit_block_table", lambda num_reqs: None, undo)
 
 
 def _padding_slots(compute: StockFunction) -> StockFunction:

@@ -7,87 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import fix
 from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFunction, Verdict
+from vllm_graphfix.fixes._dispatch_source import (
+    BOTH,
+    GRAPHS_V2,
+    PREDICATE_PARAMETERS,
+    RUNNER,
+    RUNNER_V2,
+    UTILS,
+    V1,
+    V2,
+    WORDINGS,
+    judge_v1,
+    judge_v2,
+)
 from vllm_graphfix.fixes._recurrent_builders import BUILDER_SLICES, Builders, with_builders
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
-    from vllm_graphfix.source.functions import Function
 
-_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
-_RUNNER_V2 = "vllm/v1/worker/gpu/model_runner.py"
 _RUNNER_V2_MODULE = "vllm.v1.worker.gpu.model_runner"
 _BATCH = "vllm/v1/worker/gpu_input_batch.py"
-_HYBRIDS_V2 = "vllm/v1/worker/gpu/model_states/mamba_hybrid.py"
-_GRAPHS_V2 = "vllm/v1/worker/gpu/cudagraph_utils.py"
-_UTILS = "vllm/v1/worker/utils.py"
-_CONFIG = "vllm/config/vllm.py"
 _DISPATCHER = "vllm/v1/cudagraph_dispatcher.py"
-
-_LENGTH, _COUNT = (
-    "max_num_scheduled_tokens == uniform_decode_query_len",
-    "num_tokens == max_num_scheduled_tokens * num_reqs",
-)
-_BY_SHAPE = f"return ({_LENGTH} and {_COUNT}) if force_uniform_decode is None else force_uniform_decode"
-_PREDICATE_CALL = (
-    "uniform_decode = self._is_uniform_decode("
-    "max_num_scheduled_tokens=max_num_scheduled_tokens, uniform_decode_query_len=self.uniform_decode_query_len, "
-    "num_tokens=num_tokens, num_reqs=num_reqs, force_uniform_decode=force_uniform_decode{})"
-)
-_TAKES = "max_num_scheduled_tokens, uniform_decode_query_len, num_tokens, num_reqs, force_uniform_decode"
-_DETERMINE = "self._determine_batch_execution_and_padding(...)"
-_DETERMINED = (
-    "cudagraph_mode, batch_desc, should_ubatch, num_tokens_across_dp, cudagraph_stats = "
-    "self._determine_batch_execution_and_padding(*..., num_tokens=num_tokens_unpadded, num_reqs=num_reqs, "
-    "max_num_scheduled_tokens=max_num_scheduled_tokens)"
-)
-_PHASE = "self.input_batch.num_computed_tokens_cpu[:num_reqs] {} self.input_batch.num_prompt_tokens[:num_reqs]"
-_PREFILLING = f"({_PHASE.format('<')}).any()"
-_FORCED = tuple(
-    f"force_uniform_decode=False if {prefilling} else None" for prefilling in (_PREFILLING, f"bool({_PREFILLING})")
-)
-"""A remedy at the call: a step with a row in its prompt is no decode, others are judged as before."""
-_REMEDIES = tuple(
-    (name, f"return ({' and '.join(conditions)}) if force_uniform_decode is None else force_uniform_decode", call)
-    for name in ("past_prompt", "all_decodes", "past_prefill")
-    for conditions in ((name, _COUNT), (name, _LENGTH, _COUNT), (_LENGTH, _COUNT, name))
-    for call in (
-        _PREDICATE_CALL.format(f", {name}=bool(({_PHASE.format('>=')}).all())"),
-        _PREDICATE_CALL.format(f", {name}=not ({_PHASE.format('<')}).any()"),
-    )
-)
-"""Remedies in the predicate by one more parameter: its name, the answer, and the call (PRs 53059, 47123)."""
-
-_UNIFORM_V2 = (
-    "if max_query_len == num_tokens // num_reqs and num_tokens == max_query_len * num_reqs: return max_query_len"
-)
-_COUNTED_V2 = "uniform_tok_count = get_uniform_token_count(num_reqs, num_toks, max_query_len)"
-_UPDATED_V2 = (
-    "np.minimum(self.req_states.num_computed_tokens_np, self.req_states.prefill_len.np, "
-    "out=self.req_states.num_computed_prefill_tokens)"
-)
-_GATHERED_V2 = "batch_req_state, uniform_tok_count = self.gather_batch_req_state(scheduler_output, dummy_run)"
-_DISPATCHED_V2 = tuple(
-    f"batch_desc, {synchronised} = "
-    "dispatch_cg_and_sync_dp(self.cudagraph_manager, num_reqs, num_toks, uniform_tok_count, *...)"
-    for synchronised in ("num_tokens_across_dp", "dp_sync", "dp_sync_state")
-)
-_PREFILLING_V2 = (
-    "is_prefilling_np = num_computed_prefill_tokens_np < prefill_len_np",
-    "bool(is_prefilling_np.any())",
-)
-_ANSWERED_V2 = tuple(
-    f"return batch_state, get_uniform_decode_token_count(num_reqs, num_toks, max_query_len, {phase})"
-    for phase in ("batch_state.has_prefill", "decode_graph_eligible")
-)
-_BY_PHASE_V2 = tuple(
-    f"if {phase} and is_uniform_query_len(num_reqs, num_tokens, max_query_len): return max_query_len"
-    for phase in ("not has_prefill", "decode_graph_eligible")
-)
-
-_V1, _V2 = "shape-only-v1", "shape-only-v2"
-_BOTH = "shape-only-v1-v2"
 
 PREFILL_AS_DECODE = Event(
     "prefill-as-decode",
@@ -98,7 +40,7 @@ PREFILL_AS_DECODE = Event(
 
 def diagnose(source: Source) -> Diagnosis:
     """Find each model runner's criterion of decodes: the shape of the step alone, or the phase of its rows."""
-    v1, v2 = _of_v1(source), _of_v2(source)
+    v1, v2 = judge_v1(source), judge_v2(source)
     affected = [each for each in (v1, v2) if each.verdict is Verdict.AFFECTED]
     for each in (v1, v2):
         if each.verdict is Verdict.UNRECOGNISED:
@@ -106,74 +48,8 @@ def diagnose(source: Source) -> Diagnosis:
     if not affected:
         return v1 if v2.verdict is Verdict.ABSENT else v2
     if affected == [v1, v2]:
-        v1 = v1._replace(reason="both model runners treat a step as a decode by its shape alone", shape=_BOTH)
-    return with_builders(source, v1 if affected[0].shape == _V1 else v2)
-
-
-def _of_v1(source: Source) -> Diagnosis:
-    uniform = source.function(_RUNNER, "GPUModelRunner._is_uniform_decode")
-    determine = source.function(_RUNNER, "GPUModelRunner._determine_batch_execution_and_padding")
-    execute = source.function(_RUNNER, "GPUModelRunner.execute_model")
-    if uniform is None and not source.contains_word(_RUNNER, "uniform_decode", of="GPUModelRunner"):
-        return Diagnosis.absent("no model runner V1 with graphs for decodes only")
-    if uniform and determine and execute and execute.find_unique(_DETERMINED):
-        by_shape = (
-            uniform.signature == _TAKES
-            and uniform.find_unique(_BY_SHAPE)
-            and determine.find_unique(_PREDICATE_CALL.format(""))
-        )
-        remedy = _place_of_remedy(uniform, determine, execute, by_shape=bool(by_shape))
-        if remedy is not None:
-            return Diagnosis.fixed("model runner V1 checks which phase the rows are in", remedy)
-        forced = any(
-            execute.call_has_keyword(_DETERMINE, f"{name}=...") for name in ("force_uniform_decode", "force_eager")
-        )
-        if by_shape and not forced:
-            return Diagnosis.affected(
-                "model runner V1 treats a step as a decode by its shape alone", uniform.where, _V1
-            )
-    return Diagnosis.unrecognised("model runner V1 tells decodes from prefills in a way", uniform or _RUNNER)
-
-
-def _place_of_remedy(uniform: Function, determine: Function, execute: Function, *, by_shape: bool) -> str | None:
-    """Find the place where each row's computed tokens are compared with its prompt, and decide."""
-    if by_shape:
-        call = execute.find_unique(_DETERMINED)
-        return (
-            execute.at(call)
-            if call and any(execute.call_has_keyword(_DETERMINE, forced) for forced in _FORCED)
-            else None
-        )
-    if not execute.call_has_keyword(_DETERMINE, "force_uniform_decode=..."):
-        for name, answered, called in _REMEDIES:
-            place = determine.find_unique(called)
-            if place and uniform.signature == f"{_TAKES}, {name}" and uniform.find_unique(answered):
-                return determine.at(place)
-    return None
-
-
-def _of_v2(source: Source) -> Diagnosis:
-    if source.read(_HYBRIDS_V2) is None and not source.contains_word(_RUNNER_V2, "MambaSpec"):
-        return Diagnosis.absent("model runner V2 has no recurrent models")
-    execute = source.function(_RUNNER_V2, "GPUModelRunner.execute_model")
-    gather = source.function(_RUNNER_V2, "GPUModelRunner.gather_batch_req_state")
-    by_phase = source.function(_UTILS, "get_uniform_decode_token_count")
-    by_shape = source.function(_GRAPHS_V2, "get_uniform_token_count")
-    if execute and gather and by_phase and by_shape is None:
-        prefilling = gather.find_each(*_PREFILLING_V2)
-        answers = zip(_ANSWERED_V2, _BY_PHASE_V2, strict=True)
-        by_answer = any(gather.find_unique(answered) and by_phase.find_unique(phase) for answered, phase in answers)
-        if execute.find_unique(_GATHERED_V2) and prefilling and by_answer:
-            return Diagnosis.fixed("model runner V2 checks which phase the rows are in", gather.at(prefilling[0]))
-    elif (
-        execute
-        and by_shape
-        and gather is None
-        and by_shape.find_unique(_UNIFORM_V2)
-        and execute.find_unique(_COUNTED_V2)
-    ):
-        return Diagnosis.affected("model runner V2 treats a step as a decode by its shape alone", by_shape.where, _V2)
-    return Diagnosis.unrecognised("model runner V2 tells decodes from prefills in a way", execute or _RUNNER_V2)
+        v1 = v1._replace(reason="both model runners treat a step as a decode by its shape alone", shape=BOTH)
+    return with_builders(source, v1 if affected[0].shape == V1 else v2)
 
 
 # -- model runner V1
@@ -345,13 +221,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
         Patch(_RUNNER_V2_MODULE, _UPDATE_V2, functools.partial(_note_prefills, step=step, builders=builders)),
         Patch(_RUNNER_V2_MODULE, _DISPATCH_V2, functools.partial(_around_noted_dispatch, step=step)),
     )
-    return {_V1: (of_v1,), _V2: of_v2, _BOTH: (of_v1, *of_v2)}[runners]
-
-
-def _v2_serves_them_wrong(source: Source) -> bool:
-    """Tell if model runner V2 has the defect without refusing recurrent models, as 0.21.0 - 0.22.1 do."""
-    refuses = b'"hybrid/mamba models"' in (source.read(_CONFIG) or b"")
-    return _of_v2(source).verdict is Verdict.AFFECTED and not refuses
+    return {V1: (of_v1,), V2: of_v2, BOTH: (of_v1, *of_v2)}[runners]
 
 
 def needs() -> tuple[Need, ...]:
@@ -368,7 +238,7 @@ def needs() -> tuple[Need, ...]:
 
 def _runners(shape: str) -> tuple[str, ...]:
     """Return the model runners that have the defect on code of *shape*."""
-    return {_V1: ("V1",), _V2: ("V2",), _BOTH: ("V1", "V2")}.get(shape.partition(" ")[0], ())
+    return {V1: ("V1",), V2: ("V2",), BOTH: ("V1", "V2")}.get(shape.partition(" ")[0], ())
 
 
 FIX = fix(
@@ -376,19 +246,19 @@ FIX = fix(
     diagnose=diagnose,
     surroundings=(
         # Model runner V1: the predicate, its call, and the use of its answer
-        Slice(_RUNNER, "GPUModelRunner._is_uniform_decode", _TAKES.replace(",", "")),
+        Slice(RUNNER, "GPUModelRunner._is_uniform_decode", PREDICATE_PARAMETERS.replace(",", "")),
         Slice(
-            _RUNNER,
+            RUNNER,
             "GPUModelRunner._determine_batch_execution_and_padding",
             "uniform_decode force_uniform_decode _is_uniform_decode max_num_scheduled_tokens num_computed_tokens_cpu "
             "num_prompt_tokens",
         ),
         Slice(
-            _RUNNER,
+            RUNNER,
             "GPUModelRunner.execute_model",
             "_determine_batch_execution_and_padding max_num_scheduled_tokens force_uniform_decode",
         ),
-        Slice(_RUNNER, "GPUModelRunner._dummy_run", "force_uniform_decode"),
+        Slice(RUNNER, "GPUModelRunner._dummy_run", "force_uniform_decode"),
         Slice(_DISPATCHER, "CudagraphDispatcher", "uniform_decode", Verdict.AFFECTED),
         Slice(
             _BATCH,
@@ -397,35 +267,25 @@ FIX = fix(
             Verdict.AFFECTED,
         ),
         # Model runner V2: the same, by shape up to 0.27.1 and by phase since
-        Slice(_GRAPHS_V2, "get_uniform_token_count", "num_reqs num_tokens max_query_len"),
-        Slice(_RUNNER_V2, "GPUModelRunner.execute_model", "uniform_tok_count update_requests"),
+        Slice(GRAPHS_V2, "get_uniform_token_count", "num_reqs num_tokens max_query_len"),
+        Slice(RUNNER_V2, "GPUModelRunner.execute_model", "uniform_tok_count update_requests"),
         Slice(
-            _RUNNER_V2,
+            RUNNER_V2,
             "GPUModelRunner.update_requests",
             "num_computed_prefill_tokens prefill_len out",
             Verdict.AFFECTED,
         ),
         Slice(
-            _RUNNER_V2,
+            RUNNER_V2,
             "GPUModelRunner.gather_batch_req_state",
             "is_prefilling_np has_prefill decode_graph_eligible",
             Verdict.FIXED,
         ),
-        Slice(_UTILS, "get_uniform_decode_token_count", "", Verdict.FIXED),
+        Slice(UTILS, "get_uniform_decode_token_count", "", Verdict.FIXED),
         # The classes of builders whose code `_recurrent_builders` reads
         *BUILDER_SLICES,
     ),
-    wordings=(
-        _BY_SHAPE,
-        _PREDICATE_CALL.format(""),
-        _DETERMINED,
-        *(wording for _, *wordings in _REMEDIES for wording in wordings),
-        _UNIFORM_V2,
-        _COUNTED_V2,
-        _UPDATED_V2,
-        _GATHERED_V2,
-        *_DISPATCHED_V2,
-    ),
+    wordings=WORDINGS,
     corrections=patches,
     modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
     events=(PREFILL_AS_DECODE,),
