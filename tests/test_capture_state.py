@@ -37,7 +37,7 @@ def test_where_it_fails_at_a_pass_of_a_draft_both_have_stocks_state_and_none_is_
         built.append(len(passes))
         return "anew", "slots"
 
-    def fails(*given: object) -> bool:
+    def fails(*args: object) -> bool:
         raise RuntimeError(failing)
 
     def generate_fn(metadata: str, slots: str) -> None:

@@ -42,16 +42,16 @@ def test_settings_have_codes(one: AppliedFix, code: Code) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "code"),
+    ("diagnosis", "code"),
     [
         (Diagnosis.unrecognised("it captures in a way", "a.py"), Code.NEW_CODE),
         (Diagnosis.unrecognised("it captures in a way", "a.py")._replace(defect_seen=True), Code.NEW_CODE),
         (Diagnosis(Verdict.FIXED, "upstream has it"), Code.NONE),
     ],
 )
-def test_a_diagnosis_has_a_code(found: Diagnosis, code: Code) -> None:
+def test_a_diagnosis_has_a_code(diagnosis: Diagnosis, code: Code) -> None:
     one = applied()
-    one.judge(found)
+    one.judge(diagnosis)
     assert one.code is code
 
 
@@ -118,10 +118,10 @@ def test_a_detector_that_cannot_begin_has_failed_and_is_not_silent(
     for each in process.components:
         monkeypatch.setattr(each, "start", fail if each.name == detector else lambda decision, policy: None)
     process._decide()
-    found = process.states(diagnose=False)
-    assert {name for name in DETECTORS if name in found} == {detector}
-    assert (found[detector].state, found[detector].code) == (State.FAILED, Code.ERROR)
-    assert found[detector].reason == "it could not begin: ImportError: planted"
+    states = process.states(diagnose=False)
+    assert {name for name in DETECTORS if name in states} == {detector}
+    assert (states[detector].state, states[detector].code) == (State.FAILED, Code.ERROR)
+    assert states[detector].reason == "it could not begin: ImportError: planted"
 
 
 def test_a_watch_over_addresses_that_cannot_begin_counts_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:

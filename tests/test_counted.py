@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from activities import Layer, layers
-from stock_stand_ins import given_to, stock_of
+from stock_stand_ins import arguments_for, stock_of
 from vllm_graphfix.fix import Activity
 from vllm_graphfix.fixes import BY_NAME
 
@@ -42,8 +42,8 @@ def test_draft_decodes_are_counted_where_attention_reads_past_the_batch(
 ) -> None:
     activity, patch = observer_of("draft-decode-mode", "one-manager")
     speculator = SimpleNamespace(cudagraph_manager=object())
-    given = (speculator, requests, tokens, metadata, None, None)
-    patch.wrap(stock_of(patch))(*given, cudagraph_runtime_mode=SimpleNamespace(name=mode))
+    arguments = (speculator, requests, tokens, metadata, None, None)
+    patch.wrap(stock_of(patch))(*arguments, cudagraph_runtime_mode=SimpleNamespace(name=mode))
     assert activity.counts["decode-padded-in-piecewise"] == counted
 
 
@@ -62,22 +62,22 @@ class DeviceTensorStandIn:
 
 def test_nothing_is_read_from_the_device_to_see_padded_rows() -> None:
     activity, patch = observer_of("flashmla-padding", "minus-one")
-    given = given_to(patch, DeviceTensorStandIn)
+    arguments = arguments_for(patch, DeviceTensorStandIn)
     starts = {"on the CPU": SimpleNamespace(numpy=lambda: np.array([0, 1, 1])), "on the device": DeviceTensorStandIn()}
     for where, counted in (("on the CPU", 1), ("on the device", 0)):
         activity.reset()
         builder = SimpleNamespace(is_fp8_kvcache=True)
-        patch.wrap(stock_of(patch))(**given | {"self": builder, "query_start_loc_cpu": starts[where]})
+        patch.wrap(stock_of(patch))(**arguments | {"self": builder, "query_start_loc_cpu": starts[where]})
         assert (where, count_of(activity)) == (where, counted)
 
 
 def test_nothing_is_read_from_the_device_to_see_tokens_of_padded_rows() -> None:
     activity, patch = observer_of("indexer-padding", "view-of-a-row")
-    given = given_to(patch, DeviceTensorStandIn) | {"use_native": True, "max_decode_len": 2}
+    arguments = arguments_for(patch, DeviceTensorStandIn) | {"use_native": True, "max_decode_len": 2}
     for last, counted in ((0, 1), (2, 0)):
         activity.reset()
         tokens = SimpleNamespace(numpy=lambda last=last: np.array([2, 2, last]))
-        patch.wrap(stock_of(patch))(**given | {"decode_lens_cpu": tokens})
+        patch.wrap(stock_of(patch))(**arguments | {"decode_lens_cpu": tokens})
         assert (last, count_of(activity)) == (last, counted)
 
 
@@ -130,8 +130,10 @@ def test_only_where_plans_are_corrected_an_assertion_stops_the_engine() -> None:
 
 def test_marks_on_the_device_are_not_read() -> None:
     _, patch = observer_of("mamba-padding", "prefilling-over-padding")
-    given = given_to(patch, object) | {"common_attn_metadata": SimpleNamespace(is_prefilling=DeviceTensorStandIn())}
-    assert patch.wrap(stock_of(patch))(**given) == given
+    arguments = arguments_for(patch, object) | {
+        "common_attn_metadata": SimpleNamespace(is_prefilling=DeviceTensorStandIn())
+    }
+    assert patch.wrap(stock_of(patch))(**arguments) == arguments
 
 
 class StateStandIn(NamedTuple):
@@ -187,21 +189,23 @@ class RowsStandIn:
 )
 def test_steps_are_counted_in_which_a_prompt_is_scored_after_a_draft(changes: dict[str, Any], counted: int) -> None:
     activity, patch = observer_of("prompt-logprobs", "draft-first")
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "asked": {"scored": 1},
         "rows": 16,
         "largest": 16,
         "padded": False,
         "method": "use_eagle",
     } | changes
-    methods = {"use_eagle": lambda: False, str(given["method"]): lambda: True}
-    speculation = SimpleNamespace(disable_padded_drafter_batch=given["padded"], **methods)
-    state = StateStandIn(SimpleNamespace(num_scheduled_tokens={"scored": 9, "other": 7}), RowsStandIn(given["rows"]))
+    methods = {"use_eagle": lambda: False, str(arguments["method"]): lambda: True}
+    speculation = SimpleNamespace(disable_padded_drafter_batch=arguments["padded"], **methods)
+    state = StateStandIn(
+        SimpleNamespace(num_scheduled_tokens={"scored": 9, "other": 7}), RowsStandIn(arguments["rows"])
+    )
     runner = SimpleNamespace(
-        num_prompt_logprobs=given["asked"],
+        num_prompt_logprobs=arguments["asked"],
         execute_model_state=state,
-        speculative_config=speculation if given["method"] else None,
-        compilation_config=SimpleNamespace(max_cudagraph_capture_size=given["largest"]),
+        speculative_config=speculation if arguments["method"] else None,
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=arguments["largest"]),
     )
     assert patch.wrap(stock_of(patch))(runner, None) == {"self": runner, "grammar_output": None}
     assert count_of(activity) == counted

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
     source = open_source(release_root(release))
     for fix in FIXES:
-        found = manifest.diagnose(fix, source)
-        assert (fix.name, found.verdict.value) == (fix.name, verdict(fix.name, release))
-        assert found.known
+        diagnosis = manifest.diagnose(fix, source)
+        assert (fix.name, diagnosis.verdict.value) == (fix.name, verdict(fix.name, release))
+        assert diagnosis.known
         assert source.version == release
 
 
@@ -50,8 +50,8 @@ def examined(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
 def test_structure_alone_comes_to_what_the_manifest_says(release: str) -> None:
     source = open_source(release_root(release))
     for fix in FIXES:
-        found, _ = examined(fix, source)
-        assert found == manifest.diagnose(fix, source)._replace(known=False)
+        diagnosis, _ = examined(fix, source)
+        assert diagnosis == manifest.diagnose(fix, source)._replace(known=False)
 
 
 @by_structure
@@ -87,24 +87,24 @@ def test_a_diagnosis_reads_only_the_files_that_it_declares(release: str) -> None
     root = release_root(release)
     stock = open_source(root)
     for fix in FIXES:
-        asked: set[str] = set()
+        requested: set[str] = set()
 
-        def read(path: str, asked: set[str] = asked) -> bytes | None:
-            asked.add(path)
+        def read(path: str, requested: set[str] = requested) -> bytes | None:
+            requested.add(path)
             return stock.read(path)
 
         manifest.examine(fix, Source("recorded", read, lambda: None))
         # A package of the module's name would be imported instead.
-        assert {path for path in asked if not path.endswith("/__init__.py")} <= set(fix.inspected_files)
+        assert {path for path in requested if not path.endswith("/__init__.py")} <= set(fix.inspected_files)
 
 
 def test_the_place_is_in_the_source(release: str) -> None:
     root = release_root(release)
     for fix in FIXES:
-        found = manifest.diagnose(fix, open_source(root))
-        if found.verdict is Verdict.AFFECTED:
-            assert found.where is not None
-            path, line = found.where.rsplit(":", 1)
+        diagnosis = manifest.diagnose(fix, open_source(root))
+        if diagnosis.verdict is Verdict.AFFECTED:
+            assert diagnosis.where is not None
+            path, line = diagnosis.where.rsplit(":", 1)
             assert (root / path).read_text().splitlines()[int(line) - 1].strip()
 
 
@@ -146,10 +146,10 @@ EDITS = [
 
 @pytest.mark.parametrize(("fix", "edit"), EDITS)
 def test_edits_of_a_trial_are_judged_as_it_says(fix: Fix, edit: Edit) -> None:
-    found = manifest.diagnose(fix, edited_source(release_root(edit.release), changes(edit)))
-    assert found.verdict is edit.verdict
-    assert found.shape == edit.shape or not edit.shape
-    assert not found.known, "no release has this very code"
+    diagnosis = manifest.diagnose(fix, edited_source(release_root(edit.release), changes(edit)))
+    assert diagnosis.verdict is edit.verdict
+    assert diagnosis.shape == edit.shape or not edit.shape
+    assert not diagnosis.known, "no release has this very code"
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.name)
@@ -175,5 +175,5 @@ def test_what_is_imported_from_elsewhere_is_neither_absent_nor_fixed(
     moved = f"from vllm.elsewhere import {names}\n"
     source = edited_source(release_root(release), {path: lambda _: moved})
     assert manifest.diagnose(BY_NAME[fix], open_source(release_root(release))).verdict is Verdict.AFFECTED
-    found = manifest.diagnose(BY_NAME[fix], source)
-    assert (found.verdict, found.known) == (Verdict.UNRECOGNISED, False)
+    diagnosis = manifest.diagnose(BY_NAME[fix], source)
+    assert (diagnosis.verdict, diagnosis.known) == (Verdict.UNRECOGNISED, False)

@@ -104,9 +104,9 @@ def test_an_all_clear_is_refused_where_another_file_replaces_what_it_rests_on() 
     fix = BY_NAME["workspace-growth"]
     harmless = manifest.diagnose(fix, with_file("from vllm.v1.worker import workspace\n"))
     assert (harmless.verdict, harmless.known) == (Verdict.FIXED, True)
-    found = manifest.diagnose(fix, with_file("def f(w):\n    w.WorkspaceManager.lock = lambda self: None\n"))
-    assert (found.verdict, found.defect_seen, found.where) == (Verdict.UNRECOGNISED, False, f"{path}:2")
-    assert "WorkspaceManager.lock may be replaced by code of no known release" in found.reason
+    diagnosis = manifest.diagnose(fix, with_file("def f(w):\n    w.WorkspaceManager.lock = lambda self: None\n"))
+    assert (diagnosis.verdict, diagnosis.defect_seen, diagnosis.where) == (Verdict.UNRECOGNISED, False, f"{path}:2")
+    assert "WorkspaceManager.lock may be replaced by code of no known release" in diagnosis.reason
     unreadable = manifest.diagnose(fix, with_file("lock_workspace(\n"))
     assert unreadable.verdict is Verdict.UNRECOGNISED
     assert "by a file that cannot be parsed" in unreadable.reason
@@ -167,10 +167,10 @@ FORKS: dict[str, tuple[str, str, str, Change]] = {
 @pytest.mark.parametrize("what", FORKS)
 def test_a_fork_that_acts_on_what_is_right_is_no_all_clear(what: str) -> None:
     fix, release, path, change = FORKS[what]
-    found = manifest.diagnose(BY_NAME[fix], edited_source(release_root(release), {path: change}))
-    assert (found.verdict, found.defect_seen) == (Verdict.UNRECOGNISED, False)
-    assert found.where is not None
-    assert found.where.startswith(f"{path}:")
+    diagnosis = manifest.diagnose(BY_NAME[fix], edited_source(release_root(release), {path: change}))
+    assert (diagnosis.verdict, diagnosis.defect_seen) == (Verdict.UNRECOGNISED, False)
+    assert diagnosis.where is not None
+    assert diagnosis.where.startswith(f"{path}:")
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_a_fork_that_acts_on_what_is_right_is_no_all_clear(what: str) -> None:
 )
 def test_a_fork_that_changes_something_else_is_right_as_before(fix: str, release: str, path: str) -> None:
     change = appended("def theme() -> str:\n    return 'dark'\n")
-    found = manifest.diagnose(BY_NAME[fix], edited_source(release_root(release), {path: change}))
-    assert found.verdict is Verdict.FIXED
+    diagnosis = manifest.diagnose(BY_NAME[fix], edited_source(release_root(release), {path: change}))
+    assert diagnosis.verdict is Verdict.FIXED
 
 
 def test_the_code_of_a_file_is_all_but_its_comments() -> None:

@@ -83,8 +83,8 @@ before = {OURS}
 states = vllm_graphfix.states()
 print(json.dumps([before, {{name: state.state.value for name, state in states.items()}}, {OURS}, list(sys.modules)]))
 """
-    said = run_in_release(release, code, warm=True).stdout
-    before, states, after, imported = json.loads(said.splitlines()[-1])
+    done = run_in_release(release, code, warm=True).stdout
+    before, states, after, imported = json.loads(done.splitlines()[-1])
     concerned = {name.replace("-", "_") for name in affected_by(release) if {*BY_NAME[name].modules} & {*imported}}
     assert 0 < len(concerned) < 4
     assert {name for name in before if not name.startswith("_")} == concerned

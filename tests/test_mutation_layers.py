@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from activities import Layer, layers
-from stock_stand_ins import Hostile, given_to, shapes, stock_of
+from stock_stand_ins import Hostile, arguments_for, shapes, stock_of
 from vllm_graphfix.fix import Activity, Counter
 from vllm_graphfix.fixes import FIXES, draft_decode_mode
 
@@ -40,7 +40,7 @@ TELLS = {
 def test_a_layer_that_fails_lets_vllm_do_as_stock_does(activity: Activity, patch: Layer, kind: Any) -> None:
     activity.error = None
     before = activity.counts
-    given = given_to(patch, kind)
+    given = arguments_for(patch, kind)
     returned = patch.wrap(stock_of(patch))(*given.values())
     assert activity.counts == before
     if not patch.name.endswith(".__init__"):  # which returns nothing
@@ -83,15 +83,15 @@ def test_draft_decodes_are_counted_by_what_stock_would_have_run(mode: Mode, kept
 
 @pytest.mark.parametrize(("mode", "tokens"), [(Mode.PIECEWISE, 8), (Mode.FULL, 3), (Mode.NONE, 3)])
 def test_draft_decodes_are_counted_by_the_dispatch_of_stocks_manager(mode: Mode, tokens: int) -> None:
-    asked = []
+    dispatched = []
 
     def dispatch(*arguments: int) -> Any:
-        asked.append(arguments)
+        dispatched.append(arguments)
         return SimpleNamespace(num_tokens=8, cg_mode=mode)
 
     stock, replacement = SimpleNamespace(dispatch=dispatch), SimpleNamespace(_graphs_captured=True)
     assert draft_decode_mode._tokens_by(stock, replacement)(3) == tokens
-    assert asked == [(3, 3, 1)]  # so many requests and tokens, one token of each
+    assert dispatched == [(3, 3, 1)]  # so many requests and tokens, one token of each
     assert stock._graphs_captured is True
 
 

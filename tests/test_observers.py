@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from activities import Layer, layers
-from stock_stand_ins import Hostile, Stop, given_to, shapes, stock_of
+from stock_stand_ins import Hostile, Stop, arguments_for, shapes, stock_of
 from vllm_graphfix.fix import Activity
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
@@ -30,21 +30,21 @@ def test_stock_gets_the_very_objects_and_its_answer_is_handed_on(
     name: str, activity: Activity, patch: Layer, kind: Callable[[], Any], by_name: bool
 ) -> None:
     """Also where they are nothing that an observer knows."""
-    observe, given = patch.wrap(stock_of(patch)), given_to(patch, kind)
+    observe, arguments = patch.wrap(stock_of(patch)), arguments_for(patch, kind)
     before = activity.counts
-    returned = observe(**given) if by_name else observe(*given.values())
-    assert list(returned) == list(given)
+    returned = observe(**arguments) if by_name else observe(*arguments.values())
+    assert list(returned) == list(arguments)
     # what the factory makes is stock's: below
-    assert all(returned[key] is value for key, value in given.items() if key != "create_forward_fn")
+    assert all(returned[key] is value for key, value in arguments.items() if key != "create_forward_fn")
     assert activity.counts == before
 
 
 @each_observer
 def test_an_error_of_stock_comes_out_as_it_is(name: str, activity: Activity, patch: Layer) -> None:
-    given = given_to(patch, object)
-    error = given[list(given)[-1]] = Stop()
+    arguments = arguments_for(patch, object)
+    error = arguments[list(arguments)[-1]] = Stop()
     with pytest.raises(Stop) as raised:
-        patch.wrap(stock_of(patch))(*given.values())
+        patch.wrap(stock_of(patch))(*arguments.values())
     assert raised.value is error
 
 

@@ -166,11 +166,11 @@ def test_layers_of_several_fixes_come_off_in_any_order(target: Any, order: tuple
     stock = target.Manager.capture
     sites = {name: apply(name, [capture(amount)]) for name, amount in (("one", 10), ("two", 20), ("three", 40))}
     assert target.Manager().capture(1) == 74
-    left = 74
+    remaining = 74
     for name in order:
         patching.revert(name, sites[name])
-        left -= {"one": 10, "two": 20, "three": 40}[name]
-        assert target.Manager().capture(1) == left
+        remaining -= {"one": 10, "two": 20, "three": 40}[name]
+        assert target.Manager().capture(1) == remaining
     assert vars(target.Manager)["capture"] is stock
 
 
@@ -183,10 +183,10 @@ def test_what_was_taken_back_in_part_is_taken_back_whole(target: Any) -> None:
 
 def test_beneath_a_wrapper_of_our_own_layers_come_and_go_and_beneath_another_they_stay(target: Any) -> None:
     """As the gate is put on a function that a fix has patched."""
-    stock, asked = target.Manager.capture, []
+    stock, wrapped = target.Manager.capture, []
 
     def around(beneath: Any, *args: Any) -> Any:
-        asked.append(beneath)
+        wrapped.append(beneath)
         return beneath(*args)
 
     one = apply("one", [capture(10)])
@@ -199,7 +199,7 @@ def test_beneath_a_wrapper_of_our_own_layers_come_and_go_and_beneath_another_the
     assert target.Manager().capture(1) == 24
     patching.revert("two", two)
     assert target.Manager().capture(1) == 4
-    assert inspect.unwrap(target.Manager.capture) is asked[-1] is stock
+    assert inspect.unwrap(target.Manager.capture) is wrapped[-1] is stock
     three = apply("three", [capture(30)])
     target.Manager.capture = functools.wraps(target.Manager.capture)(lambda *args: 1000)
     with pytest.raises(patching.ConflictError, match="wrapper is still underneath"):
@@ -465,12 +465,12 @@ def test_only_a_module_of_the_source_that_was_diagnosed_is_patched(
         return layer
 
     patch = Patch("vllm.standin_on_disk", "Manager.capture", wrap)
-    said = {"as it is": text, "another": text + b"\nMORE = 1\n", None: None}[diagnosed]
+    source = {"as it is": text, "another": text + b"\nMORE = 1\n", None: None}[diagnosed]
     if applied:
-        assert apply("one", [patch], lambda _: said)
+        assert apply("one", [patch], lambda _: source)
     else:
         with pytest.raises(patching.ConflictError, match="does not run the code that was diagnosed"):
-            apply("one", [patch], lambda _: said)
+            apply("one", [patch], lambda _: source)
         assert module.Manager.capture.__code__.co_filename == str(file)
 
 

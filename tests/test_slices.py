@@ -35,8 +35,8 @@ def source(text: str) -> Source:
     return Source("test", lambda path: text.encode() if path == PATH else None, lambda: None)
 
 
-def fingerprint(text: str, part: Slice = MARKS, *left_out: str) -> str:
-    return slices.fingerprint(source(text), part, left_out)
+def fingerprint(text: str, part: Slice = MARKS, *excluded: str) -> str:
+    return slices.fingerprint(source(text), part, excluded)
 
 
 STOCK = fingerprint(CODE)

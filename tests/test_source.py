@@ -40,8 +40,8 @@ def wheel_of(folder: Path, path: Path) -> Path:
 
 def test_a_folder_a_package_and_a_wheel_are_the_same_vllm(site_packages: Path) -> None:
     wheel = wheel_of(site_packages, site_packages / "vllm-1.2.3-py3-none-any.whl")
-    for given in (site_packages, site_packages / "vllm", wheel, str(wheel)):
-        source = open_source(given)
+    for location in (site_packages, site_packages / "vllm", wheel, str(wheel)):
+        source = open_source(location)
         assert source.version == "1.2.3"
         assert source.read(CODE) == (site_packages / CODE).read_bytes()
         assert source.read("vllm/nothing.py") is None
@@ -75,10 +75,10 @@ def test_a_release_reads_the_same_from_its_wheel(tmp_path: Path) -> None:
 
 
 def test_the_last_definition_of_a_function_is_the_one_that_counts(site_packages: Path) -> None:
-    found = open_source(site_packages).function(CODE, "GPUModelRunner.a")
-    assert found is not None
-    assert found.parameters == ("self", "last")
-    assert found.where == f"{CODE}:3"
+    function = open_source(site_packages).function(CODE, "GPUModelRunner.a")
+    assert function is not None
+    assert function.parameters == ("self", "last")
+    assert function.where == f"{CODE}:3"
 
 
 def _not_a_wheel(tmp_path: Path) -> Path:
@@ -136,9 +136,9 @@ def test_a_zipped_install_is_not_taken_for_one_without_defects(
 def test_a_file_larger_than_any_of_vllm_is_refused(site_packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_graphfix.source.files._LARGEST_FILE", 10)
     wheel = wheel_of(site_packages, site_packages / "x.whl")
-    for given in (site_packages, wheel):
+    for location in (site_packages, wheel):
         with pytest.raises(SourceError, match="larger than any"):
-            open_source(given).read(CODE)
+            open_source(location).read(CODE)
 
 
 MEBIBYTE = 1024 * 1024
@@ -286,10 +286,10 @@ def test_a_stock_release_is_judged_by_its_files_and_nothing_is_parsed(monkeypatc
 def test_the_long_reason_of_an_error_is_shortened_to_two_hundred_characters(site_packages: Path) -> None:
     with pytest.raises(SourceError) as raised:
         open_source(site_packages / ("x" * 5_000))
-    told = re.search(r"cannot be examined \((.*?)\); give", str(raised.value))
-    assert told is not None
-    assert len(told[1]) == 200
-    assert told[1].endswith("x…")
+    reason = re.search(r"cannot be examined \((.*?)\); give", str(raised.value))
+    assert reason is not None
+    assert len(reason[1]) == 200
+    assert reason[1].endswith("x…")
 
 
 @pytest.mark.parametrize("content", [b"-" * 50_000 + b"1", b"a" + b".b" * 100_000], ids=["deep", "long"])
@@ -339,9 +339,9 @@ def source_of(text: str) -> Source:
 
 
 def fingerprint(text: str) -> str:
-    found = source_of(text).function("f.py", "f")
-    assert found is not None
-    return found.fingerprint()
+    function = source_of(text).function("f.py", "f")
+    assert function is not None
+    return function.fingerprint()
 
 
 def test_a_fingerprint_ignores_comments_positions_and_docstrings_and_nothing_else() -> None:
@@ -378,9 +378,9 @@ PATTERNS = [
 
 @pytest.mark.parametrize(("body", "pattern", "count"), PATTERNS)
 def test_patterns_find_what_they_say(body: str, pattern: str, count: int) -> None:
-    found = source_of(f"def f(a, b, c):\n    {body}\n").function("f.py", "f")
-    assert found is not None
-    assert len(found.find(pattern)) == count
+    function = source_of(f"def f(a, b, c):\n    {body}\n").function("f.py", "f")
+    assert function is not None
+    assert len(function.find(pattern)) == count
 
 
 def test_a_package_hides_a_module_of_its_name() -> None:

@@ -51,7 +51,7 @@ def test_a_pattern_is_found_where_it_is_and_nowhere_else(pattern: str, matching:
 
 
 @pytest.mark.parametrize(
-    ("statement", "found"),
+    ("statement", "matching"),
     [
         ("name = f(1)", True),
         ("name, other = f(1)", True),
@@ -64,8 +64,8 @@ def test_a_pattern_is_found_where_it_is_and_nowhere_else(pattern: str, matching:
         ("name = g(1)", False),
     ],
 )
-def test_an_assignment_is_to_the_name_alone_or_first(statement: str, found: bool) -> None:
-    assert bool(body(statement).assignments("name", "f(...)")) == found
+def test_an_assignment_is_to_the_name_alone_or_first(statement: str, matching: bool) -> None:
+    assert bool(body(statement).assignments("name", "f(...)")) == matching
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_an_assignment_is_to_the_name_alone_or_first(statement: str, found: bool
     ],
 )
 def test_statements_follow_each_other_in_one_block(statements: tuple[str, ...], in_order: bool, at_once: bool) -> None:
-    found = body(*statements)
-    parts = found.find_each("a()", "b()", "c()")
+    function_body = body(*statements)
+    parts = function_body.find_each("a()", "b()", "c()")
     assert len(parts) == 3
-    assert found.in_one_block(*parts) == in_order
-    assert found.in_one_block(*parts, at_once=True) == at_once
+    assert function_body.in_one_block(*parts) == in_order
+    assert function_body.in_one_block(*parts, at_once=True) == at_once
 
 
 def test_a_part_is_the_only_one_or_none() -> None:
@@ -96,18 +96,18 @@ def test_a_part_is_the_only_one_or_none() -> None:
 
 
 def test_an_argument_is_given_by_name_and_value() -> None:
-    given = body("f(1, a=b, c=2)")
-    assert given.call_has_keyword("f(...)", "a=b")
-    assert given.call_has_keyword("f(...)", "c=...")
-    assert not given.call_has_keyword("f(...)", "a=c")
-    assert not given.call_has_keyword("f(...)", "d=...")
+    caller = body("f(1, a=b, c=2)")
+    assert caller.call_has_keyword("f(...)", "a=b")
+    assert caller.call_has_keyword("f(...)", "c=...")
+    assert not caller.call_has_keyword("f(...)", "a=c")
+    assert not caller.call_has_keyword("f(...)", "d=...")
     assert not body("f(a=b)", "f(a=b)").call_has_keyword("f(...)", "a=b")
 
 
 def test_arguments_are_told_as_written() -> None:
-    given = body("f(1, a.b, c=d[0])", "g()")
-    assert given.arguments("f(...)") == {"1", "a.b", "d[0]"}
-    assert given.arguments("g()") == given.arguments("h(...)") == frozenset()
+    caller = body("f(1, a.b, c=d[0])", "g()")
+    assert caller.arguments("f(...)") == {"1", "a.b", "d[0]"}
+    assert caller.arguments("g()") == caller.arguments("h(...)") == frozenset()
     assert body("f(a)", "f(b)").arguments("f(...)") == frozenset()
 
 
@@ -144,9 +144,9 @@ def test_a_variable_is_set_wherever_it_gets_another_value(statement: str, times:
 
 
 def test_an_inner_function_is_the_only_one_of_its_name_or_none() -> None:
-    found = body("def g(): a", "def h(): b").inner("h")
-    assert found is not None
-    assert (found.qualname, found.contains_name("b")) == ("f.h", True)
+    inner = body("def g(): a", "def h(): b").inner("h")
+    assert inner is not None
+    assert (inner.qualname, inner.contains_name("b")) == ("f.h", True)
     assert body("def g(): a", "def g(): b").inner("g") is None
     assert body("g = a").inner("g") is None
 

@@ -111,6 +111,6 @@ class Hostile:
         raise RuntimeError("len")
 
 
-def given_to(patch: Patch | Layer, kind: Callable[[], Any]) -> dict[str, Any]:
+def arguments_for(patch: Patch | Layer, kind: Callable[[], Any]) -> dict[str, Any]:
     code = stock_of(patch).__code__
     return {name: kind() for name in code.co_varnames[: code.co_argcount]}
