@@ -87,6 +87,24 @@ def test_statements_follow_each_other_in_one_block(statements: tuple[str, ...], 
     assert len(parts) == 3
     assert function_body.in_one_block(*parts) == in_order
     assert function_body.in_one_block(*parts, at_once=True) == at_once
+    assert function_body.find_sequence("a()", "b()", "c()") == (parts if in_order else [])
+    assert function_body.find_sequence("a()", "b()", "c()", at_once=True) == (parts if at_once else [])
+
+
+def test_a_sequence_has_one_part_for_each_pattern() -> None:
+    for at_once in (False, True):
+        assert body("a()", "b()", "b()").find_sequence("a()", "b()", at_once=at_once) == []
+
+
+def test_several_patterns_are_searched_one_after_the_other() -> None:
+    function_body = body("b()", "a()", "c()", "a()")
+    assert [part.lineno for part in function_body.find("a()", "b()")] == [3, 5, 2]
+
+
+def test_the_first_pattern_with_one_part_is_taken() -> None:
+    function_body = body("b()", "a()", "c()", "a()")
+    assert function_body.find_first_unique(["a()", "d()", "c()", "b()"]) is function_body.find_unique("c()")
+    assert function_body.find_first_unique(["a()", "d()"]) is None
 
 
 def test_a_part_is_the_only_one_or_none() -> None:
