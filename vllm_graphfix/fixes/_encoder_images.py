@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_graphfix.source.part import module_name
+
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
@@ -110,7 +112,7 @@ class Model(NamedTuple):
 
     @property
     def module(self) -> str:
-        return self.path.removesuffix(".py").replace("/", ".")
+        return module_name(self.path)
 
     def method(self, source: Source, name: str) -> Function | None:
         return source.function(self.path, f"{self.name}.{name}")

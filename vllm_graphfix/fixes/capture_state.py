@@ -22,6 +22,7 @@ from vllm_graphfix.fixes._capture_source import (
     forward_functions,
     prepares_each_state,
 )
+from vllm_graphfix.source.part import module_name
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment.needs import Need
@@ -48,7 +49,7 @@ _CALLS_BETWEEN_PASSES = frozenset(
     "set_forward_context sync_prev_onload".split()
 )
 """Any other call between the warm-up and the graph may be a remedy that renews the plan without mentioning a state."""
-_EAGLE_MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, path in _EAGLE.items()}
+_EAGLE_MODULES = {shape: module_name(path) for shape, path in _EAGLE.items()}
 
 STATE_CONSUMED = Event(
     "state-consumed",

@@ -33,6 +33,7 @@ from vllm_graphfix.fixes._encoder_runners import (
     falls_back_v2,
 )
 from vllm_graphfix.fixes._stock_path import find_override, is_called_from
+from vllm_graphfix.source.part import module_name
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -72,8 +73,7 @@ _MODEL_METHODS = (
 )
 """Methods of a model on the way of images to its encoder, with graphs and without."""
 _CALLERS = tuple(
-    (path.removesuffix(".py").replace("/", "."), name.rpartition(".")[2])
-    for path, name in ((RUNNER, ENCODE), (RUNNER_V2, ENCODE_V2))
+    (module_name(path), name.rpartition(".")[2]) for path, name in ((RUNNER, ENCODE), (RUNNER_V2, ENCODE_V2))
 )
 """The two functions that pass the manager the same images that they would pass the model."""
 

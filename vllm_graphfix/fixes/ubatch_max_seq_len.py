@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.authoring import correct_result, fix
 from vllm_graphfix.fix import Diagnosis, Event, Patch, Slice, Verdict
+from vllm_graphfix.source.part import module_name
 
 if TYPE_CHECKING:
     from vllm_graphfix.deployment import Deployment, Fact
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _PLACES = {"ubatch-utils": "vllm/v1/worker/ubatch_utils.py", "backend-utils": "vllm/v1/attention/backends/utils.py"}
 """Files by shape; the second in 0.14.1."""
-_MODULES = {shape: path.removesuffix(".py").replace("/", ".") for shape, path in _PLACES.items()}
+_MODULES = {shape: module_name(path) for shape, path in _PLACES.items()}
 _FLASH = "vllm/v1/attention/backends/flash_attn.py"
 _TARGET = "_make_metadata_with_slice"
 _SPLIT = "split_attn_metadata"

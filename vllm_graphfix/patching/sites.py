@@ -13,6 +13,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Patch, StockFunction, Wrap
+from vllm_graphfix.source.part import module_name
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,7 @@ class DiagnosedFiles:
     def add(self, fix: Patchable, source: Source, targets: Iterable[str]) -> None:
         """Record the files that *fix* was diagnosed from, and the text of the modules *targets* to be patched."""
         if source.folder is not None:
-            self._paths.update({_module_of(path): source.folder / path for path in fix.inspected_files})
+            self._paths.update({module_name(path): source.folder / path for path in fix.inspected_files})
         for module in targets:
             self._texts[module] = source.read(f"{module.replace('.', '/')}.py")
 
@@ -51,7 +52,7 @@ class DiagnosedFiles:
 
     def refuse_others(self, fix: Patchable) -> None:
         """Raise `ConflictError` where Python has loaded an inspected module from another file."""
-        for module in map(_module_of, fix.inspected_files):
+        for module in map(module_name, fix.inspected_files):
             origin = getattr(getattr(sys.modules.get(module), "__spec__", None), "origin", None)
             if origin and module in self._paths and not self._paths[module].samefile(origin):
                 raise ConflictError(f"{origin} runs instead of {self._paths[module]}, which was diagnosed")
@@ -319,10 +320,6 @@ def _is_as_written(function: FunctionType) -> bool:
             return True
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return False
-
-
-def _module_of(path: str) -> str:
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _author(thing: object) -> str:

@@ -3,6 +3,11 @@
 from typing import NamedTuple
 
 
+def module_name(path: str) -> str:
+    """Return the dotted name of the module in the file *path*, which is relative to the folder that holds ``vllm/``."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 class Slice(NamedTuple):
     """The statements of a function that the defect's data pass through; `slices` takes their fingerprint."""
 
