@@ -32,8 +32,8 @@ def _programs(layer: Any) -> int:
 
 def _listed(layer: Any, adapters: list[int]) -> list[int]:
     """The part of the kernels' list that is of a batch."""
-    found: list[int] = layer.punica.token_mapping_meta.active_lora_ids[: len(set(adapters))].tolist()
-    return found
+    result: list[int] = layer.punica.token_mapping_meta.active_lora_ids[: len(set(adapters))].tolist()
+    return result
 
 
 def _batches(most: int) -> list[list[int]]:

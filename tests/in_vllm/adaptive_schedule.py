@@ -34,10 +34,10 @@ def runner() -> Iterator[Any]:
         yield scenario.RunnerStandIn()
 
 
-def said(runner: Any, drafts: Sequence[int], verified: int, **given: Any) -> tuple[int | None, int]:
+def said(runner: Any, drafts: Sequence[int], verified: int, **inputs: Any) -> tuple[int | None, int]:
     """The longest query that the batch of a step says, and how much was counted."""
     before = SHORTER.count
-    batch = runner.prepare(drafts, verified, **({"in_a_graph": True} | given))
+    batch = runner.prepare(drafts, verified, **({"in_a_graph": True} | inputs))
     assert batch.num_scheduled_tokens.tolist() == [1 + each for each in drafts], "others read it"
     return batch.max_query_len, SHORTER.count - before
 

@@ -43,8 +43,8 @@ def width(built: Any) -> int:
     """The width of a row, and the distance to the next one."""
     rows = built.c128a_global_decode_topk_indices
     assert rows.stride(0) == rows.shape[-1]
-    found: int = rows.stride(0)
-    return found
+    result: int = rows.stride(0)
+    return result
 
 
 def test_the_fix_is_active() -> None:
@@ -61,11 +61,11 @@ def test_a_builder_that_was_made_without_its_init_builds_as_stock_does() -> None
 def test_a_capture_and_a_shorter_batch_have_rows_at_the_same_places() -> None:
     builder = _builder(MAX_MODEL_LEN, in_graph=True)
     captured = builder.build(0, batch([1, 1], MAX_MODEL_LEN)).c128a_global_decode_topk_indices
-    given = batch([700, 1500])
-    built = builder.build(0, given)
+    inputs = batch([700, 1500])
+    built = builder.build(0, inputs)
     rows = built.c128a_global_decode_topk_indices
     assert [row.data_ptr() for row in rows] == [row.data_ptr() for row in captured]
-    assert (CLOSER_ROWS.count, built.max_seq_len, given.max_seq_len) == (1, 1500, 1500)
+    assert (CLOSER_ROWS.count, built.max_seq_len, inputs.max_seq_len) == (1, 1500, 1500)
     assert built.c128a_decode_topk_lens.tolist() == [5, 11]
     assert [row[0, :count].min() >= 0 for row, count in zip(rows, (5, 11), strict=True)] == [True, True]
     assert (rows[0, 0, 5:] == -1).all()
@@ -99,11 +99,11 @@ def test_without_full_graphs_all_batches_are_left_alone(mode: CUDAGraphMode) -> 
 
 def test_prefills_keep_their_narrower_rows() -> None:
     builder = _builder(MAX_MODEL_LEN, in_graph=True)
-    given = batch([3, 1500])
-    for starts in (given.query_start_loc, given.query_start_loc_cpu):
+    inputs = batch([3, 1500])
+    for starts in (inputs.query_start_loc, inputs.query_start_loc_cpu):
         starts.copy_(torch.tensor([0, 1, 3]))  # the second request prefills two tokens
-    given.num_actual_tokens, given.max_query_len = 3, 2
-    given.positions, given.slot_mapping = torch.tensor([2, 1498, 1499]), torch.zeros(3, dtype=torch.int64)
-    built = builder.build(0, given)
+    inputs.num_actual_tokens, inputs.max_query_len = 3, 2
+    inputs.positions, inputs.slot_mapping = torch.tensor([2, 1498, 1499]), torch.zeros(3, dtype=torch.int64)
+    built = builder.build(0, inputs)
     assert built.c128a_prefill_topk_indices.shape == (2, NARROW)
     assert CLOSER_ROWS.count == 0

@@ -351,12 +351,12 @@ def test_the_warm_ups_state_is_gone_before_the_pass_that_is_recorded() -> None:
     assert alive == [False] * 2
 
 
-def _factory_that_fails(asked: int) -> Callable[[Any], Any]:
+def _factory_that_fails(requested: int) -> Callable[[Any], Any]:
     """The first or the second time that it is asked for a descriptor of a full graph."""
     factory = Factory()
 
     def failing(descriptor: Any) -> Any:
-        if len(factory.states.get(descriptor, ())) + 1 == asked and descriptor.cg_mode == CUDAGraphMode.FULL:
+        if len(factory.states.get(descriptor, ())) + 1 == requested and descriptor.cg_mode == CUDAGraphMode.FULL:
             raise Stop
         return factory(descriptor)
 

@@ -21,7 +21,7 @@ from vllm_graphfix.verify.double.scenarios import compressor_skip
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 ACTIVITY = activity_of("compressor-skip")
-LEFT_OUT_LAYERS = ACTIVITY.counter(LAYER_SKIPPED)
+SKIPPED_LAYERS = ACTIVITY.counter(LAYER_SKIPPED)
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +66,9 @@ class Step:
 
 
 def counted(step: Step) -> int:
-    before = LEFT_OUT_LAYERS.count
+    before = SKIPPED_LAYERS.count
     step.capture_and_replay()
-    return LEFT_OUT_LAYERS.count - before
+    return SKIPPED_LAYERS.count - before
 
 
 @pytest.mark.parametrize("mode", [NONE, PIECEWISE])
@@ -84,10 +84,10 @@ def test_a_graph_that_stock_gets_right_is_not_counted(mode: CUDAGraphMode, bound
 
 
 def test_a_warm_up_and_a_step_without_a_graph_leave_out_what_they_need_not_do() -> None:
-    step, before = Step(NONE), LEFT_OUT_LAYERS.count
+    step, before = Step(NONE), SKIPPED_LAYERS.count
     step.run()
     assert not step.wrote()
-    assert before == LEFT_OUT_LAYERS.count
+    assert before == SKIPPED_LAYERS.count
 
 
 def test_the_other_layers_of_the_metadata_see_what_the_builder_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +112,11 @@ def test_layers_of_another_ratio_leave_nothing_out_and_are_not_counted() -> None
 
 
 def test_a_dummy_run_without_metadata_is_left_alone() -> None:
-    step, before = Step(NONE), LEFT_OUT_LAYERS.count
+    step, before = Step(NONE), SKIPPED_LAYERS.count
     step._context.attn_metadata = None
     step.capture_and_replay()
     assert not step.wrote()
-    assert before == LEFT_OUT_LAYERS.count
+    assert before == SKIPPED_LAYERS.count
 
 
 def test_a_torch_without_cuda_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

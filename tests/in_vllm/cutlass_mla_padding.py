@@ -31,8 +31,8 @@ def test_the_fix_is_active() -> None:
 
 @pytest.mark.parametrize("log_sums", [False, True], ids=["one rank", "ranks that share the context"])
 def test_a_replay_leaves_zeros_in_padded_rows_and_eagers_values_in_real_ones(log_sums: bool) -> None:
-    given = activity_of("cutlass-mla-padding").counter(PADDED_BATCH_DECODED)
-    before = given.count
+    counter = activity_of("cutlass-mla-padding").counter(PADDED_BATCH_DECODED)
+    before = counter.count
     eager = CutlassMLADecode(log_sums=log_sums)
     with cpu_cuda_graphs():
         served = CutlassMLADecode(CAPTURED, log_sums=log_sums)
@@ -43,7 +43,7 @@ def test_a_replay_leaves_zeros_in_padded_rows_and_eagers_values_in_real_ones(log
             if log_sums:
                 assert torch.equal(served.log_sums[:requests], eager.log_sums)
                 assert (served.log_sums[requests:] == MINUS_INFINITY).all(), "what a merge takes as no tokens"
-    assert given.count == before + 2, "captures and full batches are not counted"
+    assert counter.count == before + 2, "captures and full batches are not counted"
 
 
 def test_the_nan_of_a_real_row_stays() -> None:

@@ -152,7 +152,7 @@ def test_no_draft_prefill_sees_an_old_index_beyond_the_batch(mode: CUDAGraphMode
 @pytest.mark.parametrize("requests", [1, 3, 4])
 def test_prepare_eagle_inputs_differs_from_stock_beyond_the_batch_only(requests: int, keyword: bool) -> None:
     speculator = scenario._speculator(CUDAGraphMode.NONE)
-    given: list[tuple[list[int], list[int]]] = []
+    inputs: list[tuple[list[int], list[int]]] = []
     patched = eagle.prepare_eagle_inputs
 
     def both(input_buffers: Any, input_batch: Any, last_token_indices: Any, *rest: Any) -> Any:
@@ -170,7 +170,7 @@ def test_prepare_eagle_inputs_differs_from_stock_beyond_the_batch_only(requests:
         for name, buffer in vars(stock_buffers).items():
             if isinstance(buffer, torch.Tensor):
                 assert torch.equal(buffer, getattr(input_buffers, name)), name
-        given.append((last_token_indices.tolist(), stock_indices.tolist()))
+        inputs.append((last_token_indices.tolist(), stock_indices.tolist()))
         assert returned is last_token_indices is speculator.last_token_indices
         return returned
 
@@ -178,7 +178,7 @@ def test_prepare_eagle_inputs_differs_from_stock_beyond_the_batch_only(requests:
         patch.setattr(eagle, "prepare_eagle_inputs", both)
         computed, scheduled = np.zeros(requests, dtype=np.int32), np.full(requests, 1 + scenario.DRAFT_TOKENS)
         scenario._propose(speculator, computed, scheduled, torch.Generator().manual_seed(0), [1] * requests)
-    ((indices, stock_indices),) = given
+    ((indices, stock_indices),) = inputs
     assert indices[:requests] == stock_indices[:requests]
     assert indices[requests:] == [0] * (scenario.MAX_REQUESTS - requests)
 

@@ -45,8 +45,8 @@ def captured(mode: CUDAGraphMode, tokens: int, **of_builder: Any) -> Any:
         runner, model = RunnerStandIn(config, [scenario.LAYER]), scenario._model()
         manager, runner.attn_groups = scenario._initialized(config, tokens)
     if manager.needs_capture():
-        given = runner.capture_inputs() | {"model": model, "intermediate_tensors": None}
-        manager.capture(**known_to(manager.capture, given))
+        inputs = runner.capture_inputs() | {"model": model, "intermediate_tensors": None}
+        manager.capture(**known_to(manager.capture, inputs))
     return manager
 
 
@@ -65,10 +65,10 @@ def of_step(manager: Any, tokens: int) -> str:
 def test_with_drafts_no_full_graph_is_left_and_piecewise_ones_are(mode: CUDAGraphMode) -> None:
     before = counted()
     manager = captured(mode, 2)
-    left = "PIECEWISE" if mode.mixed_mode() == CUDAGraphMode.PIECEWISE else "NONE"
+    remaining = "PIECEWISE" if mode.mixed_mode() == CUDAGraphMode.PIECEWISE else "NONE"
     assert not manager.graphs
-    assert manager.cudagraph_mode.name == left
-    assert of_step(manager, 2) == left
+    assert manager.cudagraph_mode.name == remaining
+    assert of_step(manager, 2) == remaining
     assert counted() - before == (SIZES if mode in FULL else 0)
 
 
@@ -113,14 +113,14 @@ def test_either_says_that_it_does_not(threshold: int, support: AttentionCGSuppor
 
 
 def test_a_backend_is_asked_where_it_finds_vllms_configuration() -> None:
-    asked = []
+    requested = []
 
     def support(config: Any, spec: Any) -> AttentionCGSupport:
-        asked.append(get_current_vllm_config() is config)  # as FlashInfer's does
+        requested.append(get_current_vllm_config() is config)  # as FlashInfer's does
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     manager = captured(CUDAGraphMode.FULL_DECODE_ONLY, 2, reorder_batch_threshold=2, get_cudagraph_support=support)
-    assert asked == [True]
+    assert requested == [True]
     assert not manager.graphs
 
 
@@ -154,11 +154,11 @@ def test_one_backend_of_several_is_enough(at: tuple[int, int]) -> None:
 
 
 def test_piecewise_graphs_are_captured_and_replayed_as_those_of_that_mode_are() -> None:
-    left, wanted = (captured(mode, 2) for mode in (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE))
-    if hasattr(left, "dispatch"):
-        assert left._capture_descs == wanted._capture_descs != {}
-        assert left._candidates == wanted._candidates
-        assert left.dispatch(2, 3, None) == wanted.dispatch(2, 3, None)
+    remaining, wanted = (captured(mode, 2) for mode in (CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE))
+    if hasattr(remaining, "dispatch"):
+        assert remaining._capture_descs == wanted._capture_descs != {}
+        assert remaining._candidates == wanted._candidates
+        assert remaining.dispatch(2, 3, None) == wanted.dispatch(2, 3, None)
     else:
-        assert left.cudagraph_sizes == wanted.cudagraph_sizes != {}
-        assert left.get_cudagraph_runtime_mode(2, 3, 2) == wanted.get_cudagraph_runtime_mode(2, 3, 2)
+        assert remaining.cudagraph_sizes == wanted.cudagraph_sizes != {}
+        assert remaining.get_cudagraph_runtime_mode(2, 3, 2) == wanted.get_cudagraph_runtime_mode(2, 3, 2)

@@ -154,7 +154,7 @@ def test_of_dflash_tokens_behind_the_batch_are_of_the_spare_row() -> None:
     def integers(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(count, dtype=dtype)
 
-    given = SimpleNamespace(
+    inputs = SimpleNamespace(
         num_reqs=len(batch),
         num_scheduled_tokens=np.full(len(batch), 1),
         positions=integers(len(batch), torch.int64) + 7,
@@ -175,7 +175,7 @@ def test_of_dflash_tokens_behind_the_batch_are_of_the_spare_row() -> None:
             integers(REQUESTS * DRAFT_TOKENS, torch.int64),
             integers(REQUESTS * DRAFT_TOKENS, torch.int64),
             own.sample_idx_mapping,
-            given,
+            inputs,
             integers(len(batch)) + 1,
             integers(len(batch)),
             integers(REQUESTS, torch.int64),

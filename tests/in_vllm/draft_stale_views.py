@@ -71,9 +71,9 @@ def test_pairs_that_somebody_else_has_made_pass_through_as_stock() -> None:
     descriptors = list(manager.graphs)
     pairs = {descriptor: _Pair(descriptor) for descriptor in descriptors}
     manager.graphs.clear()
-    PrefillSpeculatorCudaGraphManager.capture(manager, lambda *given: seen.append(given[2]), pairs)
+    PrefillSpeculatorCudaGraphManager.capture(manager, lambda *inputs: seen.append(inputs[2]), pairs)
     assert seen == [
-        given for descriptor in descriptors for given in (("warm-up", descriptor), ("recorded", descriptor))
+        inputs for descriptor in descriptors for inputs in (("warm-up", descriptor), ("recorded", descriptor))
     ]
 
 
@@ -87,7 +87,7 @@ def test_the_draft_chooses_no_adapters_for_the_target() -> None:
     if "lora_capture_hook" not in inspect.signature(ModelCudaGraphManager.capture).parameters:
         pytest.skip("this vLLM's target chooses no adapters in its capture (0.23.0)")
     asked: list[Any] = []
-    capture(SIZES, lambda *_: asked.append("draft"), lora_capture_hook=lambda *given: asked.append(given))
+    capture(SIZES, lambda *_: asked.append("draft"), lora_capture_hook=lambda *inputs: asked.append(inputs))
     assert asked[-2 * len(SIZES) :] == ["draft"] * 2 * len(SIZES)
     assert len(asked) == 4 * len(SIZES)
 

@@ -44,23 +44,23 @@ def manager_of(model: Any, *, ranks: int = 1) -> Any:
     return manager
 
 
-def handed_on(manager: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """What *manager* goes on with when it gets the images that are *asked* for."""
+def handed_on(manager: Any, pictures: dict[str, Any]) -> dict[str, Any]:
+    """Return the images that *manager* encodes when it gets *pictures*."""
     (patch,) = FIX.patches("bytes-fall-back")
-    found: dict[str, Any] = patch.wrap(lambda self, mm_kwargs: mm_kwargs, ACTIVITY)(manager, asked)
-    return found
+    result: dict[str, Any] = patch.wrap(lambda self, mm_kwargs: mm_kwargs, ACTIVITY)(manager, pictures)
+    return result
 
 
-def given(model: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """What a manager of *model* goes on with when it is given the images that are *asked* for."""
-    found = handed_on(manager_of(model), asked)
+def given(model: Any, pictures: dict[str, Any]) -> dict[str, Any]:
+    """Return the images that a manager of *model* encodes when it gets *pictures*."""
+    result = handed_on(manager_of(model), pictures)
     assert ACTIVITY.error is None
-    return found
+    return result
 
 
-def encoded_by_v1(model: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def encoded_by_v1(model: Any, pictures: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The embeddings that model runner V1 has of one image."""
-    monkeypatch.setattr(gpu_model_runner, "group_and_batch_mm_kwargs", lambda *_, **__: [("image", 1, asked)])
+    monkeypatch.setattr(gpu_model_runner, "group_and_batch_mm_kwargs", lambda *_, **__: [("image", 1, pictures)])
     runner: Any = object.__new__(gpu_model_runner.GPUModelRunner)
     vars(runner).update(
         model=model,
@@ -71,20 +71,20 @@ def encoded_by_v1(model: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyP
         requires_sequential_video_encoding=False,
         encoder_cudagraph_manager=manager_of(model),
         timed_encoder_operation=lambda *_: contextlib.nullcontext(),
-        _batch_mm_inputs_from_scheduler=lambda _: (["hash"], [("image", asked)], [("request", None)]),
+        _batch_mm_inputs_from_scheduler=lambda _: (["hash"], [("image", pictures)], [("request", None)]),
         _cache_encoder_output=lambda *_: None,
     )
     output: Any = SimpleNamespace(ec_manager_metadata=None, free_encoder_mm_hashes=[])
     return list(runner._execute_mm_encoder(output))
 
 
-def encoded_by_v2(model: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def encoded_by_v2(model: Any, pictures: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Those that model runner V2 has."""
-    monkeypatch.setattr(encoder_runner, "group_and_batch_mm_kwargs", lambda *_, **__: [("image", 1, asked)])
+    monkeypatch.setattr(encoder_runner, "group_and_batch_mm_kwargs", lambda *_, **__: [("image", 1, pictures)])
     runner: Any = object.__new__(encoder_runner.EncoderRunner)
     vars(runner).update(model=model, device=torch.device("cpu"), cudagraph_manager=manager_of(model))
-    found: list[torch.Tensor] = runner.execute_mm_encoder([("image", asked)])
-    return found
+    result: list[torch.Tensor] = runner.execute_mm_encoder([("image", pictures)])
+    return result
 
 
 @pytest.fixture(params=["qwen2_vl_model", "qwen2_5_vl_model"])
@@ -113,31 +113,31 @@ def test_the_fix_is_active() -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [("image", "pixel_values"), ("video", "pixel_values_videos")])
 def test_images_are_normalised_and_the_callers_own_are_left_as_they_are(model: Any, kind: str, name: str) -> None:
-    asked = scenario.images(kind, [(1, 4, 4)], seed=1)
-    before = {key: value.clone() for key, value in asked.items()}
-    found = given(model, asked)
-    assert torch.equal(found[name], model.input_norm(before[name], model.visual.dtype))
-    assert found[name].dtype == model.visual.dtype
-    assert all(torch.equal(asked[key], before[key]) and asked[key].dtype == before[key].dtype for key in before)
-    assert found[f"{kind}_grid_thw"] is asked[f"{kind}_grid_thw"]
+    pictures = scenario.images(kind, [(1, 4, 4)], seed=1)
+    before = {key: value.clone() for key, value in pictures.items()}
+    result = given(model, pictures)
+    assert torch.equal(result[name], model.input_norm(before[name], model.visual.dtype))
+    assert result[name].dtype == model.visual.dtype
+    assert all(torch.equal(pictures[key], before[key]) and pictures[key].dtype == before[key].dtype for key in before)
+    assert result[f"{kind}_grid_thw"] is pictures[f"{kind}_grid_thw"]
 
 
 def test_embeddings_that_are_given_stay_as_they_are(model: Any) -> None:
-    asked = {"image_embeds": torch.ones(4, 8), "image_grid_thw": torch.tensor([(1, 4, 4)])}
-    assert given(model, asked) is asked
+    pictures = {"image_embeds": torch.ones(4, 8), "image_grid_thw": torch.tensor([(1, 4, 4)])}
+    assert given(model, pictures) is pictures
 
 
 def test_images_that_were_normalised_before_stay_as_they_are(model: Any) -> None:
     model.input_norm = type(model.input_norm).identity()
-    asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    assert given(model, asked) is asked
+    pictures = scenario.images("image", [(1, 4, 4)], seed=1)
+    assert given(model, pictures) is pictures
 
 
 def test_a_model_that_has_never_made_its_normalisation_is_left_alone(model: Any) -> None:
     """As OpenCUA of 0.28.0 and 0.29.0, which inherits from Qwen2.5-VL."""
     del model.input_norm
-    asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    assert given(model, asked) is asked
+    pictures = scenario.images("image", [(1, 4, 4)], seed=1)
+    assert given(model, pictures) is pictures
 
 
 @pytest.mark.parametrize("encoded", [encoded_by_v1, encoded_by_v2])
@@ -145,10 +145,10 @@ def test_a_model_that_has_never_made_its_normalisation_is_left_alone(model: Any)
 def test_images_that_cannot_be_normalised_for_a_graph_are_encoded_without_one(
     model: Any, encoded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    (found,) = encoded(model, asked, monkeypatch)
-    (right,) = model.embed_multimodal(**asked)
-    assert torch.equal(found, right)
+    pictures = scenario.images("image", [(1, 4, 4)], seed=1)
+    (result,) = encoded(model, pictures, monkeypatch)
+    (right,) = model.embed_multimodal(**pictures)
+    assert torch.equal(result, right)
     assert ACTIVITY.error == "ValueError: another form"
 
 
@@ -156,32 +156,32 @@ def test_images_that_cannot_be_normalised_for_a_graph_are_encoded_without_one(
 @pytest.mark.usefixtures("fails_once")
 def test_where_memory_is_short_the_manager_goes_on_as_stock(model: Any) -> None:
     """The model, which would normalise them then, needs as much: the engine would end."""
-    asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    assert handed_on(manager_of(model), asked) is asked
+    pictures = scenario.images("image", [(1, 4, 4)], seed=1)
+    assert handed_on(manager_of(model), pictures) is pictures
     assert ACTIVITY.error == "OutOfMemoryError: out of memory"
 
 
 @pytest.mark.usefixtures("fails_once")
 def test_a_rank_that_others_encode_with_goes_on_as_stock(model: Any) -> None:
     """It would leave them alone in their graphs."""
-    asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    assert handed_on(manager_of(model, ranks=2), asked) is asked
+    pictures = scenario.images("image", [(1, 4, 4)], seed=1)
+    assert handed_on(manager_of(model, ranks=2), pictures) is pictures
     assert ACTIVITY.error == "ValueError: another form"
 
 
 @pytest.mark.usefixtures("fails_once")
 def test_a_rank_that_does_not_know_if_others_encode_with_it_goes_on_as_stock(model: Any) -> None:
-    manager, asked = manager_of(model), scenario.images("image", [(1, 4, 4)], seed=1)
+    manager, pictures = manager_of(model), scenario.images("image", [(1, 4, 4)], seed=1)
     del manager.vllm_config
-    assert handed_on(manager, asked) is asked
+    assert handed_on(manager, pictures) is pictures
 
 
 @pytest.mark.usefixtures("fails_once")
 def test_where_a_model_runner_has_no_way_back_the_manager_goes_on_as_stock(model: Any) -> None:
     (patch,) = FIX.patches("bytes")
-    activity, asked = Activity(FIX.events), scenario.images("image", [(1, 4, 4)], seed=1)
+    activity, pictures = Activity(FIX.events), scenario.images("image", [(1, 4, 4)], seed=1)
     execute = patch.wrap(lambda self, mm_kwargs: mm_kwargs, activity)
-    assert execute(manager_of(model), asked) is asked
+    assert execute(manager_of(model), pictures) is pictures
     assert activity.error == "ValueError: another form"
 
 
@@ -287,16 +287,16 @@ def check_right_without_the_fix(model: Any) -> None:
     before = ACTIVITY.counts["images-not-normalised"]
     manager = scenario.captured_manager(model)
     for seed, (kind, grids) in enumerate(STEPS):
-        asked = scenario.images(kind, grids, seed)
-        assert all(map(torch.equal, manager.execute(asked), model.embed_multimodal(**asked)))
+        pictures = scenario.images(kind, grids, seed)
+        assert all(map(torch.equal, manager.execute(pictures), model.embed_multimodal(**pictures)))
     assert ACTIVITY.error is None
     assert ACTIVITY.counts["images-not-normalised"] == before, "nothing was corrected"
 
 
 def test_what_a_caller_of_another_kind_has_normalised_is_left_alone(model: Any) -> None:
     manager = scenario.captured_manager(model)
-    asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    assert all(map(torch.equal, manager.execute(normalised(model, asked)), model.embed_multimodal(**asked)))
+    pictures = scenario.images("image", [(1, 4, 4)], seed=1)
+    assert all(map(torch.equal, manager.execute(normalised(model, pictures)), model.embed_multimodal(**pictures)))
 
 
 @pytest.mark.parametrize("encoded", [encoded_by_v1, encoded_by_v2])
@@ -304,12 +304,12 @@ def test_a_model_runners_floats_are_bytes_that_nobody_has_normalised(
     model: Any, encoded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a processor of images makes them without torchvision."""
-    asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    asked["pixel_values"] = asked["pixel_values"].float()
+    pictures = scenario.images("image", [(1, 4, 4)], seed=1)
+    pictures["pixel_values"] = pictures["pixel_values"].float()
     monkeypatch.setitem(globals(), "manager_of", scenario.captured_manager)
-    (found,) = encoded(model, asked, monkeypatch)
-    (right,) = model.embed_multimodal(**asked)
-    assert torch.equal(found, right)
+    (result,) = encoded(model, pictures, monkeypatch)
+    (right,) = model.embed_multimodal(**pictures)
+    assert torch.equal(result, right)
 
 
 def test_what_steps_aside_says_so_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,9 +319,9 @@ def test_what_steps_aside_says_so_once(model: Any, monkeypatch: pytest.MonkeyPat
     normalise_when_selecting(model)
     manager = manager_of(model)
     (patch,) = FIX.patches("bytes")
-    activity, asked = Activity(FIX.events), scenario.images("image", [(1, 4, 4)], seed=1)
+    activity, pictures = Activity(FIX.events), scenario.images("image", [(1, 4, 4)], seed=1)
     execute = patch.wrap(lambda self, mm_kwargs: mm_kwargs, activity)
-    assert [execute(manager, asked) is asked for _ in range(2)] == [True, True]
+    assert [execute(manager, pictures) is pictures for _ in range(2)] == [True, True]
     assert activity.counts == {"images-not-normalised": 0, STEPPED_ASIDE: 2}
     (warning,) = warnings
     assert "Fork.select_encoder_cudagraph_items is not vLLM's own" in warning
@@ -346,7 +346,7 @@ def test_what_adapters_have_encoded_without_a_graph_is_normalised_once(
             "visual.": SimpleNamespace(token_mapping_meta=SimpleNamespace(no_lora_flag_cpu=torch.tensor([False])))
         },
     )
-    asked = scenario.images("image", [(1, 4, 4)], seed=1)
-    (found,) = encoded_by_v2(model, asked, monkeypatch)
+    pictures = scenario.images("image", [(1, 4, 4)], seed=1)
+    (result,) = encoded_by_v2(model, pictures, monkeypatch)
     assert len(times) == 1
-    assert torch.equal(found, model.embed_multimodal(**asked)[0])
+    assert torch.equal(result, model.embed_multimodal(**pictures)[0])

@@ -39,10 +39,10 @@ def attended(**keywords: Any) -> Any:
 
 def captured(seen: Any) -> Any:
     """What *seen* returns while a manager captures."""
-    found = []
+    result = []
 
     def capture_inputs(*_: Any) -> Any:
-        found.append(seen())
+        result.append(seen())
         raise InterruptedError  # no model is there to be captured
 
     manager: Any = object.__new__(EncoderCudaGraphManager)
@@ -50,8 +50,8 @@ def captured(seen: Any) -> Any:
     vars(manager).update(max_batch_size=1, max_frames_per_batch=0, device="cpu", dtype=torch.float32, budget_graphs={})
     with pytest.raises(InterruptedError):
         manager._capture_budget_graph(8)
-    (given,) = found
-    return given
+    (inputs,) = result
+    return inputs
 
 
 def test_the_fix_is_active() -> None:

@@ -33,7 +33,7 @@ def built(
     mode: CUDAGraphMode = CUDAGraphMode.FULL,
     version: int = 3,
     builder: type[FlashAttentionMetadataBuilder] | None = None,
-    **given: bool,
+    **inputs: bool,
 ) -> tuple[int, int | None, int]:
     """The longest query in the metadata, that of the schedule, and how much was counted.
 
@@ -45,7 +45,7 @@ def built(
         made = metadata_builder(mode, REQUESTS, SIZES)
         if builder is not None:
             made.__class__ = builder
-        metadata = made.build(0, batch, **given)
+        metadata = made.build(0, batch, **inputs)
     assert batch.max_query_len == max(queries)  # others read it
     assert metadata.query_start_loc is batch.query_start_loc
     schedule = metadata.scheduler_metadata

@@ -25,13 +25,13 @@ def test_the_fix_is_active_by_default() -> None:
 
 def test_a_step_keeps_its_slots_in_the_drafters_own_buffer(drafter: Any) -> None:
     """Those that it has as -1 itself, of tokens whose context is another rank's, are nobody's either."""
-    given = torch.tensor([5, -1, 7])
+    inputs = torch.tensor([5, -1, 7])
     before = activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count
     drafter._determine_batch_execution_and_padding(3)
-    slots = drafter._get_slot_mapping(8, given)[LAYER]
+    slots = drafter._get_slot_mapping(8, inputs)[LAYER]
     assert slots.tolist() == [5, 0, 7, 0, 0, 0, 0, 0]
     assert slots.data_ptr() == drafter._slot_mapping_buffer.data_ptr()
-    assert given.tolist() == [5, -1, 7], "the step's own are the model runner's"
+    assert inputs.tolist() == [5, -1, 7], "the step's own are the model runner's"
     assert activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count == before + 1
 
 

@@ -57,8 +57,8 @@ def drafting() -> _DraftingRank:
 
 
 def tables(rank: _Rank) -> list[Any]:
-    found: list[Any] = rank.runner.input_batch.block_table.block_tables
-    return found
+    result: list[Any] = rank.runner.input_batch.block_table.block_tables
+    return result
 
 
 def during(rank: _Rank, look: Callable[[], Any]) -> list[Any]:

@@ -72,9 +72,9 @@ def test_the_fix_is_active() -> None:
 @one_draft_token
 def test_lengths_of_tokens_are_stocks_or_zero(scheduled: list[int], lengths: list[int]) -> None:
     stock, _ = on_stock(1, scheduled, lengths)
-    found = prepared(fresh(1), scheduled, lengths).seq_lens
-    assert found.tolist() == [[max(0, n) for n in row] for row in stock.tolist()]
-    assert (found.shape, found.stride(), found.dtype) == (stock.shape, stock.stride(), stock.dtype)
+    result = prepared(fresh(1), scheduled, lengths).seq_lens
+    assert result.tolist() == [[max(0, n) for n in row] for row in stock.tolist()]
+    assert (result.shape, result.stride(), result.dtype) == (stock.shape, stock.stride(), stock.dtype)
     assert (int(stock.min()) < 0) == (0 in lengths and max(scheduled) > 1), "or this would show nothing"
 
 
@@ -106,12 +106,12 @@ def test_the_runners_tensors_are_not_written(scheduled: list[int], lengths: list
 @one_draft_token
 def test_what_else_is_prepared_is_stocks(scheduled: list[int], lengths: list[int]) -> None:
     own = fresh(1)
-    found = prepared(own, scheduled, lengths)
+    result = prepared(own, scheduled, lengths)
     own._prepare_decode_tensors = KIND._prepare_decode_tensors.__wrapped__.__get__(own)
     stock = prepared(own, scheduled, lengths)
-    assert found.requires_padding == stock.requires_padding
+    assert result.requires_padding == stock.requires_padding
     for name in ("block_table", "decode_lens"):
-        assert torch.equal(getattr(found, name), getattr(stock, name)), name
+        assert torch.equal(getattr(result, name), getattr(stock, name)), name
 
 
 @pytest.mark.parametrize("lengths", [[60, 127, 0], [60, -1, 0]], ids=["as the runner pads", "below 0"])
@@ -138,15 +138,15 @@ def test_several_draft_tokens_on_blackwell() -> None:
     scheduled, lengths = [4, 4, 0], [60, 4, 0]
     stock, _ = on_stock(3, scheduled, lengths, blackwell=True)
     assert stock[2].tolist() == [-3, -2, -1, 0]
-    found = prepared(fresh(3, blackwell=True), scheduled, lengths).seq_lens
-    assert found.tolist() == [[57, 58, 59, 60], [1, 2, 3, 4], [0] * 4]
+    result = prepared(fresh(3, blackwell=True), scheduled, lengths).seq_lens
+    assert result.tolist() == [[57, 58, 59, 60], [1, 2, 3, 4], [0] * 4]
 
 
 def test_fewer_tokens_than_the_model_could_draft() -> None:
     """A batch of short prompts' ends, as long as each other: the view is narrower than the buffer may be."""
     own = fresh(3, blackwell=True)
-    found = prepared(own, [2, 2, 0], [60, 127, 0]).seq_lens
-    assert found.tolist() == [[59, 60], [126, 127], [0, 0]]
+    result = prepared(own, [2, 2, 0], [60, 127, 0]).seq_lens
+    assert result.tolist() == [[59, 60], [126, 127], [0, 0]]
     assert (own.decode_seq_lens_buffer == UNWRITTEN).sum() == own.decode_seq_lens_buffer.numel() - 6
 
 
@@ -164,9 +164,9 @@ FLAT = {
 def test_several_draft_tokens_on_other_gpus(scheduled: list[int], lengths: list[int]) -> None:
     stock, _ = on_stock(2, scheduled, lengths)
     own = fresh(2)
-    found = prepared(own, scheduled, lengths).seq_lens
-    assert found.flatten().tolist() == [max(0, n) for n in stock.flatten().tolist()]
-    assert found.data_ptr() == own.decode_seq_lens_buffer.data_ptr()
+    result = prepared(own, scheduled, lengths).seq_lens
+    assert result.flatten().tolist() == [max(0, n) for n in stock.flatten().tolist()]
+    assert result.data_ptr() == own.decode_seq_lens_buffer.data_ptr()
     assert (int(stock.min()) < 0) == (lengths[-1] == 0 and scheduled[-1] > 0), "or this would show nothing"
 
 
@@ -271,9 +271,9 @@ def arguments() -> dict[str, Any]:
 
 @pytest.mark.parametrize("keywords", [False, True])
 def test_it_is_called_by_position_or_by_name(keywords: bool) -> None:
-    own, given = fresh(1), arguments()
-    found = own._prepare_decode_tensors(**given) if keywords else own._prepare_decode_tensors(*given.values())
-    assert found[0].tolist() == [[8, 9], [0, 0]]
+    own, inputs = fresh(1), arguments()
+    result = own._prepare_decode_tensors(**inputs) if keywords else own._prepare_decode_tensors(*inputs.values())
+    assert result[0].tolist() == [[8, 9], [0, 0]]
 
 
 def test_lengths_that_are_not_in_the_builders_buffer_are_somebody_elses() -> None:

@@ -57,7 +57,7 @@ def batch(scheduled: list[int], prefilling: list[bool] | None, kind: Any = Commo
     starts = torch.tensor([0, *scheduled]).cumsum(0).int()
     rows = len(scheduled)
     lengths = torch.where(starts.diff() > 0, starts.diff() + 10, 0).int()
-    given = {
+    inputs = {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts.clone(),
         "seq_lens": lengths,
@@ -71,7 +71,7 @@ def batch(scheduled: list[int], prefilling: list[bool] | None, kind: Any = Commo
         "seq_lens_cpu_upper_bound": lengths.clone(),
     }
     known = {field.name for field in fields(CommonAttentionMetadata)}
-    return kind(**{name: value for name, value in given.items() if name in known})
+    return kind(**{name: value for name, value in inputs.items() if name in known})
 
 
 class Split:
@@ -122,9 +122,9 @@ def test_real_rows_keep_their_mark_and_padded_rows_never_prefill(
 ) -> None:
     metadata = batch(scheduled, marks)
     built = builder(kind).build(0, metadata)
-    (given,) = split.metadata
-    assert given.is_prefilling.tolist() == expected
-    assert given.is_prefilling.dtype == torch.bool
+    (inputs,) = split.metadata
+    assert inputs.is_prefilling.tolist() == expected
+    assert inputs.is_prefilling.dtype == torch.bool
     prefills = [row for row, tokens in enumerate(scheduled) if expected[row] or tokens > 1]
     assert built.num_decodes == (min(prefills) if prefills else len(scheduled))
 
@@ -160,9 +160,9 @@ def test_all_but_the_marks_is_handed_on_as_it_is(split: Split) -> None:
     metadata = batch(*PADDED["a real prefill before"][:2], kind=SubclassedMetadata)
     metadata.of_a_fork = object()
     builder(Mamba2AttentionMetadataBuilder).build(0, metadata)
-    (given,) = split.metadata
-    assert type(given) is SubclassedMetadata
-    same = {name for name, value in vars(given).items() if value is vars(metadata)[name]}
+    (inputs,) = split.metadata
+    assert type(inputs) is SubclassedMetadata
+    same = {name for name, value in vars(inputs).items() if value is vars(metadata)[name]}
     assert set(vars(metadata)) - same <= {"is_prefilling", "_num_computed_tokens_cache"}
 
 
@@ -184,8 +184,8 @@ def test_without_marked_padding_the_very_same_metadata_is_split(
 ) -> None:
     metadata = batch(scheduled, marks)
     builder(kind).build(0, metadata)
-    (given,) = split.metadata
-    assert given is metadata
+    (inputs,) = split.metadata
+    assert inputs is metadata
 
 
 def test_a_batch_without_marks_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,16 +193,16 @@ def test_a_batch_without_marks_passes_through(monkeypatch: pytest.MonkeyPatch) -
     metadata = batch([1, 0], None)
     with pytest.raises(AssertionError):
         builder(Mamba2AttentionMetadataBuilder).build(0, metadata)
-    given: list[Any] = []
+    inputs: list[Any] = []
 
     def split(common: Any, **_: Any) -> tuple[int, int, int, int]:
-        given.append(common)
+        inputs.append(common)
         return 2, 0, 2, 0
 
     monkeypatch.setattr(mamba_attn, "split_decodes_and_prefills", split)
     builder(Mamba2AttentionMetadataBuilder).build(0, metadata)
-    assert len(given) == 1
-    assert given[0] is metadata
+    assert len(inputs) == 1
+    assert inputs[0] is metadata
 
 
 @every_builder

@@ -210,12 +210,12 @@ def parallel(made: Any, **sizes: int) -> None:
 def test_other_ranks_of_data_parallelism_are_told_what_this_one_does(
     monkeypatch: pytest.MonkeyPatch, phase: str
 ) -> None:
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
 
-    def coordinate(**given: Any) -> Any:
-        told.append(given)
-        tokens = torch.tensor([given["num_tokens_padded"]] * 2)
-        return False, tokens, given["cudagraph_mode"]
+    def coordinate(**inputs: Any) -> Any:
+        reported.append(inputs)
+        tokens = torch.tensor([inputs["num_tokens_padded"]] * 2)
+        return False, tokens, inputs["cudagraph_mode"]
 
     monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)
     made = runner()
@@ -223,15 +223,15 @@ def test_other_ranks_of_data_parallelism_are_told_what_this_one_does(
     rows = [decode(), decode() if phase == "decode" else (1, 0, 1)]
     mode = mode_of(made, rows)
     assert mode is (FULL if phase == "decode" else NONE)
-    ((uniform, asked),) = [(given["uniform_decode"], given["cudagraph_mode"]) for given in told]
-    assert (uniform, asked) == (phase == "decode", mode.value)
+    ((uniform, requested),) = [(inputs["uniform_decode"], inputs["cudagraph_mode"]) for inputs in reported]
+    assert (uniform, requested) == (phase == "decode", mode.value)
 
 
 def test_a_rank_that_only_decodes_follows_one_that_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock's own agreement: the least of what the ranks ask for."""
 
-    def coordinate(**given: Any) -> Any:
-        return False, torch.tensor([given["num_tokens_padded"]] * 2), NONE.value
+    def coordinate(**inputs: Any) -> Any:
+        return False, torch.tensor([inputs["num_tokens_padded"]] * 2), NONE.value
 
     monkeypatch.setattr(gpu_model_runner, "coordinate_batch_across_dp", coordinate)
     made = runner()

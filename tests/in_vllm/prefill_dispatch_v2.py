@@ -153,17 +153,17 @@ def test_other_ranks_of_data_parallelism_are_told_what_this_one_does(
 ) -> None:
     from vllm.v1.worker.gpu import dp_utils
 
-    told: list[Any] = []
+    reported: list[Any] = []
 
     def synced(manager: Any, descriptor: Any, tokens: int, rows: int, uniform: int | None, *_: Any, **__: Any) -> Any:
-        told.append((descriptor.cg_mode, uniform))
+        reported.append((descriptor.cg_mode, uniform))
         return descriptor, None
 
     monkeypatch.setattr(dp_utils, "sync_cudagraph_and_dp_padding", synced)
     made = V2(dp_size=2)
     made.add("new", prefill=1, computed=0 if phase == "prefill" else 1)
     made.step("one", "new")
-    assert told == [(NONE, None) if phase == "prefill" else (FULL, 1)]
+    assert reported == [(NONE, None) if phase == "prefill" else (FULL, 1)]
 
 
 def test_an_error_of_the_fix_leaves_the_step_to_stock() -> None:

@@ -66,8 +66,8 @@ def sample(
     return hidden_states, values, read
 
 
-def has_no_copy(runner: Any, *given: Any, **keywords: Any) -> bool:
-    hidden_states, _, read = sample(runner, *given, **keywords)
+def has_no_copy(runner: Any, *inputs: Any, **keywords: Any) -> bool:
+    hidden_states, _, read = sample(runner, *inputs, **keywords)
     assert ACTIVITY.error is None
     assert READS_AFTER_DRAFT.count == int(read.given[0] is not hidden_states)
     return read.given[0] is hidden_states
@@ -105,18 +105,18 @@ def test_a_copy_has_the_shape_and_kind_of_what_it_is_of() -> None:
 
 def test_all_else_of_the_state_is_handed_on_as_it_is() -> None:
     runner = make_runner(GRAPHS)
-    given: list[Any] = []
+    inputs: list[Any] = []
     propose = runner.propose_draft_token_ids
 
     def proposed(*args: Any) -> Any:
-        given.extend(args)
+        inputs.extend(args)
         return propose(*args)
 
     runner.propose_draft_token_ids = proposed
     prepare(runner, PROMPTS)
     state = runner.execute_model_state
     runner.sample_tokens(None)
-    handed = {id(argument) for argument in given}
+    handed = {id(argument) for argument in inputs}
     assert {
         id(state.scheduler_output),
         id(state.sample_hidden_states),
@@ -152,22 +152,22 @@ def test_the_copy_is_gone_when_the_step_is_over(collected: bool) -> None:
 def test_every_chunk_of_a_prompt_is_scored_from_the_target() -> None:
     eager, graphed = (make_runner(mode) for mode in (CUDAGraphMode.NONE, GRAPHS))
     for scheduled in STEPS:
-        right, found = (step(runner, scheduled).prompt_logprobs_dict for runner in (eager, graphed))
-        assert list(found) == list(right)
+        right, result = (step(runner, scheduled).prompt_logprobs_dict for runner in (eager, graphed))
+        assert list(result) == list(right)
         for name, scored in right.items():
-            assert torch.equal(found[name].logprobs, scored.logprobs)
-            assert torch.equal(found[name].logprob_token_ids, scored.logprob_token_ids)
-            assert torch.equal(found[name].selected_token_ranks, scored.selected_token_ranks)
+            assert torch.equal(result[name].logprobs, scored.logprobs)
+            assert torch.equal(result[name].logprob_token_ids, scored.logprob_token_ids)
+            assert torch.equal(result[name].selected_token_ranks, scored.selected_token_ranks)
     assert READS_AFTER_DRAFT.count == len(STEPS)
 
 
 def test_generated_tokens_and_drafts_are_those_of_eager() -> None:
-    told = []
+    reported = []
     for mode in (CUDAGraphMode.NONE, GRAPHS):
         runner = make_runner(mode)
         outputs = [step(runner, scheduled) for scheduled in (*STEPS, dict.fromkeys(PROMPTS, 1))]
-        told.append([output.sampled_token_ids for output in outputs] + [runner._draft_token_ids.tolist()])
-    assert told[0] == told[1]
+        reported.append([output.sampled_token_ids for output in outputs] + [runner._draft_token_ids.tolist()])
+    assert reported[0] == reported[1]
 
 
 # Steps without a copy
@@ -294,17 +294,17 @@ def test_the_answer_of_a_copy_that_fails_is_stocks(monkeypatch: pytest.MonkeyPat
         raise torch.OutOfMemoryError("no memory for a copy")
 
     monkeypatch.setattr(torch.Tensor, "clone", clone)
-    given: list[Any] = []
+    inputs: list[Any] = []
     stock = runner._bookkeeping_sync
 
     def bookkeeping(*args: Any) -> Any:
-        given.append(args[3])
+        inputs.append(args[3])
         return stock(*args)
 
     runner._bookkeeping_sync = bookkeeping
     monkeypatch.setattr(runner.drafter, "propose", lambda **_: torch.zeros(3, scenario.DRAFT_TOKENS, dtype=torch.int32))
     runner.sample_tokens(None)
-    assert given[0] is state.hidden_states
+    assert inputs[0] is state.hidden_states
     assert "no memory for a copy" in (ACTIVITY.error or "")
 
 

@@ -144,11 +144,11 @@ def stand_in(logits: Any, q: Any, o: Any, lse: Any, v_buffer: Any, b_seq_len: An
 
 
 def arguments(rows: int, lengths: list[int] | None = None) -> dict[str, Any]:
-    given: dict[str, Any] = dict.fromkeys(("logits", "q", "lse", "v_buffer"))
-    given["o"] = torch.zeros(rows, HEADS, LATENT, dtype=torch.bfloat16)
-    given["b_seq_len"] = torch.tensor([1] * rows if lengths is None else lengths, dtype=torch.int32)
-    given["num_kv_splits"] = 5
-    return given
+    inputs: dict[str, Any] = dict.fromkeys(("logits", "q", "lse", "v_buffer"))
+    inputs["o"] = torch.zeros(rows, HEADS, LATENT, dtype=torch.bfloat16)
+    inputs["b_seq_len"] = torch.tensor([1] * rows if lengths is None else lengths, dtype=torch.int32)
+    inputs["num_kv_splits"] = 5
+    return inputs
 
 
 @pytest.fixture
@@ -165,10 +165,10 @@ def test_the_own_kernel_is_launched_in_the_place_of_stocks_and_alone(own: Any) -
     own(None)
     stock = launching(stand_in)
     wrapped, activity = around(stock)
-    given = arguments(3, [4, 0, 1])
-    assert wrapped(**given) == 5
+    inputs = arguments(3, [4, 0, 1])
+    assert wrapped(**inputs) == 5
     assert stock.__globals__["launched"] == ["own"]
-    assert (given["o"] == 3.0).all(), "nothing else is written"
+    assert (inputs["o"] == 3.0).all(), "nothing else is written"
     assert activity.error is None
 
 
@@ -178,12 +178,12 @@ def test_where_it_cannot_be_compiled_stock_runs_and_zeros_are_filled_in(own: Any
     stock = launching(stand_in)
     wrapped, activity = around(stock)
     for number in (1, 2):
-        given = arguments(3, [4, 0, 1])
-        output, lengths = given["o"], given["b_seq_len"].clone()
+        inputs = arguments(3, [4, 0, 1])
+        output, lengths = inputs["o"], inputs["b_seq_len"].clone()
         names = ("logits", "q", "o", "lse", "v_buffer", "b_seq_len", "num_kv_splits")
-        assert (wrapped(*map(given.get, names)) if by_position else wrapped(**given)) == 5
+        assert (wrapped(*map(inputs.get, names)) if by_position else wrapped(**inputs)) == 5
         assert output[:, 0, 0].tolist() == [3.0, 0.0, 3.0]
-        assert torch.equal(given["b_seq_len"], lengths)
+        assert torch.equal(inputs["b_seq_len"], lengths)
         assert stock.__globals__["launched"] == ["own", *["stock"] * number], "it is not tried again"
     assert activity.error is None, "the remedy is there"
 
@@ -192,9 +192,9 @@ def test_where_it_cannot_be_imported_stock_runs_and_zeros_are_filled_in(monkeypa
     monkeypatch.delattr("vllm_graphfix.fixes._triton_mla_reduce")
     monkeypatch.setitem(sys.modules, "vllm_graphfix.fixes._triton_mla_reduce", None)
     wrapped, activity = around(launching(stand_in))
-    given = arguments(2, [0, 7])
-    wrapped(**given)
-    assert given["o"][:, 0, 0].tolist() == [0.0, 3.0]
+    inputs = arguments(2, [0, 7])
+    wrapped(**inputs)
+    assert inputs["o"][:, 0, 0].tolist() == [0.0, 3.0]
     assert activity.error is None
 
 
@@ -202,9 +202,9 @@ def test_where_it_cannot_be_imported_stock_runs_and_zeros_are_filled_in(monkeypa
 def test_other_lengths_than_rows_leave_the_output_as_the_kernel_did(own: Any, lengths: list[int]) -> None:
     own(RuntimeError())
     wrapped, activity = around(launching(stand_in))
-    given = arguments(4, lengths)
-    wrapped(**given)
-    assert (given["o"] == 3.0).all()
+    inputs = arguments(4, lengths)
+    wrapped(**inputs)
+    assert (inputs["o"] == 3.0).all()
     assert activity.error is not None
 
 
@@ -228,9 +228,9 @@ def test_the_kernel_is_given_what_stock_gives_it(served: TritonMLADecode) -> Non
 
 @pytest.fixture
 def count() -> Any:
-    given = activity_of("triton-mla-padding").counter(PADDED_BATCH_DECODED)
-    before = given.count
-    return lambda: given.count - before
+    counter = activity_of("triton-mla-padding").counter(PADDED_BATCH_DECODED)
+    before = counter.count
+    return lambda: counter.count - before
 
 
 def test_a_padded_batch_is_counted_once(served: TritonMLADecode, count: Any) -> None:

@@ -44,9 +44,9 @@ def memory() -> Iterator[DeviceMemoryStandIn]:
 
 def needs(number: int) -> torch.Tensor:
     """What a layer gets that needs so many bytes of workspace."""
-    (given,) = workspace.current_workspace_manager().get_simultaneous(((number,), torch.uint8))
-    assert isinstance(given, torch.Tensor)
-    return given
+    (inputs,) = workspace.current_workspace_manager().get_simultaneous(((number,), torch.uint8))
+    assert isinstance(inputs, torch.Tensor)
+    return inputs
 
 
 def captured(*sizes: int, warm_up: bool = True) -> RunnerStandIn:
@@ -356,8 +356,8 @@ def test_with_capture_state_both_are_right() -> None:
     assert image.unique().tolist() == [7.0]
     assert OUTGROWN.count == 1
     assert len(eager) == len(graphed) > 0
-    for expected, found in zip(eager, graphed, strict=True):
-        torch.testing.assert_close(found, expected)
+    for expected, result in zip(eager, graphed, strict=True):
+        torch.testing.assert_close(result, expected)
 
 
 def test_the_memory_stand_in_gives_freed_memory_again() -> None:
