@@ -17,7 +17,6 @@ from vllm_graphfix.fix import Activity
 
 # Descriptors, attention states and forward functions of vLLM differ by release; their internals are not used here.
 CreateForwardFn = Callable[..., Any]
-ForwardFn = Callable[..., Any]
 
 _DEEPEST, _MOST = 8, 4000
 """Limits of the search for a plan: levels below an attention state, and objects. Sparse FlashMLA's is at level five."""

@@ -289,14 +289,3 @@ def _has_stock_states(source: Source) -> bool:
     chosen = source.module(MODEL_STATES)
     imported, *returned = _STATE_OF_MODELS
     return chosen is None or bool(chosen.find_unique(imported) and any(map(chosen.find_unique, returned)))
-
-
-def plans_each_batch(build: Function) -> bool:
-    """Tell if `FlashMLAMetadataBuilder._build_decode` returns only a FlashMLA plan that this call made."""
-    return build.always(_PLANNED) and build.used_only_in(
-        "scheduler_metadata",
-        _PLANNED,
-        "scheduler_metadata.tile_scheduler_metadata = tile_scheduler_metadata",
-        "scheduler_metadata.num_splits = num_splits",
-        "return FlashMLADecodeMetadata(*..., scheduler_metadata=scheduler_metadata)",
-    )

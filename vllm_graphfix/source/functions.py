@@ -235,10 +235,6 @@ class Function(NamedTuple):
         loops = (node for node in self._nodes if isinstance(node, _LOOPS))
         return any(matches(node, wanted) for loop in loops for node in ast.walk(loop))
 
-    def loops(self) -> int:
-        """Count the loops of the function."""
-        return sum(isinstance(node, _LOOPS) for node in self._nodes)
-
     def at(self, node: ast.stmt | ast.expr) -> str:
         return f"{self.path}:{node.lineno}"
 
