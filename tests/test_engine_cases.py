@@ -323,9 +323,7 @@ def test_mixed_graphs_of_flash_attention_run_on_model_runner_v2_where_it_pads_a_
 
 
 def test_a_job_with_flags_and_text_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = Job(
-        "one", GRAPHS, flags=("--model", "ünï"), prompts=("text", (1, 2)), generated=3, max_tokens=(4,), again=True
-    )
+    job = Job("one", GRAPHS, flags=("--model", "ünï"), prompts=("text", (1, 2)), generated=3, max_tokens=(4,), again=1)
     job.write(tmp_path / "job")
     assert Job.read(tmp_path / "job") == job
 

@@ -86,7 +86,7 @@ def started(logs: Path, engines: int, where: str = "pids of *") -> list[int]:
 
 
 def test_what_an_engine_says_is_read(vllm: Path, logs: Path) -> None:
-    end = ended(vllm, logs, "answers", name="the model eager", mode=EAGER, again=True)
+    end = ended(vllm, logs, "answers", name="the model eager", mode=EAGER, again=1)
     assert end.error is None
     assert end.said is not None
     first, again = end.said.passes
@@ -102,7 +102,7 @@ def test_what_an_engine_says_is_read(vllm: Path, logs: Path) -> None:
 
 
 def test_where_prompts_are_scored_an_answer_begins_with_the_prompts_second_token(vllm: Path, logs: Path) -> None:
-    end = ended(vllm, logs, "answers", prompt_logprobs=True, again=True)
+    end = ended(vllm, logs, "answers", prompt_logprobs=True, again=1)
     assert end.said is not None
     first, again = end.said.passes
     assert [answer.tokens for answer in first] == [(2, 3, 4, 5), (4, 5, 39, 40, 41, 42)]
