@@ -33,8 +33,8 @@ def answer(changes: dict[int, int] | None = None, ties: Sequence[int] = ()) -> A
 
 
 def judged(eager: Answer, graphs: Answer, compiled: Answer) -> tuple[Judgement, int]:
-    found = arbitrate(compare([eager], [graphs], 0.0), [graphs], [compiled])
-    return found.comparison.judgements[0], found.compared[0]
+    comparison = arbitrate(compare([eager], [graphs], 0.0), [graphs], [compiled])
+    return comparison.judgements[0], comparison.compared
 
 
 EVERYWHERE = range(LENGTH)
@@ -139,7 +139,7 @@ def test_the_second_reference_is_given_eagers_noise() -> None:
     graphs = answer({5: OTHER})
     compiled = replace(graphs, top=({BEST: -0.22, SECOND: -4.0, OTHER: -6.0}, *graphs.top[1:]))
     kinds = {
-        noise: arbitrate(compare([answer()], [graphs], noise), [graphs], [compiled]).comparison.judgements[0].kind
+        noise: arbitrate(compare([answer()], [graphs], noise), [graphs], [compiled]).judgements[0].kind
         for noise in (0.0, 0.05)
     }
     assert kinds == {0.0: Kind.CORRUPT, 0.05: Kind.COMPILED}
@@ -154,5 +154,6 @@ def test_each_prompt_is_judged_on_its_own() -> None:
     eager = [answer(), answer(), answer()]
     graphs = [answer(), answer({5: OTHER}), answer({4: OTHER})]
     found = arbitrate(compare(eager, graphs, 0.02), graphs, [answer(), answer({5: OTHER}), answer()])
-    assert [judgement.kind for judgement in found.comparison.judgements] == [Kind.EQUAL, Kind.COMPILED, Kind.CORRUPT]
-    assert (found.compared, found.comparison.noise) == ((8, 8, 4), 0.02)
+    assert [judgement.kind for judgement in found.judgements] == [Kind.EQUAL, Kind.COMPILED, Kind.CORRUPT]
+    assert [judgement.compared for judgement in found.judgements] == [8, 8, 4]
+    assert found.noise == 0.02

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from vllm_graphfix import __version__
 from vllm_graphfix.commands.cli import app
-from vllm_graphfix.commands.compare.arbitration import Findings, by_eager_alone
 from vllm_graphfix.commands.compare.report import Report, as_json, histogram, show
 from vllm_graphfix.verify.comparison import Comparison, Judgement, Kind
 from vllm_graphfix.verify.engine.job import Poisoned, Said
@@ -27,8 +26,8 @@ def judgement(kind: Kind, position: int | None = None, length: int = 64) -> Judg
     return Judgement(kind, length, position, None if position is None else 5, None if position is None else 6, 0.5, 2.0)
 
 
-def findings(*judgements: Judgement, noise: float = 0.01) -> Findings:
-    return by_eager_alone(Comparison(judgements, noise, 0.0625))
+def comparison(*judgements: Judgement, noise: float = 0.01) -> Comparison:
+    return Comparison(judgements, noise, 0.0625)
 
 
 FACTS = {
@@ -46,22 +45,20 @@ EQUAL = judgement(Kind.EQUAL)
 
 
 def report(*judgements: Judgement, eager: Said = SAID, graphs: Said | None = SAID, **more: Any) -> Report:
-    return Report("the/model", ("-tp", "2"), eager, graphs, findings(*judgements or (EQUAL,)), **more)
+    return Report("the/model", ("-tp", "2"), eager, graphs, comparison(*judgements or (EQUAL,)), **more)
 
 
 FAILED = replace(
     report(),
     graphs=None,
-    findings=None,
+    comparison=None,
     error="CUDA error: an illegal memory access was encountered (log: /l)",
     logs="/",
 )
 
 
 def test_the_chart_has_a_row_for_each_part_of_the_longest_answer() -> None:
-    rows = histogram(
-        findings(judgement(Kind.CORRUPT, 0, 20), judgement(Kind.TIE, 19, 20), judgement(Kind.TIE, 2, 9)).comparison
-    )
+    rows = histogram(comparison(judgement(Kind.CORRUPT, 0, 20), judgement(Kind.TIE, 19, 20), judgement(Kind.TIE, 2, 9)))
     assert [label for label, _ in rows] == ["0-2", "3-5", "6-8", "9-11", "12-14", "15-17", "18-19"]
     assert rows[0][1] == {Kind.CORRUPT: 1, Kind.COMPILED: 0, Kind.TIE: 1}
     assert rows[-1][1] == {Kind.CORRUPT: 0, Kind.COMPILED: 0, Kind.TIE: 1}
@@ -69,7 +66,7 @@ def test_the_chart_has_a_row_for_each_part_of_the_longest_answer() -> None:
 
 @pytest.mark.parametrize(("length", "parts"), [(1, 1), (2, 2), (8, 8), (9, 5), (128, 8), (1000, 8)])
 def test_the_chart_is_short_and_covers_every_token(length: int, parts: int) -> None:
-    rows = histogram(findings(judgement(Kind.CORRUPT, length - 1, length)).comparison)
+    rows = histogram(comparison(judgement(Kind.CORRUPT, length - 1, length)))
     assert len(rows) == parts
     assert rows[0][0].split("-")[0] == "0"
     assert rows[-1][0].split("-")[1] == str(length - 1)
@@ -78,8 +75,8 @@ def test_the_chart_is_short_and_covers_every_token(length: int, parts: int) -> N
 
 def test_the_chart_takes_what_lies_beyond_the_reference() -> None:
     """Where an answer goes on after the reference's has ended, or the reference has none."""
-    assert histogram(findings(judgement(Kind.CORRUPT, 8, 8)).comparison)[-1][1][Kind.CORRUPT] == 1
-    assert histogram(findings(judgement(Kind.CORRUPT, 0, 0)).comparison)[-1][1][Kind.CORRUPT] == 1
+    assert histogram(comparison(judgement(Kind.CORRUPT, 8, 8)))[-1][1][Kind.CORRUPT] == 1
+    assert histogram(comparison(judgement(Kind.CORRUPT, 0, 0)))[-1][1][Kind.CORRUPT] == 1
 
 
 def test_json_has_the_fields_of_its_schema() -> None:
@@ -128,7 +125,7 @@ def test_json_of_an_engine_that_failed_has_the_same_fields() -> None:
 
 def test_json_has_null_where_a_number_is_none() -> None:
     broken = replace(judgement(Kind.CORRUPT, 0), margin=nan, gap=inf, distance=inf)
-    found = as_json(Report("m", (), SAID, SAID, findings(broken, noise=inf)))
+    found = as_json(Report("m", (), SAID, SAID, comparison(broken, noise=inf)))
     json.dumps(found, allow_nan=False)
     assert (found["noise"], found["distance"]) == (None, None)
     assert [found["prompts"][0][name] for name in ("margin", "gap", "distance")] == [None, None, None]
@@ -266,8 +263,8 @@ def test_no_corruption_says_nothing_where_no_graphs_were_used() -> None:
 
 
 def test_no_corruption_says_nothing_where_eager_is_as_far_from_itself() -> None:
-    assert Report("m", (), SAID, SAID, findings(EQUAL, noise=0.3)).inconclusive is None
-    loud = Report("m", (), SAID, SAID, findings(EQUAL, noise=0.4))
+    assert Report("m", (), SAID, SAID, comparison(EQUAL, noise=0.3)).inconclusive is None
+    loud = Report("m", (), SAID, SAID, comparison(EQUAL, noise=0.4))
     assert "eager differs from itself by up to 0.4" in (loud.inconclusive or "")
 
 

@@ -59,6 +59,8 @@ class Judgement:
     its best."""
     distance: float = 0.0
     """The largest difference of log-probabilities, up to and including the first difference of tokens."""
+    vouched: int = 0
+    """Tokens for which a second reference had the same context, if there is one; see `compare.arbitration`."""
 
     @property
     def agreed(self) -> int:
@@ -67,8 +69,8 @@ class Judgement:
 
     @property
     def compared(self) -> int:
-        """Tokens before the first difference of any kind: those that the reference had the same context for."""
-        return self.length if self.position is None else self.position
+        """Tokens for which a reference had the same context: those before its first difference of any kind."""
+        return max(self.length if self.position is None else self.position, self.vouched)
 
 
 @dataclass(frozen=True)

@@ -9,39 +9,20 @@ cases.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vllm_graphfix.verify.comparison import Answer, Comparison, Judgement, Kind, compare
 
 
-@dataclass(frozen=True)
-class Findings:
-    """All prompts, judged by one or two references."""
+def arbitrate(comparison: Comparison, graphs: Sequence[Answer], compiled: Sequence[Answer]) -> Comparison:
+    """Judge *comparison*, of eager's answers and those with *graphs*, again by the *compiled* ones without graphs.
 
-    comparison: Comparison
-    compared: tuple[int, ...]
-    """For each prompt, the number of tokens for which a reference had the same context: those before corruption or a
-    tie."""
-
-
-def by_eager_alone(comparison: Comparison) -> Findings:
-    return Findings(comparison, tuple(judgement.compared for judgement in comparison.judgements))
-
-
-def arbitrate(comparison: Comparison, found: Sequence[Answer], compiled: Sequence[Answer]) -> Findings:
-    """*comparison* is of eager and *found*, the answers with graphs; *compiled* are those of the same engine without.
-
-    A prompt is corrupt where one reference contradicts and the other does not vouch. Where that is the second one's
-    say, its tokens are the expected ones.
+    A prompt is corrupt where one reference contradicts the answer and the other does not vouch for it. The expected
+    tokens are those of the reference that contradicts.
     """
-    second = compare(compiled, found, comparison.noise)
-    pairs = list(zip(comparison.judgements, second.judgements, strict=True))
-    judgements = tuple(_judged_by_both(first, other) for first, other in pairs)
-    compared = tuple(
-        judged.compared if judged.kind is Kind.CORRUPT else max(one.compared for one in pair)
-        for judged, pair in zip(judgements, pairs, strict=True)
-    )
-    return Findings(replace(comparison, judgements=judgements), compared)
+    second = compare(compiled, graphs, comparison.noise)
+    pairs = zip(comparison.judgements, second.judgements, strict=True)
+    return replace(comparison, judgements=tuple(_judged_by_both(*pair) for pair in pairs))
 
 
 def _judged_by_both(eager: Judgement, compiled: Judgement) -> Judgement:
@@ -49,7 +30,8 @@ def _judged_by_both(eager: Judgement, compiled: Judgement) -> Judgement:
         return eager
     if compiled.kind is Kind.CORRUPT and not _vouches(eager, compiled.position):
         return compiled
-    return replace(eager, kind=Kind.COMPILED) if eager.kind is Kind.CORRUPT else eager
+    kind = Kind.COMPILED if eager.kind is Kind.CORRUPT else eager.kind
+    return replace(eager, kind=kind, vouched=compiled.compared)
 
 
 def _vouches(reference: Judgement, position: int | None) -> bool:

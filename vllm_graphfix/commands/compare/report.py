@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
-from vllm_graphfix.commands.compare.arbitration import Findings
 from vllm_graphfix.verify.comparison import Comparison, Kind
 from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
@@ -49,7 +48,7 @@ class Report:
     flags: tuple[str, ...]
     eager: Said
     graphs: Said | None
-    findings: Findings | None
+    comparison: Comparison | None
     error: str | None = None
     """What the engine with graphs ended in; the same ran without."""
     note: str | None = None
@@ -66,9 +65,9 @@ class Report:
     @property
     def corrupt(self) -> bool:
         """Tokens are, drafts are lost, or the engine crashed as graphs make it crash."""
-        if self.findings is None:
+        if self.comparison is None:
             return bool(CRASH.search(self.error or ""))
-        return self.findings.comparison.corrupt or self.drafts_lost
+        return self.comparison.corrupt or self.drafts_lost
 
     @property
     def drafts_lost(self) -> bool:
@@ -85,32 +84,28 @@ class Report:
             return None
         if self.poison is not None and (why := self.poison.inconclusive):
             return why
-        if self.findings is None or self.graphs is None:
+        if self.comparison is None or self.graphs is None:
             return f"with graphs the engine failed, but not with an error that is typical of graphs: {self.error}"
-        comparison, compared = self.findings.comparison, sum(self.findings.compared)
         if self.graphs.cudagraph_mode == NO_GRAPHS:
             return (
                 "no CUDA graphs were used (cudagraph_mode NONE): these flags, this model or this device switch them off"
             )
-        if comparison.noise > _LOUD:
+        if self.comparison.noise > _LOUD:
             return (
-                f"eager differs from itself by up to {comparison.noise:.3g}, "
+                f"eager differs from itself by up to {self.comparison.noise:.3g}, "
                 "so corruption cannot be told apart from noise"
             )
-        if compared < _ENOUGH * comparison.tokens:
+        if self.comparison.compared < _ENOUGH * self.comparison.tokens:
             return (
-                f"answers diverge early at ties, so only {compared} of {comparison.tokens} tokens could be compared: "
-                "give your own prompts (--prompts), or more prompts with shorter answers"
+                f"answers diverge early at ties, so only {self.comparison.compared} of {self.comparison.tokens} tokens "
+                "could be compared: give your own prompts (--prompts), or more prompts with shorter answers"
             )
         return None
 
 
 def as_json(report: Report) -> dict[str, Any]:
     """The stable interface; `SCHEMA` changes with it. A number that is not finite is null."""
-    findings = report.findings
-    comparison = findings.comparison if findings else None
-    compared = findings.compared if findings else ()
-    graphs = report.graphs
+    comparison, graphs = report.comparison, report.graphs
     return {
         "schema": SCHEMA,
         **report.eager.facts,
@@ -133,13 +128,13 @@ def as_json(report: Report) -> dict[str, Any]:
         "tolerance": _number(comparison.tolerance) if comparison else None,
         "distance": _number(comparison.distance) if comparison else None,
         "tokens": comparison.tokens if comparison else None,
-        "compared": sum(compared) if comparison else None,
+        "compared": comparison.compared if comparison else None,
         "prompts": [
             {
                 "prompt": number,
                 "kind": judgement.kind.value,
                 "length": judgement.length,
-                "compared": compared[number],
+                "compared": judgement.compared,
                 "position": judgement.position,
                 "expected": judgement.expected,
                 "found": judgement.found,
@@ -171,13 +166,13 @@ def show(report: Report, console: Console) -> None:
     if report.graphs is not None:
         told = f"graphs: {report.graphs.cudagraph_mode or 'unknown'}; fixes: {_fixes(report.graphs.states)}"
         console.print(told, highlight=False, soft_wrap=True)
-    if report.findings is None:
+    if report.comparison is None:
         error = f"[bold red]the engine runs without graphs and fails with them:[/] {escape(report.error or '')}"
         console.print(error, highlight=False, soft_wrap=True)
         return
-    _show_differences(report.findings.comparison, console)
+    _show_differences(report.comparison, console)
     _show_drafts(report, console)
-    _show_verdict(report, report.findings, console)
+    _show_verdict(report, report.comparison, console)
 
 
 def _fixes(ranks: Mapping[str, Mapping[str, str]]) -> str:
@@ -257,15 +252,14 @@ def _show_drafts(report: Report, console: Console) -> None:
     console.print(f"drafts accepted: eager {right} of {of}, with graphs {found} of {tried}", highlight=False)
 
 
-def _show_verdict(report: Report, findings: Findings, console: Console) -> None:
+def _show_verdict(report: Report, comparison: Comparison, console: Console) -> None:
     from rich.markup import escape
 
-    comparison = findings.comparison
     counts = {kind: len(comparison.of(kind)) for kind in Kind}
     compiled = f"{counts[Kind.COMPILED]} equal to compiled without graphs, " if counts[Kind.COMPILED] else ""
     console.print(
         f"{len(comparison.judgements)} prompts: {counts[Kind.EQUAL]} equal, {counts[Kind.TIE]} diverge at a tie, "
-        f"{compiled}{counts[Kind.CORRUPT]} corrupt; {sum(findings.compared)} of {comparison.tokens} tokens compared. "
+        f"{compiled}{counts[Kind.CORRUPT]} corrupt; {comparison.compared} of {comparison.tokens} tokens compared. "
         f"Log-probabilities: eager differs from itself by up to {comparison.noise:.3g}, graphs from eager by up to "
         f"{comparison.distance:.3g}; up to {comparison.tolerance:.3g} counts as rounding",
         highlight=False,

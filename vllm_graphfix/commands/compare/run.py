@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.compare import CompareError
-from vllm_graphfix.commands.compare.arbitration import Findings, arbitrate, by_eager_alone
+from vllm_graphfix.commands.compare.arbitration import arbitrate
 from vllm_graphfix.commands.compare.prompts import Prompt
 from vllm_graphfix.commands.compare.report import Report
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
-from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_between
+from vllm_graphfix.verify.comparison import Kind, compare, noise_between
 from vllm_graphfix.verify.engine.bars import EngineBars
-from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job, Said
+from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.poison_report import report_of
 from vllm_graphfix.verify.engine.processes import Ended, Engines
 from vllm_graphfix.verify.engine.worker import FlagError
@@ -144,13 +144,15 @@ def _compare(
         arbiter = None
         if len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
             arbiter = engines.run([compiled], 1)[compiled.name]
+            if arbiter.said is not None:
+                comparison = arbitrate(comparison, found.said.passes[0], arbiter.said.passes[0])
     failed = (arbiter is not None and arbiter.said is None) or (poisoned is not None and poisoned.said is None)
     return Report(
         model,
         tuple(flags),
         reference.said,
         found.said,
-        _findings(comparison, found.said, arbiter),
+        comparison,
         note=_why_eager_alone(arbiter),
         logs=str(folder) if failed else None,
         poison=poisoned,
@@ -162,12 +164,6 @@ def _error_of_reference(reference: Ended) -> CompareError:
     if refused == FlagError.__name__:
         return CompareError(f"vLLM rejects these flags: {message}")
     return CompareError(f"the engine does not run even without graphs: {reference.error}", reference.log)
-
-
-def _findings(comparison: Comparison, graphs: Said, arbiter: Ended | None) -> Findings:
-    if arbiter is None or arbiter.said is None:
-        return by_eager_alone(comparison)
-    return arbitrate(comparison, graphs.passes[0], arbiter.said.passes[0])
 
 
 def _why_eager_alone(arbiter: Ended | None) -> str | None:
