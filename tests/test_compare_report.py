@@ -19,7 +19,8 @@ from vllm_graphfix.commands.compare.report import Report, as_json, histogram, sh
 from vllm_graphfix.verify.comparison import Comparison, Judgement, Kind
 from vllm_graphfix.verify.engine.job import Poisoned, Said
 from vllm_graphfix.verify.engine.poison_report import report_of
-from vllm_graphfix.verify.engine.poisoned import KINDS, PASSES
+from vllm_graphfix.verify.engine.poisoned import PASSES
+from vllm_graphfix.verify.poison.kinds import KINDS
 
 
 def judgement(kind: Kind, position: int | None = None, length: int = 64) -> Judgement:

@@ -17,9 +17,10 @@ from engine_proofs import CASES, ILLEGAL_ACCESS, RUNS, came_to_its_end, proof_of
 from test_engine_processes import ended
 from vllm_graphfix.verify.engine.job import Poisoned, from_json, to_json
 from vllm_graphfix.verify.engine.poison_report import report_of
-from vllm_graphfix.verify.engine.poisoned import KINDS, PASSES
+from vllm_graphfix.verify.engine.poisoned import PASSES
 from vllm_graphfix.verify.engine.probes import Observed, Probe
 from vllm_graphfix.verify.engine.processes import Ended
+from vllm_graphfix.verify.poison.kinds import KINDS
 from vllm_graphfix.verify.report import Proof, Report, show
 
 POISONED = {"flashmla-padding", "triton-mla-padding", "idle-rank", "mamba-padding"}

@@ -15,8 +15,9 @@ from table import slow_but_for
 from vllm_graphfix.verify.poison.bits import LOUD, NAN
 from vllm_graphfix.verify.poison.blocks import Blocks, Cache, caches_of
 from vllm_graphfix.verify.poison.engine import Holders, PoisonedRunner
+from vllm_graphfix.verify.poison.kinds import BLOCKS, MEMORY, NULL, ROWS
 from vllm_graphfix.verify.poison.memory import Free, free_parts
-from vllm_graphfix.verify.poison.poison import BLOCKS, MEMORY, NULL, ROWS, Poison
+from vllm_graphfix.verify.poison.poison import Poison
 from vllm_graphfix.verify.poison.rows import Room, Rows, buffers_of
 
 QUICK = ("0.19.1", "0.27.1")

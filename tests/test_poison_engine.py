@@ -18,10 +18,9 @@ from vllm_graphfix.commands.compare import CompareError, run
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import poisoned
 from vllm_graphfix.verify.engine.job import Poisoned, Said, from_json, to_json
-from vllm_graphfix.verify.engine.poison_report import LEFT_BY_THE_ENGINE, PoisonReport, report_of
+from vllm_graphfix.verify.engine.poison_report import PoisonReport, report_of
 from vllm_graphfix.verify.engine.poisoned import Asked, ask_with_poison, gap_between
-from vllm_graphfix.verify.poison import engine as poison_engine
-from vllm_graphfix.verify.poison.poison import KINDS
+from vllm_graphfix.verify.poison.kinds import KINDS, NAN_IN_NULL_BLOCK
 
 RIGHT = Answer((5, 6), ({5: -0.5, 7: -1.5}, {6: -0.25}))
 OTHER = Answer((5, 7), ({5: -0.5, 7: -1.5}, {7: -0.25}))
@@ -150,7 +149,7 @@ QUIET = [a_pass(kind) for kind in (KINDS[0], KINDS[2], KINDS[3])]
         ([a_pass(worst=1.0), *QUIET, a_pass(KINDS[1], worst=1.0), a_pass(KINDS[1], finite=True, worst=2.0)], True),
         (
             [
-                a_pass(worst=1.0, notes=(f"{LEFT_BY_THE_ENGINE} (first in layer)",)),
+                a_pass(worst=1.0, notes=(f"{NAN_IN_NULL_BLOCK} (first in layer)",)),
                 *QUIET,
                 a_pass(KINDS[1], worst=1.0),
                 a_pass(KINDS[1], finite=True),
@@ -200,11 +199,6 @@ def test_steps_that_were_not_poisoned_prove_nothing() -> None:
     assert judged(passed).inconclusive == "no step was poisoned"
     passed.ranks[0].update(steps=2, error="ValueError: no")
     assert judged(passed).inconclusive == "poison was taken out of a running engine: ValueError: no"
-
-
-def test_the_words_of_two_modules_that_must_not_import_torch_are_the_same() -> None:
-    assert poisoned.KINDS == KINDS
-    assert poison_engine.LEFT_BY_THE_ENGINE == LEFT_BY_THE_ENGINE
 
 
 def test_a_worker_extension_of_the_users_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from vllm_graphfix.verify.double.poisoned import shown_by_poison
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.poison.blocks import Blocks
 from vllm_graphfix.verify.poison.engine import PoisonedRunner, _holders
-from vllm_graphfix.verify.poison.poison import BLOCKS, ROWS, STATES, Poison
+from vllm_graphfix.verify.poison.kinds import BLOCKS, ROWS
+from vllm_graphfix.verify.poison.poison import STATES, Poison
 from vllm_graphfix.verify.poison.rows import Lease, Room, Rows, Seen, buffers_of
 from vllm_graphfix.verify.poison.states import free_rows, states_of
 

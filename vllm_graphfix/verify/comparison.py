@@ -209,5 +209,10 @@ def _token(answer: Answer, position: int) -> int | None:
     return answer.tokens[position] if position < len(answer.tokens) else None
 
 
+def finite_or_none(number: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return number if number is not None and math.isfinite(number) else None
+
+
 def _or_infinite(number: float) -> float:
     return number if math.isfinite(number) else math.inf

@@ -13,6 +13,7 @@ from vllm_graphfix._version import __version__
 from vllm_graphfix.fix import Diagnosis, Fix, State, Verdict
 from vllm_graphfix.fixes import about
 from vllm_graphfix.settings.environment import PREFIX
+from vllm_graphfix.verify.comparison import finite_or_none
 from vllm_graphfix.verify.measurement import Measurement, Watch
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def _counted(patched: Measurement | None) -> dict[str, dict[str, int]]:
 
 
 def _numbers(numbers: tuple[float, ...]) -> list[float | None]:
-    return [number if math.isfinite(number) else None for number in numbers]
+    return list(map(finite_or_none, numbers))
 
 
 def verdict(report: Report) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
-from vllm_graphfix.verify.comparison import Comparison, Kind
+from vllm_graphfix.verify.comparison import Comparison, Kind, finite_or_none
 from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
 from vllm_graphfix.verify.engine.processes import CRASH
@@ -124,9 +124,9 @@ def as_json(report: Report) -> dict[str, Any]:
             "lost": report.drafts_lost,
         },
         "poison": report.poison.as_json() if report.poison else None,
-        "noise": _number(comparison.noise) if comparison else None,
-        "tolerance": _number(comparison.tolerance) if comparison else None,
-        "distance": _number(comparison.distance) if comparison else None,
+        "noise": finite_or_none(comparison.noise) if comparison else None,
+        "tolerance": finite_or_none(comparison.tolerance) if comparison else None,
+        "distance": finite_or_none(comparison.distance) if comparison else None,
         "tokens": comparison.tokens if comparison else None,
         "compared": comparison.compared if comparison else None,
         "prompts": [
@@ -138,17 +138,13 @@ def as_json(report: Report) -> dict[str, Any]:
                 "position": judgement.position,
                 "expected": judgement.expected,
                 "found": judgement.found,
-                "margin": _number(judgement.margin),
-                "gap": _number(judgement.gap),
-                "distance": _number(judgement.distance),
+                "margin": finite_or_none(judgement.margin),
+                "gap": finite_or_none(judgement.gap),
+                "distance": finite_or_none(judgement.distance),
             }
             for number, judgement in enumerate(comparison.judgements if comparison else ())
         ],
     }
-
-
-def _number(number: float | None) -> float | None:
-    return number if number is not None and math.isfinite(number) else None
 
 
 def show(report: Report, console: Console) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.verify.double.steps import poisoned
-from vllm_graphfix.verify.poison.poison import KINDS
+from vllm_graphfix.verify.poison.kinds import KINDS
 
 if TYPE_CHECKING:
     from vllm_graphfix.verify.trial import Scenario

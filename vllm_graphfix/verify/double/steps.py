@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm_graphfix.verify.poison.blocks import Blocks, Cache
-from vllm_graphfix.verify.poison.poison import KINDS, Finding, Poison
+from vllm_graphfix.verify.poison.kinds import KINDS
+from vllm_graphfix.verify.poison.poison import Finding, Poison
 from vllm_graphfix.verify.poison.rows import Room, Rows, buffers_of
 
 

@@ -7,19 +7,17 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_graphfix.verify.comparison import finite_or_none, tolerance_of
 from vllm_graphfix.verify.engine.job import Poisoned, Said
-from vllm_graphfix.verify.engine.poisoned import KINDS, PASSES, gap_between
+from vllm_graphfix.verify.engine.poisoned import PASSES, gap_between
 from vllm_graphfix.verify.engine.processes import HANG
+from vllm_graphfix.verify.poison.kinds import KINDS, NAN_IN_NULL_BLOCK
 
-LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
-"""The note that `verify.poison.engine` makes of it; that module imports torch, which a command must not."""
 _NO_FINDING = re.compile(rf"{HANG.pattern}|.*out of memory", re.IGNORECASE | re.DOTALL)
 """What ends a poisoned engine and is no poison's doing: an engine that the limit of a whole one has ended may be slow.
 One that hangs with poison is ended before, and says so."""
 _SHOWN = 12
 """Prompts that are named; JSON has all."""
-_ENOUGH = 3
-"""Times the engine's own noise."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class PoisonReport:
         return max((gap_between(*pair) for pair in zip(*self.said.passes[:2], strict=True)), default=0.0)
 
     def _shows(self, poisoned: Poisoned) -> bool:
-        worse = poisoned.worst > 0 if not self.noise else poisoned.worst > max(_ENOUGH * self.noise, 0.0625)
+        worse = poisoned.worst > (tolerance_of(self.noise) if self.noise else 0.0)
         return bool(poisoned.findings) or (worse and not math.isinf(self.noise))
 
     @property
@@ -67,7 +65,7 @@ class PoisonReport:
     @property
     def _nan_was_there(self) -> bool:
         notes = [note for found in self.said.poisoned[0].ranks for note in found["notes"]] if self.said else []
-        return any(note.startswith(LEFT_BY_THE_ENGINE) for note in notes)
+        return any(note.startswith(NAN_IN_NULL_BLOCK) for note in notes)
 
     @property
     def inconclusive(self) -> str | None:
@@ -153,7 +151,7 @@ class PoisonReport:
             "inconclusive": self.inconclusive,
             "error": self.error,
             "padded": self.padded,
-            "noise": _number(self.noise) if self.said else None,
+            "noise": finite_or_none(self.noise) if self.said else None,
             "passes": [
                 {
                     "kinds": list(each.kinds),
@@ -161,7 +159,7 @@ class PoisonReport:
                     "inputs": None if each.buffers is None else list(each.buffers),
                     "shows": self._shows(each),
                     "prompts": list(each.prompts),
-                    "distance": _number(each.worst),
+                    "distance": finite_or_none(each.worst),
                     "ranks": [
                         {name: found[name] for name in ("steps", "most", "findings", "notes", "error")}
                         for found in each.ranks
@@ -175,7 +173,3 @@ class PoisonReport:
 def report_of(said: Said | None, error: str | None, observed: dict[str, list[float]]) -> PoisonReport:
     """What an engine's end means; *observed* is what it had told before."""
     return PoisonReport(said, error, int(observed.get(PASSES, [0.0])[0]))
-
-
-def _number(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.job import Poisoned
+from vllm_graphfix.verify.poison.kinds import KINDS
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-KINDS = ("padded rows", "null block", "unused blocks", "freed memory")
-"""As `verify.poison.poison` has them, which imports torch."""
 _LEAST_SECONDS, _TIMES = 120.0, 20
 """A pass with poison that takes longer than so many seconds, and so many times what one without took, hangs."""
 _LEAST_SECONDS_OF_A_CASE = 40.0

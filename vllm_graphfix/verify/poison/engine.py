@@ -13,11 +13,11 @@ from vllm_graphfix.shadow import layers as shadow_layers
 from vllm_graphfix.verify.poison import memory
 from vllm_graphfix.verify.poison.bits import LOUD, NAN
 from vllm_graphfix.verify.poison.blocks import Blocks, caches_of
-from vllm_graphfix.verify.poison.poison import BLOCKS, KINDS, NULL, NULL_BLOCK, ROWS, Poison
+from vllm_graphfix.verify.poison.kinds import BLOCKS, KINDS, NAN_IN_NULL_BLOCK, NULL, ROWS
+from vllm_graphfix.verify.poison.poison import NULL_BLOCK, Poison
 from vllm_graphfix.verify.poison.rows import Buffer, Room, Rows, buffers_of
-from vllm_graphfix.verify.poison.states import as_many_as_fit, free_rows, states_of
+from vllm_graphfix.verify.poison.states import free_rows, states_of
 
-LEFT_BY_THE_ENGINE = "the engine itself has left NaN in the null block"
 _PREPARE = ("_prepare_inputs", "prepare_inputs")
 """The method that fills the persistent inputs of a step, of model runner V1 and V2."""
 
@@ -86,7 +86,7 @@ class PoisonedRunner:
         given = buffers_of(_holders(runner), _room(runner))
         blocks, count = self._blocks(LOUD if finite else NAN)
         if count and (left := blocks.with_nan([NULL_BLOCK])):
-            self.notes.append(f"{LEFT_BY_THE_ENGINE} (first in {next(iter(left))})")
+            self.notes.append(f"{NAN_IN_NULL_BLOCK} (first in {next(iter(left))})")
         if count < 2:
             self.notes.append("not poisoned: blocks, of which this model has none")
             chosen -= {BLOCKS, NULL}
@@ -125,7 +125,7 @@ class PoisonedRunner:
     def _states(self, chosen: Collection[str] | None = None) -> list[tuple[Buffer, list[int]]]:
         rows = free_rows(self._runner)
         states = states_of(self._runner) if rows else []
-        return [(each, as_many_as_fit(rows, each)) for each in states if chosen is None or each.name in chosen]
+        return [(each, rows[: each.row_limit]) for each in states if chosen is None or each.name in chosen]
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         stock = getattr(owner, name)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vllm_graphfix.verify.poison.blocks import Blocks
+from vllm_graphfix.verify.poison.kinds import BLOCKS, KINDS, MEMORY, NULL, ROWS
 from vllm_graphfix.verify.poison.rows import Buffer, Lease, Rows, Seen
 
-ROWS, NULL, BLOCKS, MEMORY = "padded rows", "null block", "unused blocks", "freed memory"
 STATES = "rows without a request"
-KINDS = (ROWS, NULL, BLOCKS, MEMORY)
 NULL_BLOCK = 0
 _MOST = 20
 """Findings that are kept; a write in each step is one defect."""

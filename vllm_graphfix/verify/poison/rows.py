@@ -79,8 +79,13 @@ class Buffer(NamedTuple):
             rows = Rows(max(rows.requests, rows.live), max(rows.tokens, rows.live))
         start = min(max(begin(rows) for begin in self.starts), self.tensor.shape[self.axis])
         rest = self.tensor.shape[self.axis] - start
-        row = self.tensor.element_size() * self.tensor.numel() // max(1, self.tensor.shape[self.axis])
-        return self.tensor.narrow(self.axis, start, min(rest, max(1, _LARGEST // max(1, row))))
+        return self.tensor.narrow(self.axis, start, min(rest, self.row_limit))
+
+    @property
+    def row_limit(self) -> int:
+        """The number of rows that are poisoned at most: those of `_LARGEST` bytes, and at least one."""
+        row: int = self.tensor.nbytes // max(1, self.tensor.shape[self.axis])
+        return max(1, _LARGEST // max(1, row))
 
 
 def buffers_of(holders: Mapping[str, Any], room: Room) -> list[Buffer]:

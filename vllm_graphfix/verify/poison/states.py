@@ -16,8 +16,6 @@ from vllm_graphfix.verify.poison.rows import Buffer
 
 _TABLES = ("block_tables", "num_blocks")
 """What `BlockTables` has by request; the rest of it is of the batch."""
-_LARGEST = 16 << 20
-"""Bytes of one state that are poisoned."""
 
 
 def free_rows(runner: Any) -> list[int]:
@@ -39,11 +37,6 @@ def states_of(runner: Any) -> list[Buffer]:
             if axis is not None:
                 found.append(Buffer(named, tensor, axis, (), states, state=True))
     return found
-
-
-def as_many_as_fit(rows: list[int], buffer: Buffer) -> list[int]:
-    each = buffer.tensor.element_size() * buffer.tensor.numel() // max(1, buffer.tensor.shape[buffer.axis])
-    return rows[: max(1, _LARGEST // max(1, each))]
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
