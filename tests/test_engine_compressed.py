@@ -98,11 +98,11 @@ def test_entries_that_a_step_completes_and_does_not_write_are_counted(
     release: str, switch: str, unwritten: float
 ) -> None:
     """Steps before the engine is there do not count, and in a capture the fix writes."""
-    assert seen(release, "unwritten_entries", IN_A_COMPRESSOR, switch) == [unwritten, 6.0]
+    assert seen(release, "UnwrittenEntries", IN_A_COMPRESSOR, switch) == [unwritten, 6.0]
 
 
 @pytest.mark.parametrize(("switch", "foreign"), [("off", 6.0), ("on", 0.0)])
 @pytest.mark.parametrize("release", slow_but_for(("0.27.1",), ("0.27.0", "0.27.1")))
 def test_rows_with_slots_of_others_are_counted_in_the_graphs(release: str, switch: str, foreign: float) -> None:
     """Of three requests the second and the third, in each of three replays; in eager, which has as many rows, none."""
-    assert seen(release, "foreign_slots", IN_A_DECODE, switch) == [foreign, 18.0]
+    assert seen(release, "ForeignSlots", IN_A_DECODE, switch) == [foreign, 18.0]

@@ -46,7 +46,7 @@ class Case:
     adapters: tuple[str | None, ...] = ()
     """The LoRA adapter of each prompt, a name of `adapters.NAMES` or None for none; or nothing at all."""
     probes: tuple[str, ...] = ()
-    """What looks inside the engine: a name of `probes.PROBES`, or ``module:function`` of a function that makes a
+    """What looks inside the engine: a name of `probes.PROBES`, or ``module:class`` of a
     `Probe`."""
     prompt_logprobs: bool = False
     """The prompts are scored too, and their tokens count as the answers' do."""
@@ -459,7 +459,7 @@ DEEPSEEK_V4 = Case(
         # FlashInfer compiles a kernel for 80 s that takes the place of DeepGEMM's where a batch is small.
         "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
     },
-    probes=("vllm_graphfix.verify.engine.compressed:unwritten_entries",),
+    probes=("vllm_graphfix.verify.engine.compressed:UnwrittenEntries",),
     capability=9,
     compiles=True,
 )
@@ -471,7 +471,7 @@ DEEPSEEK_V4_LONG = replace(
     runner="V1",
     workload=tuple((length, 150) for length, _ in DEEPSEEK_V4.workload),
     arguments=DEEPSEEK_V4.arguments | {"max_model_len": 32768, "max_num_batched_tokens": 2048},
-    probes=("vllm_graphfix.verify.engine.compressed:foreign_slots",),
+    probes=("vllm_graphfix.verify.engine.compressed:ForeignSlots",),
 )
 # A graph for each number of adapters. A batch of two of them and of rows without one is in the graph for two, which
 # leaves out the adapter that was loaded last. Chance decides which one that is: as many prompts have the one as the

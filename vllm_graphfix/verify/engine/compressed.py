@@ -78,11 +78,3 @@ class ForeignSlots(_Counted):
             return decode(layer, q, kv_cache, swa_metadata, attn_metadata, *rest, **more)
 
         DeepseekV4FlashMLAAttention._forward_decode = counted
-
-
-def unwritten_entries(observed: Any, save: Any) -> UnwrittenEntries:
-    return UnwrittenEntries(observed, save)
-
-
-def foreign_slots(observed: Any, save: Any) -> ForeignSlots:
-    return ForeignSlots(observed, save)

@@ -359,10 +359,10 @@ PROBES: dict[str, type[Probe]] = {
 }
 
 
-def probe_of(name: str) -> Callable[[Observed, Callable[[], None]], Probe]:
-    """What makes the probe that a case names: one of those above, or ``module:function``, of a fix's own module."""
-    module, _, function = name.partition(":")
-    if not function:
+def probe_of(name: str) -> type[Probe]:
+    """Return the class of the probe *name*: one of `PROBES`, or ``module:class`` of another module."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
         return PROBES[name]
-    make: Callable[[Observed, Callable[[], None]], Probe] = getattr(importlib.import_module(module), function)
-    return make
+    probe: type[Probe] = getattr(importlib.import_module(module), attribute)
+    return probe
