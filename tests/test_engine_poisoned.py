@@ -15,7 +15,8 @@ from rich.console import Console
 import engine_double
 from engine_proofs import CASES, ILLEGAL_ACCESS, RUNS, came_to_its_end, proof_of, shown
 from test_engine_processes import ended
-from vllm_graphfix.verify.engine.job import Poisoned, from_json, to_json
+from vllm_graphfix.verify.codec import from_builtins, to_builtins
+from vllm_graphfix.verify.engine.job import Poisoned, Said
 from vllm_graphfix.verify.engine.poison_report import report_of
 from vllm_graphfix.verify.engine.poisoned import PASSES
 from vllm_graphfix.verify.engine.probes import Observed, Probe
@@ -152,7 +153,7 @@ def poisoned(mode: str, *passes: Poisoned, error: str | None = None, begun: int 
     again = () if error else what.passes
     observed = what.observed | {PASSES: [float(begun)]}
     what = replace(what, passes=what.passes + again, poisoned=passes, poison_error=error, observed=observed)
-    return came_to_its_end(mode, from_json(json.loads(json.dumps(to_json(what)))))
+    return came_to_its_end(mode, from_builtins(json.loads(json.dumps(to_builtins(what))), Said))
 
 
 def proof_with(stock: Ended, patched: Ended, name: str = "mamba-padding") -> Proof:

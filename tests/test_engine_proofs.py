@@ -26,8 +26,9 @@ from engine_proofs import (
     with_,
 )
 from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.comparison import Answer, compare
-from vllm_graphfix.verify.engine.job import Said, from_json, to_json
+from vllm_graphfix.verify.engine.job import Said
 from vllm_graphfix.verify.engine.processes import Ended
 from vllm_graphfix.verify.gpu_proof import comparison_lines, prove
 from vllm_graphfix.verify.report import Proof
@@ -257,7 +258,7 @@ def test_a_skipped_fix_is_not_proven() -> None:
     "what", [said(RIGHT, "off", "active", again=WRONG, observed={"drafts": [1.0]}), said((), "off")]
 )
 def test_what_an_engine_said_is_read_as_it_was_written(what: Said) -> None:
-    assert from_json(json.loads(json.dumps(to_json(what)))) == what
+    assert from_builtins(json.loads(json.dumps(to_builtins(what))), Said) == what
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ import planted_plugin
 import planted_reader
 from engine import compare, report, write_llama
 from vllm_graphfix.commands.compare import CompareError, run
+from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import poisoned
-from vllm_graphfix.verify.engine.job import Poisoned, Said, from_json, to_json
+from vllm_graphfix.verify.engine.job import Poisoned, Said
 from vllm_graphfix.verify.engine.poison_report import PoisonReport, report_of
 from vllm_graphfix.verify.engine.poisoned import Asked, ask_with_poison, gap_between
 from vllm_graphfix.verify.poison.kinds import KINDS, NAN_IN_NULL_BLOCK
@@ -132,7 +133,7 @@ def a_pass(
 
 def judged(*passes: Poisoned, again: Answer = RIGHT) -> PoisonReport:
     said = Said(((RIGHT,), (again,)), {}, {}, None, {}, 1.0, poisoned=passes)
-    return report_of(from_json(json.loads(json.dumps(to_json(said)))), None, {})
+    return report_of(from_builtins(json.loads(json.dumps(to_builtins(said))), Said), None, {})
 
 
 QUIET = [a_pass(kind) for kind in (KINDS[0], KINDS[2], KINDS[3])]

@@ -12,7 +12,7 @@ import threading
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.environment import PREFIX, is_ours
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.codec import from_builtins
+from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.measurement import Measurement, Watch
 from vllm_graphfix.verify.report import MODES_OF_A_PROOF, Proof, Report
 from vllm_graphfix.verify.trial import trial_of
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-_PACKAGE = Path(__file__).parents[3]
 _WORKER = (sys.executable, "-m", "vllm_graphfix.verify.double.worker")
 _TIMEOUT = 900
 """Seconds for one process; ten times what one takes on two slow cores."""
@@ -132,7 +133,7 @@ class _Worker(threading.Thread):
         )
         self._process = subprocess.Popen(
             [*_WORKER, str(folder), *names, "--", *others, "--", *unrecognised],
-            cwd=_PACKAGE,  # `-m` looks there first, and the user's folder may hold a json.py of its own
+            cwd=PACKAGE,  # `-m` looks there first, and the user's folder may hold a json.py of its own
             env=_environment(kind, unrecognised),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -178,14 +179,7 @@ class _Worker(threading.Thread):
         if event == "registered":
             self.torch = line["torch"]
         elif event == "measured":
-            self.measured[name] = Measurement(
-                line["numbers"],
-                tuple(line["eager"]),
-                tuple(line["graphed"]),
-                line["error"],
-                counted=line["counted"],
-                events=line["events"],
-            )
+            self.measured[name] = from_builtins(line, Measurement)
         elif event == "failed":
             self.failed[name] = f"{line['error']} (in the {self.kind} process; log: {self._log.name})"
         elif event == "state":
@@ -195,8 +189,7 @@ class _Worker(threading.Thread):
             self.poisoned[name] = tuple(line["told"])
             return
         elif event == "watched":
-            told = {each.name: line[each.name] for each in fields(Watch) if each.name != "further"}
-            self.watched.setdefault(name, []).append(Watch(**told))
+            self.watched.setdefault(name, []).append(from_builtins(line, Watch))
             return
         done = len(self.measured) + len(self.failed)
         following = self._names[done] if done < len(self._names) else "shadow check"
@@ -210,7 +203,7 @@ def _environment(kind: str, trees: Mapping[str, str]) -> dict[str, str]:
     """
     kept = {key: value for key, value in os.environ.items() if not is_ours(key)}
     # The plugin is found wherever this very copy lies. The vLLM under test is an argument: a path may hold a colon.
-    path = os.pathsep.join([str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH", "")])])
+    path = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     return kept | {
         PREFIX: "off" if kind == "stock" else "on",
         **dict.fromkeys(map(variable, BY_NAME), "auto"),  # also those that are observed by default

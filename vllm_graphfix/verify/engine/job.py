@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.comparison import Answer
 
 GRAPHS = "graphs"
@@ -63,12 +64,11 @@ class Job:
     before does not count."""
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(_msgspec().to_builtins(self)))
+        path.write_text(json.dumps(to_builtins(self)))
 
     @classmethod
     def read(cls, path: Path) -> Job:
-        job: Job = _msgspec().convert(json.loads(path.read_text()), cls)
-        return job
+        return from_builtins(json.loads(path.read_text()), cls)
 
 
 @dataclass(frozen=True)
@@ -135,22 +135,3 @@ class Said:
     """What the engine ended in when all else was said, with `Job.poison_last`; empty while it goes on."""
     cudagraph_mode: str | None = None
     """vLLM's, as its workers have it in the end; None for an engine that was given no flags."""
-
-
-def to_json(said: Said) -> dict[str, Any]:
-    written: dict[str, Any] = _msgspec().to_builtins(said, str_keys=True)
-    return written
-
-
-def from_json(written: dict[str, Any]) -> Said:
-    """Raises `msgspec.ValidationError` if *written* is not what `to_json` returns; keys of other names are ignored."""
-    said: Said = _msgspec().convert(written, Said, str_keys=True)
-    return said
-
-
-def _msgspec() -> Any:
-    # vLLM requires it; the commands that import this module also run where there is no vLLM. The text is the standard
-    # library's: msgspec's own would turn log-probabilities that are not finite into null.
-    import msgspec
-
-    return msgspec

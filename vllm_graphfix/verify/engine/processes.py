@@ -19,9 +19,10 @@ from types import FrameType
 from typing import Any, Protocol
 
 from vllm_graphfix.settings.environment import STATUS_DIR
+from vllm_graphfix.verify.codec import from_builtins
 from vllm_graphfix.verify.engine import worker
 from vllm_graphfix.verify.engine.device import PACKAGE
-from vllm_graphfix.verify.engine.job import Job, Said, from_json
+from vllm_graphfix.verify.engine.job import Job, Said
 from vllm_graphfix.verify.engine.preloaded import Preloaded, imported_with
 
 _PLUGIN = "plugin"
@@ -317,7 +318,7 @@ def _environment(extra: Mapping[str, str | None], plugin: Path) -> dict[str, str
 def _result_of(job: Job, code: int, result: Path, log: Path, seconds: float, late: str | None) -> Ended:
     written = json.loads(result.read_text()) if result.exists() else {}
     observed = written.get("observed", {})
-    said = from_json(written) if "passes" in written else None
+    said = from_builtins(written, Said) if "passes" in written else None
     if said is not None and (code == 0 or said.poison_error is not None):
         if said.poison_error == "":
             said = replace(said, poison_error=late or _own_error("", code, log))

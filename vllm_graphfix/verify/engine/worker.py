@@ -2,11 +2,11 @@
 
     python -m vllm_graphfix.verify.engine.worker JOB RESULT [PIPE]
 
-JOB is a file that `Job.write` made. RESULT is a file of JSON: what `to_json` makes, and before the engine came to its
-end, or if it did not, ``{"observed": …, "error": …}``. vLLM's own output goes where the process's goes. PIPE is the
-descriptor of a pipe: when its other end is closed, this process ends, and all that it started.
+JOB is a file that `Job.write` wrote. RESULT is a JSON file: the fields of the engine's result, or, until the engine has
+finished and if it fails, ``{"observed": …, "error": …}``. PIPE is the descriptor of a pipe: when its other end is
+closed, this process and all that it started are killed. vLLM logs to this process's own output.
 
-Whether the fixes are on is the environment's to say, as in production.
+The environment decides whether the fixes are on, as in production.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from vllm_graphfix.settings.environment import DECISION, PREFIX, STATUS_DIR
+from vllm_graphfix.verify.codec import to_builtins
 from vllm_graphfix.verify.comparison import Answer
-from vllm_graphfix.verify.engine.job import COMPILED, EAGER, Job, Poisoned, Said, to_json
+from vllm_graphfix.verify.engine.job import COMPILED, EAGER, Job, Poisoned, Said
 from vllm_graphfix.verify.engine.poisoned import Asked, ask_last_with_poison, ask_with_poison
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class FlagError(Exception):
 def main(job: Job, result: Path) -> int:
     observed: dict[str, list[float]] = {}
     try:
-        said = to_json(_run(job, observed, result))
+        said = to_builtins(_run(job, observed, result))
     except BaseException as error:  # an engine may end in SystemExit
         traceback.print_exc()
         _write(result, {"observed": observed, "error": _told(error)})
@@ -160,7 +161,7 @@ def _with_poison(said: Said, asked: Asked, result: Path) -> Said:
     begun: dict[str, list[float]] = {}
 
     def write(told: dict[str, Any]) -> None:
-        _write(result, to_json(replace(said, observed=said.observed | begun, poison_error=told["error"])))
+        _write(result, to_builtins(replace(said, observed=said.observed | begun, poison_error=told["error"])))
 
     write({"error": ""})
     try:
