@@ -48,7 +48,7 @@ from vllm_graphfix.verify.engine import adapters, models
 from vllm_graphfix.verify.engine.cases import Case
 from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job
-from vllm_graphfix.verify.engine.processes import Ended, Engines
+from vllm_graphfix.verify.engine.processes import Engines, JobResult
 from vllm_graphfix.verify.trial import further_cases, trial_of
 
 TIMEOUT = 400.0
@@ -154,15 +154,17 @@ class Benchmark:
             self._options.out, TIMEOUT, done=lambda job, how: print(f"{job.name}: {how}", file=sys.stderr)
         )
         ended = engines.run(jobs, self._options.parallel)
-        self.ran |= any(end.said for end in ended.values())
+        self.ran |= any(end.result for end in ended.values())
         for case in self._cases:
             eager = ended.get(f"{case.name} eager")
             for part in parts:
                 if (end := ended.get(f"{case.name} {part}")) is not None:
                     self._write(case.name, part, _counts(end, eager))
             alone, caught = ended.get(f"{case.name} alone"), ended.get(f"{case.name} caught")
-            if alone and caught and alone.said and caught.said:
-                self._write(case.name, "answers as without the check", _equal(caught.said.passes, alone.said.passes))
+            if alone and caught and alone.result and caught.result:
+                self._write(
+                    case.name, "answers as without the check", _equal(caught.result.passes, alone.result.passes)
+                )
 
     def _jobs(self, case: Case, parts: Sequence[str]) -> list[Job]:
         if not case.workload:
@@ -183,7 +185,7 @@ class Benchmark:
                 stock,
                 name=f"{case.name} {part}",
                 probes=(),
-                again=PASSES - 1,
+                extra_passes=PASSES - 1,
                 environment=stock.environment | environments[part],
             )
             for part in parts
@@ -221,7 +223,7 @@ class Benchmark:
                 plugin=True,
                 runner=case.runner,
                 largest_batch=0,
-                where_known=job.where_known,
+                where_known=job.supported_arguments,
             ),
             _environment(environment),
             self._options.out / f"{case.name}-{part}-load.log",
@@ -272,23 +274,23 @@ def _environment(extra: dict[str, str | None]) -> dict[str, str]:
     return merged | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def _counts(ended: Ended, eager: Ended | None) -> dict[str, Any]:
+def _counts(ended: JobResult, eager: JobResult | None) -> dict[str, Any]:
     """Return the counts of the check, and the answers of each pass that equal the eager engine's; or the error."""
-    if ended.said is None:
+    if ended.result is None:
         return {"error": ended.error}
     counts: dict[str, Any] = {
         name.removeprefix("shadow: "): values[0]
-        for name, values in ended.said.observed.items()
+        for name, values in ended.result.observed.items()
         if name.startswith("shadow: ")
     }
-    counts["states"] = next(iter(ended.said.states.values()), {}).get("shadow")
-    if eager is not None and eager.said is not None:
+    counts["states"] = next(iter(ended.result.states.values()), {}).get("shadow")
+    if eager is not None and eager.result is not None:
         # Passes alternate between two orders of prompts: compare like with like, since other batches round otherwise.
-        orders = eager.said.passes
+        orders = eager.result.passes
         counts["right answers by pass"] = _equal(
-            ended.said.passes, [orders[number % 2] for number in range(len(ended.said.passes))]
+            ended.result.passes, [orders[number % 2] for number in range(len(ended.result.passes))]
         )
-        counts["answers"] = len(eager.said.passes[0])
+        counts["answers"] = len(eager.result.passes[0])
     return counts
 
 

@@ -23,9 +23,9 @@ from measuring.trained_questions import Question
 from measuring.trained_tasks import BEGUN, song
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.device import Device
-from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job, Said
+from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, EngineResult, Job
 from vllm_graphfix.verify.engine.probes import probe_of
-from vllm_graphfix.verify.engine.processes import Ended
+from vllm_graphfix.verify.engine.processes import JobResult
 
 # -- what is run
 
@@ -231,7 +231,7 @@ def test_prompts_of_a_state_for_each_block_go_on_in_a_second_one_and_end_there(t
         assert set(question.right or "") == set(pairs.values()), "each pair is met"
     for job in case.jobs(models, "/site"):
         assert job.arguments["enable_prefix_caching"]
-        assert job.where_known["mamba_cache_mode"] == "all"
+        assert job.supported_arguments["mamba_cache_mode"] == "all"
         assert len(set(map(len, job.prompts))) == 1
         assert len(job.prompts) % 8 == 0, "no batch is padded"
 
@@ -308,19 +308,19 @@ def ended(
     error: str | None = None,
     logprob: float = -0.5,
     drafts: tuple[int, int] | None = (3, 4),
-) -> Ended:
+) -> JobResult:
     answers = tuple(
         Answer(tuple(text.encode()), tuple({token: logprob, 0: -9.0} for token in text.encode())) for text in texts
     )
     states = {"0": {"mamba-padding": "active" if mode == "patched" else "off"}}
-    output = Said((answers,), states, {}, drafts, {}, 1.0, cudagraph_mode="FULL")
-    return Ended(Job(mode, EAGER), None if error else output, error, Path("log"), 2.0)
+    output = EngineResult((answers,), states, {}, drafts, {}, 1.0, cudagraph_mode="FULL")
+    return JobResult(Job(mode, EAGER), None if error else output, error, Path("log"), 2.0)
 
 
-def figures_of(stock: Ended, kind: str = EXACT, patched: Ended | None = None) -> dict[str, Any]:
+def figures_of(stock: JobResult, kind: str = EXACT, patched: JobResult | None = None) -> dict[str, Any]:
     case = Trained("mamba-padding", case_of("mamba2-walk").case, "walks", lambda folder: (), kind)
     questions = [Question((1,), "p", 3, "abc"), Question((2,), "q", 3, "bca")]
-    ends: Mapping[str, Ended] = {
+    ends: Mapping[str, JobResult] = {
         "eager": ended("eager", ("abc", "bca")),
         "stock": stock,
         "patched": patched or ended("patched", ("abc", "bca")),
@@ -378,10 +378,10 @@ def test_drafts_that_are_accepted_less_often_than_without_graphs_are_a_failure()
 def test_of_a_scored_prompt_only_what_can_be_known_has_a_perplexity() -> None:
     case = Trained("prompt-logprobs", case_of("scored").case, "scored", lambda folder: (), SCORED)
     end = ended("eager", ("bcd",))
-    assert end.said is not None
+    assert end.result is not None
     answer = Answer(tuple(b"bcd"), ({ord("b"): -9.0}, {ord("c"): -0.7}, {ord("d"): -0.1}))
-    said = replace(end.said, passes=((answer,),))
-    ends = {mode: replace(end, said=said) for mode in ("eager", "stock", "patched")}
+    said = replace(end.result, passes=((answer,),))
+    ends = {mode: replace(end, result=said) for mode in ("eager", "stock", "patched")}
     questions = [Question((97, 98, 99), "abc", 1, unscored=2)]
     figures = trained_figures.figures(case, questions, ends, lambda ids: bytes(ids).decode())
     assert figures["modes"]["eager"]["perplexity"] == 2.01

@@ -116,7 +116,7 @@ def test_corrupt_is_what_one_reference_contradicts_and_the_other_does_not_vouch_
 def test_the_expected_token_is_that_of_the_reference_that_contradicts() -> None:
     eager, graphs, compiled = answer({1: SECOND}, ties=[1]), answer({6: OTHER}, ties=[1]), answer(ties=[1])
     judgement, _ = judged(eager, graphs, compiled)
-    assert (judgement.expected, judgement.found) == (BEST, OTHER)
+    assert (judgement.expected, judgement.actual) == (BEST, OTHER)
 
 
 def test_log_probabilities_alone_are_judged_like_tokens() -> None:

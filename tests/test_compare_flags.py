@@ -162,7 +162,7 @@ def test_every_engine_gets_the_same_and_relative_paths_begin_where_the_user_is(
     assert {job.flags for job in (eager, graphs, compiled)} == {("--model", "./model", "-tp", "2")}
     assert {job.folder for job in (eager, graphs, compiled)} == {str(tmp_path)}
     assert [job.mode for job in (eager, graphs, compiled)] == ["eager", "graphs", "no graphs"]
-    assert [job.again for job in (eager, graphs, compiled)] == [True, False, False]
+    assert [job.extra_passes for job in (eager, graphs, compiled)] == [True, False, False]
     assert {job.max_tokens for job in (eager, graphs, compiled)} == {(16, 14, 12, 10)}
 
 
@@ -227,7 +227,7 @@ PARSED = """
     from vllm.platforms.cpu import CpuPlatform
     vllm.platforms._current_platform = CpuPlatform()  # there is none where neither a GPU nor vLLM's CPU kernels are
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm_graphfix.verify.engine import worker
+    from vllm_graphfix.verify.engine import llm
     from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job
 
     class Reached(Exception):
@@ -240,12 +240,12 @@ PARSED = """
     flags = ["--model", "some/model", *{flags!r}]
     for stray in (["a stray word"], ["--tensor-paralel-size", "2"]):
         try:
-            worker._parsed_flags(("--model", "some/model", *stray))
-        except worker.FlagError as error:
+            llm.parsed_flags(("--model", "some/model", *stray))
+        except llm.FlagError as error:
             print(error)
     for mode in (EAGER, GRAPHS, COMPILED):
         try:
-            worker._engine(Job("", mode, flags=tuple(flags)))
+            llm.start_engine(Job("", mode, flags=tuple(flags)))
         except Reached as found:
             (args,) = found.args
             print(json.dumps({{

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_graphfix.verify.engine import worker
 from vllm_graphfix.verify.engine.job import GRAPHS, Job
+from vllm_graphfix.verify.engine.questions import made_up_prompts
 
 
 class TokenizerDouble:
@@ -31,7 +31,7 @@ def prompts(
 
     config = SimpleNamespace(max_model_len=context, get_vocab_size=lambda: vocabulary)
     engine: Any = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config), get_tokenizer=get_tokenizer)
-    return worker._made_up_prompts(Job("", GRAPHS, generated=count, max_tokens=(answer,) * count), engine)
+    return made_up_prompts(Job("", GRAPHS, generated=count, max_tokens=(answer,) * count), engine)
 
 
 def test_they_are_the_same_in_every_process() -> None:

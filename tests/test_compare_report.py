@@ -17,7 +17,7 @@ from vllm_graphfix import __version__
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare.report import Report, as_json, histogram, show
 from vllm_graphfix.verify.comparison import Comparison, Judgement, Kind
-from vllm_graphfix.verify.engine.job import Poisoned, Said
+from vllm_graphfix.verify.engine.job import EngineResult, PoisonPass
 from vllm_graphfix.verify.engine.poison_report import report_of
 from vllm_graphfix.verify.engine.poisoned import PASSES
 from vllm_graphfix.verify.poison.kinds import KINDS
@@ -41,11 +41,13 @@ FACTS = {
     "switches": "VLLM_GRAPHFIX=on",
     "seed": "7",
 }
-SAID = Said((), {"0": {"mamba-padding": "active"}}, {}, None, FACTS, 1.0, cudagraph_mode="FULL")
+SAID = EngineResult((), {"0": {"mamba-padding": "active"}}, {}, None, FACTS, 1.0, cudagraph_mode="FULL")
 EQUAL = judgement(Kind.EQUAL)
 
 
-def report(*judgements: Judgement, eager: Said = SAID, graphs: Said | None = SAID, **more: Any) -> Report:
+def report(
+    *judgements: Judgement, eager: EngineResult = SAID, graphs: EngineResult | None = SAID, **more: Any
+) -> Report:
     return Report("the/model", ("-tp", "2"), eager, graphs, comparison(*judgements or (EQUAL,)), **more)
 
 
@@ -187,7 +189,7 @@ def test_the_page_tells_what_is_compiled_from_what_is_corrupt() -> None:
 
 
 def test_an_answer_that_ended_early_has_no_token_there() -> None:
-    shown = page(report(replace(judgement(Kind.CORRUPT, 16), found=None, margin=None)))
+    shown = page(report(replace(judgement(Kind.CORRUPT, 16), actual=None, margin=None)))
     (row,) = [line.split() for line in shown.splitlines() if line.startswith("0 ")]
     assert row == ["0", "token", "16", "of", "64", "5", "none", "corrupt"]
 
@@ -311,7 +313,7 @@ def reported(told: Report, folder: Path) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
-POISONED = Poisoned(
+POISONED = PoisonPass(
     KINDS[:1],
     ("slot_mapping",),
     False,
@@ -397,7 +399,7 @@ def test_what_poison_has_shown_is_reported_and_what_it_has_not_is_left_out(tmp_p
 
 def test_poison_that_ends_an_engine_is_reported(tmp_path: Path) -> None:
     ended = report_of(None, "CUDA error: an illegal memory access", {PASSES: [1.0]})
-    assert ended.found
+    assert ended.detected
     code, text = reported(report(EQUAL, poison=ended), tmp_path)
     assert (code, "- with poison the engine ends: `CUDA error: an illegal memory access`" in text) == (0, True)
     assert "has not come to tell whether its answers were equal" in text

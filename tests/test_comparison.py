@@ -64,7 +64,7 @@ def test_the_best_two_may_change_places_up_to_the_tolerance_and_no_more(gap: flo
 def test_two_best_that_are_close_may_change_places() -> None:
     found = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.71, C: -4.0}, {D: -0.2, E: -2.0})
     judgement = judge(REFERENCE, found, ROUNDING)
-    assert (judgement.kind, judgement.position, judgement.expected, judgement.found) == (Kind.TIE, 2, A, B)
+    assert (judgement.kind, judgement.position, judgement.expected, judgement.actual) == (Kind.TIE, 2, A, B)
     assert judgement.margin == pytest.approx(0.02)
     assert judgement.gap == pytest.approx(0.02)
     assert judgement.agreed == judgement.length, "a tie is no corruption"
@@ -109,7 +109,7 @@ def test_log_probabilities_that_drift_under_equal_tokens_are_corrupt_where_they_
     found = replace(reference, top=tuple(moved(CLEAR, -0.03 * step) for step in range(5)))
     judgement = judge(reference, found, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 3, 3)
-    assert (judgement.expected, judgement.found, judgement.gap) == (A, A, 0.0)
+    assert (judgement.expected, judgement.actual, judgement.gap) == (A, A, 0.0)
     assert judgement.distance == pytest.approx(0.09)
 
 
@@ -122,7 +122,7 @@ def test_a_drift_before_a_tie_is_corrupt_at_the_drift() -> None:
 def test_a_token_that_is_not_among_the_best_of_the_reference_is_corrupt() -> None:
     found = answer([A, ELSEWHERE], CLEAR, {ELSEWHERE: -0.1, D: -2.0})
     judgement = judge(REFERENCE, found, ROUNDING)
-    assert (judgement.kind, judgement.position, judgement.found) == (Kind.CORRUPT, 1, ELSEWHERE)
+    assert (judgement.kind, judgement.position, judgement.actual) == (Kind.CORRUPT, 1, ELSEWHERE)
     assert judgement.gap == pytest.approx(3.9), "at least as far as the last of the best"
     assert judgement.distance == pytest.approx(3.9)
 
@@ -156,7 +156,7 @@ def test_an_answer_that_ends_early_is_corrupt_where_it_ends() -> None:
     found = Answer(REFERENCE.tokens[:3], REFERENCE.top[:3])
     judgement = judge(REFERENCE, found, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 3, 3)
-    assert (judgement.expected, judgement.found) == (A, None)
+    assert (judgement.expected, judgement.actual) == (A, None)
     assert isinf(judgement.gap or 0)
 
 
@@ -164,7 +164,7 @@ def test_an_answer_that_goes_on_is_corrupt_where_the_reference_ends() -> None:
     shorter = Answer(REFERENCE.tokens[:3], REFERENCE.top[:3])
     judgement = judge(shorter, REFERENCE, ROUNDING)
     assert (judgement.kind, judgement.position) == (Kind.CORRUPT, 3)
-    assert (judgement.expected, judgement.found, judgement.margin) == (None, A, None)
+    assert (judgement.expected, judgement.actual, judgement.margin) == (None, A, None)
 
 
 def test_empty_answers_are_equal_and_differ_from_others_at_once() -> None:

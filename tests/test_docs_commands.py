@@ -366,11 +366,11 @@ ACCEPTED = """
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
     vllm.platforms._current_platform = CpuPlatform()  # there is none where neither a GPU nor vLLM's CPU kernels are
-    from vllm_graphfix.verify.engine import worker
+    from vllm_graphfix.verify.engine import llm
     from vllm_graphfix.verify.engine.job import GRAPHS, Job
 
     for flags in json.loads({flags!r}):
-        args = worker._engine_arguments(Job("", GRAPHS, flags=tuple(flags)))
+        args = llm.engine_arguments(Job("", GRAPHS, flags=tuple(flags)))
         speculative = (args.speculative_config or {{}}).get("method")
         print("ACCEPTED", json.dumps([args.model, args.tensor_parallel_size, args.max_model_len, args.kv_cache_dtype, speculative]))
 """  # noqa: E501

@@ -26,9 +26,9 @@ from vllm_graphfix.verify import gpu_proof
 from vllm_graphfix.verify.engine import extension
 from vllm_graphfix.verify.engine.cases import MODES, Case
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
+from vllm_graphfix.verify.engine.llm import start_engine
 from vllm_graphfix.verify.engine.models import MODELS, VOCABULARY
 from vllm_graphfix.verify.engine.probes import probe_of
-from vllm_graphfix.verify.engine.worker import _engine
 from vllm_graphfix.verify.trial import further_cases, trial_of
 
 FOLDER = Path("models")
@@ -85,19 +85,19 @@ def test_the_models_and_probes_of_a_case_exist(name: str) -> None:
 def test_a_judge_whose_probe_saw_nothing_says_what_it_should_have_seen(name: str) -> None:
     judge = CASES[name].judge
     assert judge is not None
-    sign = judge({})
-    assert sign.unseen
-    assert sign.numbers
-    assert not sign.numbers.endswith((";", "; ", "."))
-    assert len(sign.right) == len(sign.found) > 0
-    assert not sign.hangs
-    assert "inf" not in sign.told
+    verdict = judge({})
+    assert verdict.unseen
+    assert verdict.numbers
+    assert not verdict.numbers.endswith((";", "; ", "."))
+    assert len(verdict.right) == len(verdict.observed) > 0
+    assert not verdict.hangs
+    assert "inf" not in verdict.summary
 
 
 @FIXES
 def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(name: str) -> None:
     jobs = jobs_of(CASES[name])
-    assert {mode: (job.mode, job.environment[environment.PREFIX], job.again) for mode, job in jobs.items()} == {
+    assert {mode: (job.mode, job.environment[environment.PREFIX], job.extra_passes) for mode, job in jobs.items()} == {
         "eager": (EAGER, "off", True),
         "stock": (GRAPHS, "off", False),
         "patched": (GRAPHS, "on", False),
@@ -323,7 +323,9 @@ def test_mixed_graphs_of_flash_attention_run_on_model_runner_v2_where_it_pads_a_
 
 
 def test_a_job_with_flags_and_text_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = Job("one", GRAPHS, flags=("--model", "ünï"), prompts=("text", (1, 2)), generated=3, max_tokens=(4,), again=1)
+    job = Job(
+        "one", GRAPHS, flags=("--model", "ünï"), prompts=("text", (1, 2)), generated=3, max_tokens=(4,), extra_passes=1
+    )
     job.write(tmp_path / "job")
     assert Job.read(tmp_path / "job") == job
 
@@ -336,8 +338,8 @@ def test_of_what_is_for_releases_that_know_it_the_rest_is_left_out(monkeypatch: 
     arguments = make_dataclass("EngineArgs", fields)
     monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=arguments))
     known = {"moe_backend": "triton", "kernel_config": {"enable_jit_warmup": False}}
-    job = Job("one", GRAPHS, arguments={"model": "m"}, where_known=known | {"of_another": 1})
-    assert _engine(job) == {"model": "m"} | known
+    job = Job("one", GRAPHS, arguments={"model": "m"}, supported_arguments=known | {"of_another": 1})
+    assert start_engine(job) == {"model": "m"} | known
     assert job.arguments == {"model": "m"}
 
 
@@ -380,7 +382,7 @@ def test_every_affected_release_knows_the_arguments(name: str, release: str) -> 
 def test_mixtures_of_experts_have_tritons_kernels_where_there_is_a_choice() -> None:
     """FlashInfer's, which 0.20.0 would choose, are compiled for minutes, and some of them use no workspace."""
     job = CASES["workspace-growth"].jobs(FOLDER)[0]
-    assert job.where_known == {"moe_backend": "triton", "enable_flashinfer_autotune": False}
+    assert job.supported_arguments == {"moe_backend": "triton", "enable_flashinfer_autotune": False}
     for release, known in (("0.16.0", False), ("0.17.0", True), ("0.20.0", True), ("0.29.0", True)):
         assert ("moe_backend" in parameters(release, "vllm/engine/arg_utils.py", "EngineArgs")) is known
 
@@ -434,7 +436,7 @@ def test_what_may_hang_begins_first_then_one_engine_of_each_case_that_compiles_t
     cases = [CASES[name] for name in ("capture-state", "indexer-padding", "mamba-padding")]
     jobs = [job for case in cases for job in case.jobs(Path("models"))]
     compiling = {case.name for case in cases if case.compiles}
-    turns = sorted(jobs, key=lambda job: gpu_proof._turn(job, compiling=job.name.split()[0] in compiling))
+    turns = sorted(jobs, key=lambda job: gpu_proof._start_order(job, compiling=job.name.split()[0] in compiling))
     assert [job.name for job in turns] == [
         "sparse-mtp stock",
         "sparse-mtp eager",

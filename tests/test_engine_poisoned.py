@@ -16,18 +16,18 @@ import engine_double
 from engine_proofs import CASES, ILLEGAL_ACCESS, RUNS, came_to_its_end, proof_of, shown
 from test_engine_processes import ended
 from vllm_graphfix.verify.codec import from_builtins, to_builtins
-from vllm_graphfix.verify.engine.job import Poisoned, Said
+from vllm_graphfix.verify.engine.job import EngineResult, PoisonPass
 from vllm_graphfix.verify.engine.poison_report import report_of
 from vllm_graphfix.verify.engine.poisoned import PASSES
 from vllm_graphfix.verify.engine.probes import Observed, Probe
-from vllm_graphfix.verify.engine.processes import Ended
+from vllm_graphfix.verify.engine.processes import JobResult
 from vllm_graphfix.verify.poison.kinds import KINDS
 from vllm_graphfix.verify.report import Proof, Report, show
 
 POISONED = {"flashmla-padding", "triton-mla-padding", "idle-rank", "mamba-padding"}
 
 
-def asked(folder: Path, behaviour: str, poisoned: str, *path: Path, probe: tuple[str, ...] = ()) -> Ended:
+def asked(folder: Path, behaviour: str, poisoned: str, *path: Path, probe: tuple[str, ...] = ()) -> JobResult:
     """How an engine of the double ended that was asked with poison, and what it does then."""
     vllm = engine_double.install(folder / "path")
     environment = {"PYTHONPATH": ":".join(map(str, (vllm, *path))), "ENGINE_DOUBLE_POISON_PATCHED": poisoned}
@@ -47,13 +47,13 @@ def asked(folder: Path, behaviour: str, poisoned: str, *path: Path, probe: tuple
 def test_an_engine_is_asked_with_all_poison_at_once_after_it_was_asked_without(
     poisoned: str, passes: int, found: bool, padded: int | None, tmp_path: Path
 ) -> None:
-    said = asked(tmp_path, "answers", poisoned).said
+    said = asked(tmp_path, "answers", poisoned).result
     assert said is not None
     report = report_of(said, None, said.observed)
     assert (len(said.passes), len(said.poisoned), said.poison_error) == (2, passes, None)
     kinds = [(KINDS, False), (KINDS, True), (KINDS[:1], False)]
     assert [(each.kinds, each.finite) for each in said.poisoned] == kinds[:passes]
-    assert (report.found, report.inconclusive, report.padded) == (found, None, padded)
+    assert (report.detected, report.inconclusive, report.padded) == (found, None, padded)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_what_a_poisoned_engine_ends_in_leaves_all_that_it_has_said(
 ) -> None:
     end = asked(tmp_path, "answers", poisoned)
     assert end.error is None
-    assert end.said is not None
-    assert [answer.tokens for answer in end.said.passes[0]] == [(3, 4, 5), (39, 40, 41, 42)]
-    assert end.said.poison_error == error
-    report = report_of(None, end.said.poison_error, end.said.observed)
-    assert report.found == found
+    assert end.result is not None
+    assert [answer.tokens for answer in end.result.passes[0]] == [(3, 4, 5), (39, 40, 41, 42)]
+    assert end.result.poison_error == error
+    report = report_of(None, end.result.poison_error, end.result.observed)
+    assert report.detected == found
     assert found or "was not done" in (report.inconclusive or "")
 
 
@@ -81,7 +81,7 @@ IMPATIENT = """
 from vllm_graphfix.verify.engine import poisoned
 from vllm_graphfix.verify.engine.probes import Probe as probe
 
-poisoned._LEAST_SECONDS_OF_A_CASE, poisoned._TIMES = 1.0, 1
+poisoned._MIN_SECONDS_OF_A_CASE, poisoned._SLOWDOWN = 1.0, 1
 """
 
 
@@ -98,10 +98,10 @@ def test_a_hang_is_bounded_and_named_and_no_poisons_doing_before_there_is_any(
     (tmp_path / "impatient.py").write_text(IMPATIENT)
     end = asked(tmp_path, behaviour, poisoned, tmp_path, probe=("impatient:probe",))
     assert end.error is None
-    assert end.said is not None
-    assert len(end.said.passes) == 1
-    assert end.said.poison_error == f"{error}: no answers in 1 s"
-    assert report_of(None, end.said.poison_error, end.said.observed).found == found
+    assert end.result is not None
+    assert len(end.result.passes) == 1
+    assert end.result.poison_error == f"{error}: no answers in 1 s"
+    assert report_of(None, end.result.poison_error, end.result.observed).detected == found
 
 
 class EveryAnswer(Probe):
@@ -129,34 +129,34 @@ def probe(observed: Observed, save: Callable[[], None]) -> Probe:
 def test_what_a_probe_sees_in_poisoned_steps_is_no_part_of_the_proof(poisoned: str, tmp_path: Path) -> None:
     path = Path(__file__).parent, Path(__file__).parent / "support"
     end = asked(tmp_path, "answers", poisoned, *path, probe=(f"{Path(__file__).stem}:probe",))
-    assert end.said is not None, (end.error, end.log.read_text())
-    assert end.said.observed[EveryAnswer.name] == [1.0]
-    assert end.said.observed[PASSES] == [2.0 if poisoned == "is wrong" else 1.0]
+    assert end.result is not None, (end.error, end.log.read_text())
+    assert end.result.observed[EveryAnswer.name] == [1.0]
+    assert end.result.observed[PASSES] == [2.0 if poisoned == "is wrong" else 1.0]
 
 
 # What is concluded from it.
 
 
-def a_pass(*kinds: str, worst: float = 0.0, finite: bool = False, **rank: Any) -> Poisoned:
+def a_pass(*kinds: str, worst: float = 0.0, finite: bool = False, **rank: Any) -> PoisonPass:
     told = {"steps": 3, "findings": [], "most": {"padded rows": 9}, "notes": [], "error": None, "padded": None} | rank
-    return Poisoned(kinds or KINDS, None, finite, (0,) if worst else (), worst, (told,))
+    return PoisonPass(kinds or KINDS, None, finite, (0,) if worst else (), worst, (told,))
 
 
 WRITTEN = a_pass(findings=[[2, "layer 0: block 5, which nobody holds, was written to", True]])
 PADDED = (a_pass(padded=2), a_pass(KINDS[0], padded=2))
 
 
-def poisoned(mode: str, *passes: Poisoned, error: str | None = None, begun: int = 1) -> Ended:
+def poisoned(mode: str, *passes: PoisonPass, error: str | None = None, begun: int = 1) -> JobResult:
     """The run of *mode*, poisoned after it had said what it says."""
-    what = RUNS[mode].said
+    what = RUNS[mode].result
     assert what is not None
     again = () if error else what.passes
     observed = what.observed | {PASSES: [float(begun)]}
     what = replace(what, passes=what.passes + again, poisoned=passes, poison_error=error, observed=observed)
-    return came_to_its_end(mode, from_builtins(json.loads(json.dumps(to_builtins(what))), Said))
+    return came_to_its_end(mode, from_builtins(json.loads(json.dumps(to_builtins(what))), EngineResult))
 
 
-def proof_with(stock: Ended, patched: Ended, name: str = "mamba-padding") -> Proof:
+def proof_with(stock: JobResult, patched: JobResult, name: str = "mamba-padding") -> Proof:
     return proof_of(name, stock=stock, patched=patched)
 
 
@@ -179,7 +179,7 @@ def test_poison_that_shows_on_stock_alone_is_told_with_the_proof() -> None:
     [poisoned("patched", WRITTEN), poisoned("patched", error=ILLEGAL_ACCESS), poisoned("patched", a_pass(worst=1.0))],
     ids=["written", "crash", "an answer"],
 )
-def test_poison_that_shows_with_the_fix_is_a_failure(patched: Ended) -> None:
+def test_poison_that_shows_with_the_fix_is_a_failure(patched: JobResult) -> None:
     proof = proof_with(poisoned("stock", WRITTEN), patched)
     assert (proof.outcome, proof.holds) == ("poison is still seen", False)
 
@@ -211,7 +211,7 @@ def test_silence_on_stock_is_told_and_no_failure_for_the_numbers_prove_the_defec
     ],
     ids=["none", "taken out", "before", "no memory"],
 )
-def test_silence_that_says_nothing_is_no_entry_and_its_reason_is_told(end: Ended, why: str) -> None:
+def test_silence_that_says_nothing_is_no_entry_and_its_reason_is_told(end: JobResult, why: str) -> None:
     proof = proof_with(poisoned("stock", WRITTEN), end)
     assert (proof.outcome, set(proof.poisoned)) == ("proven", {"stock"})
     assert why in proof.poison_notes["patched"]
@@ -221,10 +221,10 @@ def test_silence_that_says_nothing_is_no_entry_and_its_reason_is_told(end: Ended
 def test_nan_in_padded_rows_of_the_output_counts_where_the_defect_shows_in_nothing_else() -> None:
     seen, right = {"empty-rows": [80.0, 80.0]}, {"empty-rows": [0.0, 80.0]}
 
-    def with_observed(end: Ended, observed: dict[str, list[float]]) -> Ended:
+    def with_observed(end: JobResult, observed: dict[str, list[float]]) -> JobResult:
         return replace(end, observed=observed)
 
-    def proof(name: str, patched: tuple[Poisoned, ...]) -> Proof:
+    def proof(name: str, patched: tuple[PoisonPass, ...]) -> Proof:
         stock = with_observed(poisoned("stock", *PADDED), seen)
         return proof_with(stock, with_observed(poisoned("patched", *patched), right), name)
 

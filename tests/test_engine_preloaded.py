@@ -14,10 +14,10 @@ import pytest
 
 import engine_double
 from test_engine_processes import ERRORS, PARENT, SOON, all_end, job_of, parent, started
-from vllm_graphfix.verify.engine import device, worker
+from vllm_graphfix.verify.engine import device, llm
 from vllm_graphfix.verify.engine.job import EAGER, Job
 from vllm_graphfix.verify.engine.preloaded import imported_with
-from vllm_graphfix.verify.engine.processes import HANG, Ended, Engines
+from vllm_graphfix.verify.engine.processes import HANG, Engines, JobResult
 
 FAILS_WHERE_FORKED = """
 def fails_where_forked(engine):
@@ -40,7 +40,7 @@ def logs(tmp_path: Path) -> Path:
     return folder
 
 
-def run(logs: Path, *jobs: Job, timeout: float = 60.0, parallel: int = 2) -> dict[str, Ended]:
+def run(logs: Path, *jobs: Job, timeout: float = 60.0, parallel: int = 2) -> dict[str, JobResult]:
     return Engines(logs, timeout, preload=True).run(jobs, parallel)
 
 
@@ -52,7 +52,7 @@ def extended(vllm: Path, code: str) -> None:
 def test_several_engines_are_forked_from_one_process_and_say_what_fresh_ones_say(vllm: Path, logs: Path) -> None:
     extended(vllm, "import pathlib; pathlib.Path(f'imported by {os.getpid()}').touch()\n")
     jobs = [
-        job_of(vllm, "answers", name="one", mode=EAGER, again=1),
+        job_of(vllm, "answers", name="one", mode=EAGER, extra_passes=1),
         job_of(vllm, "answers", name="two", environment={"PYTHONPATH": str(vllm), "VLLM_GRAPHFIX": "off"}),
     ]
     forked, fresh = run(logs, *jobs), Engines(logs, 60.0).run(jobs, 2)
@@ -61,12 +61,12 @@ def test_several_engines_are_forked_from_one_process_and_say_what_fresh_ones_say
         "two": (True, None, None),
     }
     for name, end in fresh.items():
-        said, alone = forked[name].said, end.said
+        said, alone = forked[name].result, end.result
         assert said is not None
         assert alone is not None
         assert not end.forked
         assert (said.passes, said.states, said.facts) == (alone.passes, alone.states, alone.facts)
-    assert {forked[name].said.states["0"]["mamba-padding"] for name in forked} == {"active", "off"}  # type: ignore[union-attr]
+    assert {forked[name].result.states["0"]["mamba-padding"] for name in forked} == {"active", "off"}  # type: ignore[union-attr]
     assert len(list(logs.glob("imported by *"))) == 1 + len(jobs), "once for those that were forked"
     assert "the double of an engine starts, EAGER answers" in forked["one"].log.read_text()
 
@@ -224,7 +224,7 @@ def test_where_nothing_is_tuned_the_first_variant_that_runs_is_taken_and_none_af
 ) -> None:
     tuner: Any = type("Autotuner", (Tuner,), {name: vars(Tuner)[name] for name in ("prune_configs", "_bench")})
     monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=tuner))
-    worker._take_the_first_that_runs()
+    llm.take_first_variant()
     too_large = tuner({"too large": math.inf, "first": 2.0, "fastest": 1.0})
     other = tuner({"first": 2.0, "fastest": 1.0})
     assert [too_large.run(), other.run(), too_large.run()] == ["first", "first", "first"]

@@ -18,8 +18,8 @@ from vllm_graphfix.verify.engine import device, processes
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.processes import (
     HANG,
-    Ended,
     Engines,
+    JobResult,
     last_line,
     root_cause,
     terminated_like_interrupted,
@@ -54,7 +54,7 @@ def job_of(vllm: Path, behaviour: str, **rest: object) -> Job:
     return Job(**(given | rest))  # type: ignore[arg-type]
 
 
-def ended(vllm: Path, logs: Path, behaviour: str, *, timeout: float = 60.0, **rest: object) -> Ended:
+def ended(vllm: Path, logs: Path, behaviour: str, *, timeout: float = 60.0, **rest: object) -> JobResult:
     job = job_of(vllm, behaviour, **rest)
     return Engines(logs, timeout).run([job], 1)[job.name]
 
@@ -86,25 +86,25 @@ def started(logs: Path, engines: int, where: str = "pids of *") -> list[int]:
 
 
 def test_what_an_engine_says_is_read(vllm: Path, logs: Path) -> None:
-    end = ended(vllm, logs, "answers", name="the model eager", mode=EAGER, again=1)
+    end = ended(vllm, logs, "answers", name="the model eager", mode=EAGER, extra_passes=1)
     assert end.error is None
-    assert end.said is not None
-    first, again = end.said.passes
+    assert end.result is not None
+    first, again = end.result.passes
     assert [answer.tokens for answer in first] == [(3, 4, 5), (39, 40, 41, 42)]
     assert [answer.tokens for answer in again] == [answer.tokens for answer in first], "in the order of the prompts"
     assert first[0].top[0] == {3: -0.1, 4: -3.1}
     assert again[0].top[0] == {3: pytest.approx(-0.11), 4: pytest.approx(-3.11)}
-    assert end.said.states["0"]["mamba-padding"] == "active"
-    assert end.said.drafts == (8, 8)
-    assert (end.said.facts["vllm"], end.said.facts["device"]) == (engine_double.__version__, engine_double.DEVICE)
+    assert end.result.states["0"]["mamba-padding"] == "active"
+    assert end.result.drafts == (8, 8)
+    assert (end.result.facts["vllm"], end.result.facts["device"]) == (engine_double.__version__, engine_double.DEVICE)
     assert end.log.parent == logs
     assert "starts, EAGER answers" in end.log.read_text()
 
 
 def test_where_prompts_are_scored_an_answer_begins_with_the_prompts_second_token(vllm: Path, logs: Path) -> None:
-    end = ended(vllm, logs, "answers", prompt_logprobs=True, again=1)
-    assert end.said is not None
-    first, again = end.said.passes
+    end = ended(vllm, logs, "answers", prompt_logprobs=True, extra_passes=1)
+    assert end.result is not None
+    first, again = end.result.passes
     assert [answer.tokens for answer in first] == [(2, 3, 4, 5), (4, 5, 39, 40, 41, 42)]
     assert [len(answer.top) for answer in first] == [4, 6]
     assert (first[0].top[0], first[0].top[1]) == ({2: -1.1}, {3: -0.1, 4: -3.1})
@@ -124,13 +124,13 @@ ERRORS = {
 @pytest.mark.parametrize("behaviour", ERRORS)
 def test_an_engine_that_fails_is_known_by_its_own_error(vllm: Path, logs: Path, behaviour: str) -> None:
     end = ended(vllm, logs, behaviour)
-    assert (end.error, end.said) == (ERRORS[behaviour], None)
+    assert (end.error, end.result) == (ERRORS[behaviour], None)
     assert end.log.is_file()
 
 
 def test_an_engine_that_ends_without_an_error_of_its_own_is_known_by_the_last_it_wrote(vllm: Path, logs: Path) -> None:
     end = ended(vllm, logs, "ends without a word")
-    assert end.said is None
+    assert end.result is None
     assert (end.error or "").endswith("the double of an engine starts, PATCHED ends without a word")
 
 
@@ -140,7 +140,7 @@ def test_an_engine_that_is_killed_and_left_nothing_is_known_by_the_signal(vllm: 
 
 def test_what_probes_saw_outlives_a_crash(vllm: Path, logs: Path) -> None:
     end = ended(vllm, logs, "drafts and is killed", probes=("piecewise-draft-decodes",))
-    assert end.said is None
+    assert end.result is None
     assert end.observed == {"piecewise-draft-decodes": [2.0, 3.0]}
 
 
@@ -200,7 +200,7 @@ def test_whoever_watches_is_told_the_last_line_and_how_it_ended(vllm: Path, logs
 
 def test_an_engine_that_takes_too_long_ends_with_its_children(vllm: Path, logs: Path) -> None:
     end = ended(vllm, logs, "hangs with a child", timeout=2.0)
-    assert (end.said, end.error) == (None, "did not finish in 2 s")
+    assert (end.result, end.error) == (None, "did not finish in 2 s")
     assert all_end(started(logs, 1))
 
 
@@ -232,7 +232,7 @@ def test_a_watcher_that_fails_leaves_no_engine(vllm: Path, logs: Path) -> None:
 
 def test_engines_run_in_a_thread_too(vllm: Path, logs: Path) -> None:
     """Signals are the main thread's, which then is somebody else's."""
-    found: list[Ended] = []
+    found: list[JobResult] = []
     thread = threading.Thread(target=lambda: found.append(ended(vllm, logs, "answers")))
     thread.start()
     thread.join(60.0)

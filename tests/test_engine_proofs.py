@@ -28,8 +28,8 @@ from engine_proofs import (
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.comparison import Answer, compare
-from vllm_graphfix.verify.engine.job import Said
-from vllm_graphfix.verify.engine.processes import Ended
+from vllm_graphfix.verify.engine.job import EngineResult
+from vllm_graphfix.verify.engine.processes import JobResult
 from vllm_graphfix.verify.gpu_proof import comparison_lines, prove
 from vllm_graphfix.verify.report import Proof
 
@@ -47,7 +47,7 @@ def test_wrong_tokens_on_stock_and_eagers_with_the_fix_prove_it() -> None:
     )
 
 
-def checked(checks: int, mismatches: int = 0, state: str = "active") -> Ended:
+def checked(checks: int, mismatches: int = 0, state: str = "active") -> JobResult:
     """An engine in which every replay was checked."""
     counted = {"checks": checks, "mismatches": mismatches} | ({"first mismatch in check": 3} if mismatches else {})
     observed = {f"shadow: {name}": [float(count)] for name, count in counted.items()}
@@ -74,7 +74,7 @@ def checked(checks: int, mismatches: int = 0, state: str = "active") -> Ended:
     ],
 )
 def test_the_shadow_check_has_to_catch_the_defect_on_stock_and_to_stay_silent_with_the_fix(
-    stock: Ended, patched: Ended, outcome: str, told: str
+    stock: JobResult, patched: JobResult, outcome: str, told: str
 ) -> None:
     watched = {"stock": stock, "patched": patched}
     proof = prove(BY_NAME["capture-state"], AFFECTED, CASES["capture-state"], RUNS, watched=watched)
@@ -225,7 +225,7 @@ def test_answers_that_part_at_ties_at_once_prove_nothing() -> None:
 @pytest.mark.parametrize("mode", ["stock", "patched"])
 def test_an_engine_that_used_no_graphs_proves_nothing(mode: str) -> None:
     """It equals eager because it is."""
-    ran = RUNS[mode].said
+    ran = RUNS[mode].result
     assert ran is not None
     proof = proof_of("capture-state", **with_(**{mode: replace(ran, cudagraph_mode="NONE")}))
     assert (proof.outcome, proof.failure) == ("scenario failed", f"{mode}: the engine used no graphs")
@@ -257,8 +257,8 @@ def test_a_skipped_fix_is_not_proven() -> None:
 @pytest.mark.parametrize(
     "what", [said(RIGHT, "off", "active", again=WRONG, observed={"drafts": [1.0]}), said((), "off")]
 )
-def test_what_an_engine_said_is_read_as_it_was_written(what: Said) -> None:
-    assert from_builtins(json.loads(json.dumps(to_builtins(what))), Said) == what
+def test_what_an_engine_said_is_read_as_it_was_written(what: EngineResult) -> None:
+    assert from_builtins(json.loads(json.dumps(to_builtins(what))), EngineResult) == what
 
 
 @pytest.mark.parametrize(

@@ -313,4 +313,7 @@ def test_one_engine_for_each_mode_and_two_that_are_checked_are_told_to_whoever_h
 
 
 def test_eager_alone_asks_twice() -> None:
-    assert {job.mode: job.again for job in CASES["flashmla-fp8"].jobs(Path("models"))} == {EAGER: True, GRAPHS: False}
+    assert {job.mode: job.extra_passes for job in CASES["flashmla-fp8"].jobs(Path("models"))} == {
+        EAGER: True,
+        GRAPHS: False,
+    }

@@ -18,9 +18,9 @@ from vllm_graphfix.commands.compare import CompareError, run
 from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import poisoned
-from vllm_graphfix.verify.engine.job import Poisoned, Said
+from vllm_graphfix.verify.engine.job import EngineResult, PoisonPass
 from vllm_graphfix.verify.engine.poison_report import PoisonReport, report_of
-from vllm_graphfix.verify.engine.poisoned import Asked, ask_with_poison, gap_between
+from vllm_graphfix.verify.engine.poisoned import Session, ask_with_poison, gap_between
 from vllm_graphfix.verify.poison.kinds import KINDS, NAN_IN_NULL_BLOCK
 
 RIGHT = Answer((5, 6), ({5: -0.5, 7: -1.5}, {6: -0.25}))
@@ -50,8 +50,8 @@ class EngineStandIn:
         return (OTHER if self._poisoned else RIGHT,)
 
 
-def asked(engine: Any, written: list[dict[str, Any]]) -> Asked:
-    return Asked(engine, engine.ask, [(RIGHT,), (RIGHT,)], {}, written.append)
+def asked(engine: Any, written: list[dict[str, Any]]) -> Session:
+    return Session(engine, engine.ask, [(RIGHT,), (RIGHT,)], {}, written.append)
 
 
 def test_where_nothing_shows_it_is_asked_once() -> None:
@@ -88,8 +88,8 @@ def test_nan_in_blocks_is_tried_once_more_as_a_large_number() -> None:
 
 
 def test_a_hang_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(poisoned, "_LEAST_SECONDS", 0.05)
-    monkeypatch.setattr(poisoned, "_TIMES", 0)
+    monkeypatch.setattr(poisoned, "_MIN_SECONDS", 0.05)
+    monkeypatch.setattr(poisoned, "_SLOWDOWN", 0)
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
     engine = EngineStandIn(lambda *_: True)
@@ -125,15 +125,15 @@ def test_answers_are_compared_to_the_last_bit(other: Answer, gap: Any) -> None:
 
 def a_pass(
     *kinds: str, worst: float = 0.0, finite: bool = False, notes: tuple[str, ...] = (), written: bool | None = None
-) -> Poisoned:
+) -> PoisonPass:
     findings = [] if written is None else [[2, "layer: block 5", written]]
     rank = {"steps": 3, "findings": findings, "most": {"padded rows": 9}, "notes": list(notes), "error": None}
-    return Poisoned(kinds or KINDS, None, finite, (0,) if worst else (), worst, (rank,))
+    return PoisonPass(kinds or KINDS, None, finite, (0,) if worst else (), worst, (rank,))
 
 
-def judged(*passes: Poisoned, again: Answer = RIGHT) -> PoisonReport:
-    said = Said(((RIGHT,), (again,)), {}, {}, None, {}, 1.0, poisoned=passes)
-    return report_of(from_builtins(json.loads(json.dumps(to_builtins(said))), Said), None, {})
+def judged(*passes: PoisonPass, again: Answer = RIGHT) -> PoisonReport:
+    said = EngineResult(((RIGHT,), (again,)), {}, {}, None, {}, 1.0, poisoned=passes)
+    return report_of(from_builtins(json.loads(json.dumps(to_builtins(said))), EngineResult), None, {})
 
 
 QUIET = [a_pass(kind) for kind in (KINDS[0], KINDS[2], KINDS[3])]
@@ -160,9 +160,9 @@ QUIET = [a_pass(kind) for kind in (KINDS[0], KINDS[2], KINDS[3])]
     ],
     ids=["nothing", "written", "a bit", "all together alone", "times zero", "large too", "times zero and NaN there"],
 )
-def test_the_verdict(passes: list[Poisoned], found: bool) -> None:
+def test_the_verdict(passes: list[PoisonPass], found: bool) -> None:
     report = judged(*passes)
-    assert report.found == found
+    assert report.detected == found
     assert report.inconclusive is None
     assert report.as_json()["found"] == found
 
@@ -170,28 +170,28 @@ def test_the_verdict(passes: list[Poisoned], found: bool) -> None:
 def test_what_differs_without_poison_is_no_finding() -> None:
     a_bit_off = Answer((5, 6), ({5: -0.5, 7: -1.5}, {6: -0.26}))
     report = judged(a_pass(worst=0.05), a_pass(KINDS[0], worst=0.05), again=a_bit_off)
-    assert not report.found
+    assert not report.detected
     assert "beyond the engine's own noise of 0.01" in report.summary()
-    assert judged(a_pass(worst=0.5), a_pass(KINDS[0], worst=0.5), again=a_bit_off).found
+    assert judged(a_pass(worst=0.5), a_pass(KINDS[0], worst=0.5), again=a_bit_off).detected
     assert "differ in their tokens" in (judged(a_pass(worst=math.inf), again=OTHER).inconclusive or "")
 
 
 def test_an_engine_that_ends_is_found_if_it_was_poisoned_and_else_says_nothing() -> None:
     crashed = report_of(None, "CUDA error: an illegal memory access", {poisoned.PASSES: [1.0]})
-    assert crashed.found
+    assert crashed.detected
     assert crashed.lines() == ["with poison the engine ends: CUDA error: an illegal memory access"]
     before = report_of(None, "no memory", {})
-    assert (before.found, before.lines()) == (False, [])
+    assert (before.detected, before.lines()) == (False, [])
     assert "ended before it was: no memory" in (before.inconclusive or "")
 
 
 def test_a_slow_engine_is_no_finding() -> None:
     slow = report_of(None, "did not finish in 3600 s", {poisoned.PASSES: [2.0]})
-    assert (slow.found, slow.inconclusive) == (
+    assert (slow.detected, slow.inconclusive) == (
         False,
         "the engine to be poisoned was not done: did not finish in 3600 s",
     )
-    assert report_of(None, "hangs with padded rows: no answers in 120 s", {poisoned.PASSES: [2.0]}).found
+    assert report_of(None, "hangs with padded rows: no answers in 120 s", {poisoned.PASSES: [2.0]}).detected
 
 
 def test_steps_that_were_not_poisoned_prove_nothing() -> None:

@@ -100,10 +100,10 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "import_module": "loads them: one a component",
     },
     "verify/engine/probes.py": {"import_module": "the module of this package that makes a case's probe"},
+    "verify/engine/llm.py": {"import_module": "vLLM's parser of flags, which has moved between releases"},
     "verify/engine/worker.py": {
         "os.fork": "a process that ends an engine nobody waits for any more",
         "os.killpg": "by that one",
-        "import_module": "vLLM's parser of flags, which has moved between releases",
     },
     "verify/trial.py": {"import_module": "the module of this package with a fix's trial"},
     "verify/double/mla_decode.py": {"import_module": "vLLM's builders of latent attention, which have moved"},

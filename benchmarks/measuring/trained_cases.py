@@ -61,7 +61,7 @@ class Trained:
                 max_tokens=tuple(question.tokens for question in own),
                 adapters=adapters if any(adapters) else (),
                 environment=job.environment | {"PYTHONPATH": path} | (_CPU if rehearse else {}),
-                probes=job.probes or (("measuring.in_waves:ThenInWaves",) if job.again else ()),
+                probes=job.probes or (("measuring.in_waves:ThenInWaves",) if job.extra_passes else ()),
             )
             for job in self.case.jobs(models)
         ]
@@ -85,14 +85,14 @@ _OF_A_GPU = (
 def _on_a_cpu(job: Job) -> Job:
     arguments = {name: value for name, value in job.arguments.items() if name not in _OF_A_GPU}
     smaller = {"max_model_len": 512, "max_num_batched_tokens": 512, "block_size": 16}
-    return replace(job, mode=EAGER, arguments=arguments | smaller, again=0)
+    return replace(job, mode=EAGER, arguments=arguments | smaller, extra_passes=0)
 
 
 _BF16 = {"dtype": "bfloat16", "max_model_len": 1024}
 _ITSELF = {"speculative_config": {"method": "draft_model", "num_speculative_tokens": 3}}
 # One draft token: with more of them, model runner V1 is not the same twice without graphs up to 0.18.1.
 _MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-_EXACT_STATES = {"where_known": {"mamba_ssm_cache_dtype": "float32"}}
+_EXACT_STATES = {"supported_arguments": {"mamba_ssm_cache_dtype": "float32"}}
 _THREES, _FOURS, _EIGHTS = (f"measuring.in_waves:{name}" for name in ("InWaves", "InFours", "InEights"))
 
 
@@ -106,7 +106,7 @@ def _with(case: Case, name: str, model: str, **changed: Any) -> Case:
 def _scored(name: str, model: str, sizes: list[int], **changed: Any) -> Case:
     case = verified.LLAMA_EAGLE_SCORED
     graphs = case.graphs | {"cudagraph_capture_sizes": sizes}
-    return _with(case, name, model, where_said=None, graphs=graphs, **changed)
+    return _with(case, name, model, conditional_arguments=None, graphs=graphs, **changed)
 
 
 def _scored_mtp(name: str, model: str) -> Case:
@@ -341,7 +341,7 @@ CASES = (
             # Nothing else is in fp8, whose other kernels make numbers of a NaN.
             arguments=_BF16 | {"quantization": "online", "quantization_config": {"moe": "fp8_per_tensor"}},
             probes=(_THREES,),
-            where_known={"moe_backend": "triton"},
+            supported_arguments={"moe_backend": "triton"},
             poisoned=False,
             poison_in_padding=False,
         ),

@@ -11,7 +11,7 @@ from measuring.trained_cases import EXACT, SCORED, Trained
 from measuring.trained_questions import Question
 from vllm_graphfix.verify.comparison import Answer, Kind, compare, noise_between
 from vllm_graphfix.verify.engine.cases import MODES
-from vllm_graphfix.verify.engine.processes import Ended
+from vllm_graphfix.verify.engine.processes import JobResult
 
 _LONGEST = 400
 """Characters of a text in a table."""
@@ -24,9 +24,11 @@ Text = Callable[[tuple[int, ...]], str]
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
-def figures(trained: Trained, questions: Sequence[Question], ended: Mapping[str, Ended], text: Text) -> dict[str, Any]:
+def figures(
+    trained: Trained, questions: Sequence[Question], ended: Mapping[str, JobResult], text: Text
+) -> dict[str, Any]:
     """Return the figures of the engines of one case, by mode, and their answers side by side."""
-    eager = ended["eager"].said
+    eager = ended["eager"].result
     return {
         "modes": {mode: _mode(trained, questions, end, ended["eager"], text) for mode, end in ended.items()},
         "answers": [
@@ -34,7 +36,7 @@ def figures(trained: Trained, questions: Sequence[Question], ended: Mapping[str,
                 "prompt": question.prompt,
                 "right": question.right,
                 "tokens": len(question.ids),
-                **{mode: text(_generated(question, end, number)) for mode, end in ended.items() if end.said},
+                **{mode: text(_generated(question, end, number)) for mode, end in ended.items() if end.result},
             }
             for number, question in enumerate(questions)
         ]
@@ -43,18 +45,20 @@ def figures(trained: Trained, questions: Sequence[Question], ended: Mapping[str,
     }
 
 
-def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: Ended, text: Text) -> dict[str, Any]:
+def _mode(
+    trained: Trained, questions: Sequence[Question], end: JobResult, eager: JobResult, text: Text
+) -> dict[str, Any]:
     figures: dict[str, Any] = {"error": end.error, "seconds": round(end.seconds, 1)}
-    if end.said is None:
+    if end.result is None:
         return figures
     figures |= {
-        "state": " and ".join(sorted({states.get(trained.fix, "unknown") for states in end.said.states.values()})),
-        "graphs": end.said.cudagraph_mode,
-        "drafts": end.said.drafts,
+        "state": " and ".join(sorted({states.get(trained.fix, "unknown") for states in end.result.states.values()})),
+        "graphs": end.result.cudagraph_mode,
+        "drafts": end.result.drafts,
         "acceptance": _acceptance(end),
-        "facts": {name: end.said.facts.get(name) for name in ("vllm", "torch", "device", "driver")},
+        "facts": {name: end.result.facts.get(name) for name in ("vllm", "torch", "device", "driver")},
     }
-    answers = end.said.passes[0]
+    answers = end.result.passes[0]
     if trained.kind == EXACT:
         texts = [text(_generated(question, end, number)) for number, question in enumerate(questions)]
         rights = [question.right or "" for question in questions]
@@ -63,9 +67,9 @@ def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: En
         figures["characters"] = [sum(same), sum(map(len, rights))]
     if trained.kind == SCORED:
         figures["perplexity"] = _perplexity(questions, answers)
-    if eager.said is not None and end is not eager:
-        noise = noise_between(*eager.said.passes) if len(eager.said.passes) > 1 else 0.0
-        comparison = compare(eager.said.passes[0], answers, noise)
+    if eager.result is not None and end is not eager:
+        noise = noise_between(*eager.result.passes) if len(eager.result.passes) > 1 else 0.0
+        comparison = compare(eager.result.passes[0], answers, noise)
         figures |= {
             "sound": [len(questions) - len(comparison.of(Kind.CORRUPT)), len(questions)],
             "agreed": [comparison.agreed, comparison.tokens],
@@ -78,18 +82,18 @@ def _mode(trained: Trained, questions: Sequence[Question], end: Ended, eager: En
     return figures
 
 
-def _acceptance(end: Ended) -> float | None:
+def _acceptance(end: JobResult) -> float | None:
     """Return the share of draft tokens that were accepted; None without drafts."""
-    if end.said is None or end.said.drafts is None:
+    if end.result is None or end.result.drafts is None:
         return None
-    accepted, proposed = end.said.drafts
+    accepted, proposed = end.result.drafts
     return round(accepted / proposed, 3)
 
 
-def _generated(question: Question, end: Ended, number: int) -> tuple[int, ...]:
+def _generated(question: Question, end: JobResult, number: int) -> tuple[int, ...]:
     """Return the tokens of the answer, without those of a scored prompt."""
-    assert end.said is not None  # noqa: S101 - callers pass engines with a result
-    return end.said.passes[0][number].tokens[-question.tokens :]
+    assert end.result is not None  # noqa: S101 - callers pass engines with a result
+    return end.result.passes[0][number].tokens[-question.tokens :]
 
 
 def _perplexity(questions: Sequence[Question], answers: Sequence[Answer]) -> float | None:

@@ -133,7 +133,7 @@ class LLM:
         if method == "graphfix_poison":
             self.poison = args
             return [None]
-        if method == "graphfix_poison_found":
+        if method == "graphfix_poison_result":
             self.poison = None
             written = [[2, "layer 0: block 5, which nobody holds, was written to", True]]
             return [

@@ -11,8 +11,8 @@ from rich.console import Console
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.comparison import Answer
-from vllm_graphfix.verify.engine.job import GRAPHS, Job, Said
-from vllm_graphfix.verify.engine.processes import Ended
+from vllm_graphfix.verify.engine.job import GRAPHS, EngineResult, Job
+from vllm_graphfix.verify.engine.processes import JobResult
 from vllm_graphfix.verify.gpu_proof import prove
 from vllm_graphfix.verify.report import Proof, Report, show
 from vllm_graphfix.verify.trial import trial_of
@@ -36,8 +36,8 @@ def said(
     *states: str,
     again: tuple[Answer, ...] | None = None,
     observed: dict[str, list[float]] | None = None,
-) -> Said:
-    return Said(
+) -> EngineResult:
+    return EngineResult(
         passes=(answers,) if again is None else (answers, again),
         states={str(rank): dict.fromkeys(BY_NAME, state) for rank, state in enumerate(states)},
         observed=observed or {},
@@ -47,12 +47,12 @@ def said(
     )
 
 
-def came_to_its_end(mode: str, what: Said) -> Ended:
-    return Ended(Job(mode, GRAPHS), what, None, LOG, 1.0, what.observed)
+def came_to_its_end(mode: str, what: EngineResult) -> JobResult:
+    return JobResult(Job(mode, GRAPHS), what, None, LOG, 1.0, what.observed)
 
 
-def failed(mode: str, error: str, observed: dict[str, list[float]] | None = None) -> Ended:
-    return Ended(Job(mode, GRAPHS), None, error, LOG, 1.0, observed or {})
+def failed(mode: str, error: str, observed: dict[str, list[float]] | None = None) -> JobResult:
+    return JobResult(Job(mode, GRAPHS), None, error, LOG, 1.0, observed or {})
 
 
 RUNS = {
@@ -63,11 +63,11 @@ RUNS = {
 """The runs of a fix whose defect shows in tokens."""
 
 
-def proof_of(name: str, **runs: Ended) -> Proof:
+def proof_of(name: str, **runs: JobResult) -> Proof:
     return prove(BY_NAME[name], AFFECTED, CASES[name], RUNS | runs)
 
 
-def with_(**changes: Any) -> dict[str, Ended]:
+def with_(**changes: Any) -> dict[str, JobResult]:
     return {mode: came_to_its_end(mode, what) for mode, what in changes.items()}
 
 

@@ -1,4 +1,4 @@
-"""Tells rounding from corruption: the greedy answers of two engines to the same prompts, position by position.
+"""Tells rounding from corruption in the greedy answers of two engines to the same prompts, position by position.
 
 Up to and including the first position where two answers differ, both engines saw the same tokens, so their
 log-probabilities there are of the same distribution and can be compared; beyond it they cannot.
@@ -12,59 +12,58 @@ from dataclasses import dataclass
 from enum import Enum
 
 ROUNDING = 0.0625
-"""Log-probabilities this close are never called different: bfloat16 has this step between 8 and 16, where logits tend
-to be."""
+"""Differences of log-probabilities up to this always count as rounding: the step of bfloat16 between 8 and 16, where
+logits tend to be."""
 NOISE_FACTOR = 3.0
-"""The factor by which a difference may exceed the largest one that was seen between two runs without graphs, and still
-count as rounding."""
+"""A difference counts as rounding up to this factor times the largest one between two runs without graphs."""
 
 Top = dict[int, float]
-"""The best tokens at one position, the chosen one among them, with their log-probabilities (natural)."""
+"""Best tokens at one position, including the chosen one, with their natural log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine said to one prompt."""
+    """Answer of an engine to one prompt."""
 
     tokens: tuple[int, ...]
     top: tuple[Top, ...]
-    """The best tokens at each position of the answer: as many entries as there are tokens."""
+    """Best tokens at each position of the answer; one entry per token."""
 
 
 class Kind(str, Enum):
     EQUAL = "equal"
     TIE = "tie"
-    """The two best tokens were closer than rounding can tell apart; nothing can be said of what follows."""
+    """The two best tokens differ by no more than rounding. Tokens after a tie cannot be compared."""
     COMPILED = "compiled"
-    """Beyond rounding, and the same engine without graphs gives it too: not the graphs' doing."""
+    """Beyond rounding, but the same engine gives this answer without graphs too."""
     CORRUPT = "corrupt"
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One prompt: an engine's answer against the reference."""
+    """Answer to one prompt, compared with the reference."""
 
     kind: Kind
     length: int
     """Tokens of the reference's answer."""
     position: int | None
-    """Where they first differ, in the tokens or beyond rounding in the log-probabilities; None if they do not."""
+    """First position with another token or a difference beyond rounding; None if there is none."""
     expected: int | None = None
-    found: int | None = None
-    """The tokens there."""
+    actual: int | None = None
+    """Tokens of the reference and of the answer at that position; None where one of them has ended."""
     margin: float | None = None
-    """Between the two best log-probabilities of the reference there."""
+    """Difference between the two best log-probabilities of the reference at that position."""
     gap: float | None = None
-    """How much less likely than its own token the reference finds the other one: at least this, if that is not among
-    its best."""
+    """Difference between the reference's log-probabilities of its own token and of the other one at that position; a
+    lower bound if the other one is not among its best."""
     distance: float = 0.0
-    """The largest difference of log-probabilities, up to and including the first difference of tokens."""
+    """Largest difference of log-probabilities, up to and including the first differing token."""
     vouched: int = 0
     """Tokens for which a second reference had the same context, if there is one; see `compare.arbitration`."""
 
     @property
     def agreed(self) -> int:
-        """Tokens before corruption; a tie is none, and nothing is said of what follows it."""
+        """Tokens before corruption; all of them if there is none."""
         return self.position if self.kind is Kind.CORRUPT and self.position is not None else self.length
 
     @property
@@ -75,11 +74,11 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All prompts."""
+    """Judgements of all prompts."""
 
     judgements: tuple[Judgement, ...]
     noise: float
-    """The largest difference of log-probabilities between two runs without graphs."""
+    """Largest difference of log-probabilities between two runs without graphs."""
     tolerance: float
 
     @property
@@ -107,17 +106,17 @@ class Comparison:
 
 
 def tolerance_of(noise: float) -> float:
-    """The distance up to which a difference counts as rounding, from the *noise* of the reference.
+    """Return the distance up to which a difference counts as rounding, from the *noise* of the reference.
 
-    Noise that is not finite excuses nothing: then the reference itself is in question, not what is compared with it.
+    Noise that is not finite discredits the reference, not the answer, so it raises no tolerance.
     """
     return max(ROUNDING, NOISE_FACTOR * noise) if math.isfinite(noise) else ROUNDING
 
 
 def noise_between(one: Sequence[Answer], other: Sequence[Answer]) -> float:
-    """The largest difference of log-probabilities between two runs that are both right.
+    """Return the largest difference of log-probabilities between two runs that are both right.
 
-    Only the same tokens in the same place are compared. Infinite if one of them is no number.
+    Only positions with the same context are compared. Infinite if a number is not finite.
     """
     noise = 0.0
     for a, b in zip(one, other, strict=True):
@@ -126,59 +125,59 @@ def noise_between(one: Sequence[Answer], other: Sequence[Answer]) -> float:
     return noise
 
 
-def compare(reference: Sequence[Answer], found: Sequence[Answer], noise: float) -> Comparison:
-    """Raises ValueError if the engines did not answer the same number of prompts."""
+def compare(reference: Sequence[Answer], actual: Sequence[Answer], noise: float) -> Comparison:
+    """Judge each answer in *actual* by the one in *reference*. Raises ValueError if their numbers differ."""
     tolerance = tolerance_of(noise)
-    judgements = tuple(judge(a, b, tolerance) for a, b in zip(reference, found, strict=True))
+    judgements = tuple(judge(a, b, tolerance) for a, b in zip(reference, actual, strict=True))
     return Comparison(judgements, noise, tolerance)
 
 
-def judge(reference: Answer, found: Answer, tolerance: float) -> Judgement:
+def judge(reference: Answer, actual: Answer, tolerance: float) -> Judgement:
     length = len(reference.tokens)
-    differs = _first_difference(reference, found)
+    differs = _first_difference(reference, actual)
     farthest = 0.0
-    for position in range(_comparable(reference, found)):
-        distance = _distance(reference, found, position)
+    for position in range(_comparable(reference, actual)):
+        distance = _distance(reference, actual, position)
         farthest = max(farthest, distance)
         if not distance <= tolerance:
-            return _difference_at(position, Kind.CORRUPT, reference, found, farthest)
+            return _difference_at(position, Kind.CORRUPT, reference, actual, farthest)
     if differs is None:
         return Judgement(Kind.EQUAL, length, None, distance=farthest)
-    gap = _gap(reference, found, differs)
-    return _difference_at(differs, Kind.TIE if gap <= tolerance else Kind.CORRUPT, reference, found, farthest)
+    gap = _gap(reference, actual, differs)
+    return _difference_at(differs, Kind.TIE if gap <= tolerance else Kind.CORRUPT, reference, actual, farthest)
 
 
-def _difference_at(position: int, kind: Kind, reference: Answer, found: Answer, distance: float) -> Judgement:
+def _difference_at(position: int, kind: Kind, reference: Answer, actual: Answer, distance: float) -> Judgement:
     best = sorted(reference.top[position].values(), reverse=True) if position < len(reference.top) else []
     return Judgement(
         kind,
         len(reference.tokens),
         position,
         expected=_token(reference, position),
-        found=_token(found, position),
+        actual=_token(actual, position),
         margin=best[0] - best[1] if len(best) > 1 else None,
-        gap=_gap(reference, found, position),
+        gap=_gap(reference, actual, position),
         distance=distance,
     )
 
 
 def _first_difference(a: Answer, b: Answer) -> int | None:
-    """The first position where the tokens differ; where one answer ends, if the other goes on."""
+    """Return the first position with different tokens, or the end of the shorter answer, or None."""
     shared = min(len(a.tokens), len(b.tokens))
     differing = (i for i in range(shared) if a.tokens[i] != b.tokens[i])
     return next(differing, None if len(a.tokens) == len(b.tokens) else shared)
 
 
 def _comparable(a: Answer, b: Answer) -> int:
-    """How many positions had the same context."""
+    """Return the number of positions at which both engines had the same context."""
     first = _first_difference(a, b)
     return min(len(a.tokens), len(b.tokens)) if first is None else min(first + 1, len(a.tokens), len(b.tokens))
 
 
 def _distance(a: Answer, b: Answer, position: int) -> float:
-    """The largest difference between the two engines' log-probabilities of the tokens they chose.
+    """Return the largest difference between the two engines' log-probabilities of the tokens that they chose.
 
-    Infinite where one of them is no number.
+    Infinite if a number is not finite.
     """
     one, other = a.top[position], b.top[position]
     chosen = {a.tokens[position], b.tokens[position]}
@@ -186,7 +185,7 @@ def _distance(a: Answer, b: Answer, position: int) -> float:
 
 
 def _distance_of_token(one: Top, other: Top, token: int) -> float:
-    # A token that is not among the best is at most as likely as the last of them.
+    # A token outside the best ones is at most as likely as the last of them.
     x, y = one.get(token), other.get(token)
     if x is None or y is None:
         missing, known = (one, y) if x is None else (other, x)
@@ -197,8 +196,8 @@ def _distance_of_token(one: Top, other: Top, token: int) -> float:
     return _or_infinite(abs(x - y))
 
 
-def _gap(reference: Answer, found: Answer, position: int) -> float:
-    expected, other = _token(reference, position), _token(found, position)
+def _gap(reference: Answer, actual: Answer, position: int) -> float:
+    expected, other = _token(reference, position), _token(actual, position)
     if expected is None or other is None:
         return math.inf
     top = reference.top[position]

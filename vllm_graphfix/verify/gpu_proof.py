@@ -1,4 +1,4 @@
-"""Proves fixes on this machine's GPU: each on a tiny model, eager, with graphs stock, and with graphs and the fixes."""
+"""Proves fixes on this machine's GPU: each on a tiny model, eager, with graphs, and with graphs and the fixes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case
 from vllm_graphfix.verify.engine.device import Device
-from vllm_graphfix.verify.engine.job import EAGER, Job, Said
+from vllm_graphfix.verify.engine.job import EAGER, EngineResult, Job
 from vllm_graphfix.verify.engine.poison_report import report_of
-from vllm_graphfix.verify.engine.processes import CRASH, HANG, Ended, Engines
-from vllm_graphfix.verify.engine.sign import Sign
-from vllm_graphfix.verify.engine.worker import SEED
+from vllm_graphfix.verify.engine.probe_verdict import ProbeVerdict
+from vllm_graphfix.verify.engine.processes import CRASH, HANG, Engines, JobResult
+from vllm_graphfix.verify.engine.questions import SEED
 from vllm_graphfix.verify.measurement import Measurement, Watch
 from vllm_graphfix.verify.report import MODES_OF_A_PROOF, Proof, Report
 from vllm_graphfix.verify.trial import further_cases, trial_of
@@ -38,19 +38,18 @@ if TYPE_CHECKING:
 
 _TIMEOUT = 600.0
 """Seconds for one engine. Most take less than one minute."""
-_MOST, _MOST_FRESH = 12, 6
-"""Engines at a time, and without a process that they are forked from: while they import vLLM, more get in each other's
-way."""
+_MAX_FORKED, _MAX_FRESH = 12, 6
+"""Engines at a time, forked or fresh: while fresh ones import vLLM, more of them slow each other down."""
 _NO_CASE = "no tiny model on a GPU shows this defect; `verify --device cpu` proves the fix on the CPU double"
-_LOUD = 0.2
-"""Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding: stock's are off
-by 0.5 to 1."""
-_ENOUGH = 0.5
-"""The share of the patched engine's tokens that must be compared: if fewer could be, because answers part early at
-ties, nothing is proven."""
+_MAX_NOISE = 0.2
+"""Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding. Stock's
+log-probabilities are wrong by 0.5 to 1."""
+_MIN_COMPARED = 0.5
+"""Share of the patched engine's tokens that must be compared. Fewer, because answers diverge early at ties, prove
+nothing."""
 
-Runs = Mapping[str, Ended]
-"""The runs of one case, by mode."""
+Runs = Mapping[str, JobResult]
+"""Results of the engines of one case, by mode."""
 
 
 def run(
@@ -62,9 +61,11 @@ def run(
     fresh: bool = False,
     parallel: int | None = None,
 ) -> Report:
-    """Proves *fixes* on *device* with the vLLM of *source*, one that can run. Raises `VerifyError`, `SourceError`.
+    """Prove *fixes* on *device* with the vLLM of *source*, which must have compiled kernels.
 
-    *fresh* processes are not forked from one that has imported vLLM. *parallel* engines run at a time.
+    *parallel* engines run at a time, in *fresh* processes or forked from one that has imported vLLM.
+
+    Raises `VerifyError`, `SourceError`.
     """
     began = time.monotonic()
     diagnoses = {fix.name: manifest.diagnose(fix, source) for fix in fixes}
@@ -86,64 +87,78 @@ def run(
     }
     cases = [case for case, why in skipped.items() if why is None]
     folder = Path(tempfile.mkdtemp(prefix="graphfix-verify-"))
-    keep = False
+    keep_logs = False
     try:
         with ThreadPoolExecutor(1) as beside:
             from rich.console import Console as Quiet
 
-            # Fixes that are not needed are looked at without a GPU: nothing of what they concern may be touched.
-            left_alone = beside.submit(cpu_proof.run, source, others, Quiet(file=io.StringIO())) if others else None
+            # The other fixes are checked on the CPU meanwhile: they must leave their code untouched.
+            on_double = beside.submit(cpu_proof.run, source, others, Quiet(file=io.StringIO())) if others else None
             ended = _run_cases(source, cases, device, folder, console, fresh=fresh, parallel=parallel)
-            proofs = {name: [proof] for name, proof in _of_the_others(left_alone, others, diagnoses).items()}
+            proofs = {name: [proof] for name, proof in _proofs_on_double(on_double, others, diagnoses).items()}
         for fix in affected:
-            proofs[fix.name] = []
-            for number, case in enumerate(cases_of[fix.name]):
-                why = _NO_CASE if case is None else skipped[case]
-                runs = {mode: ended[f"{case.name} {mode}"] for mode in MODES} if case and not why else None
-                watched = {
-                    mode: end for name, mode in WATCHED.items() if case and (end := ended.get(f"{case.name} {name}"))
-                }
-                proof = prove(fix, diagnoses[fix.name], case, runs, why, watched)
-                proofs[fix.name].append(replace(proof, further=case.name) if case and number else proof)
-        keep = any(end.error or (end.said and end.said.poison_error) for end in ended.values()) or any(
+            proofs[fix.name] = _proofs_of(fix, diagnoses[fix.name], cases_of[fix.name], skipped, ended)
+        keep_logs = any(end.error or (end.result and end.result.poison_error) for end in ended.values()) or any(
             proof.outcome not in ("proven", "skipped") for fix in affected for proof in proofs[fix.name]
         )
     finally:
-        for made in {folder / name for case in cases for name in case.models} if keep else {folder}:
+        for made in {folder / name for case in cases for name in case.models} if keep_logs else {folder}:
             shutil.rmtree(made, ignore_errors=True)
     return Report(
         source.version,
         source.label,
         device.name or "",
         tuple(proof for fix in fixes for proof in proofs[fix.name]),
-        environment={
-            "compute capability": ".".join(map(str, device.capability)),
-            "driver": device.driver,
-            "CUDA": device.cuda,
-            "torch": device.torch,
-            "Python": device.python,
-            "modes": MODES_OF_A_PROOF,
-            "seed": str(SEED),
-        },
-        logs=str(folder) if keep else None,
+        environment=_environment(device),
+        logs=str(folder) if keep_logs else None,
         seconds=round(time.monotonic() - began, 1),
         engines=tuple(end.times for end in ended.values()),
     )
 
 
-def _of_the_others(
-    left_alone: Future[Report] | None, others: Sequence[Fix], diagnoses: Mapping[str, Diagnosis]
+def _proofs_of(
+    fix: Fix,
+    diagnosis: Diagnosis,
+    cases: Sequence[Case | None],
+    skipped: Mapping[Case, str | None],
+    ended: Mapping[str, JobResult],
+) -> list[Proof]:
+    """Return the proofs of *fix*, one for each of its *cases*, from all engines by name."""
+    proofs = []
+    for number, case in enumerate(cases):
+        why = _NO_CASE if case is None else skipped[case]
+        runs = {mode: ended[f"{case.name} {mode}"] for mode in MODES} if case and not why else None
+        watched = {mode: end for name, mode in WATCHED.items() if case and (end := ended.get(f"{case.name} {name}"))}
+        proof = prove(fix, diagnosis, case, runs, why, watched)
+        proofs.append(replace(proof, further=case.name) if case and number else proof)
+    return proofs
+
+
+def _proofs_on_double(
+    on_double: Future[Report] | None, others: Sequence[Fix], diagnoses: Mapping[str, Diagnosis]
 ) -> dict[str, Proof]:
-    """What the double found of fixes that are not needed. If it came to no end, what the GPU has proven is not lost."""
+    """Return the proofs of fixes that are not needed. An error of the CPU double loses nothing that the GPU proved."""
     try:
-        return {proof.fix.name: proof for proof in left_alone.result().proofs} if left_alone else {}
+        return {proof.fix.name: proof for proof in on_double.result().proofs} if on_double else {}
     except VerifyError as error:
         unknown = ("unknown", str(error))
         return {fix.name: Proof(fix, diagnoses[fix.name], None, None, str(error), unknown, unknown) for fix in others}
 
 
+def _environment(device: Device) -> dict[str, str]:
+    return {
+        "compute capability": ".".join(map(str, device.capability)),
+        "driver": device.driver,
+        "CUDA": device.cuda,
+        "torch": device.torch,
+        "Python": device.python,
+        "modes": MODES_OF_A_PROOF,
+        "seed": str(SEED),
+    }
+
+
 def why_skipped(case: Case, device: Device) -> str | None:
-    """What *device* lacks for *case*, or None."""
+    """Return the reason why *case* cannot run on *device*, or None."""
     if case.capability is not None and device.capability[0] != case.capability:
         backend = case.arguments.get("attention_config", {}).get("backend")
         kernels = f"attention backend {backend} needs" if backend else "the kernels of this case need"
@@ -160,11 +175,7 @@ def why_skipped(case: Case, device: Device) -> str | None:
 
 
 def _what_is_missing(case: Case, source: Source) -> str | None:
-    """Why *case* cannot show its defect here, or None.
-
-    The answer names the package that it needs and this machine has not, or says that this vLLM does not show its defect
-    with it.
-    """
+    """Return the reason why *case* cannot show its defect with this vLLM and these packages, or None."""
     folder = source.folder
     if case.shows_with is not None and not source.contains_word(*case.shows_with[:2]):
         return f"on this vLLM {case.shows_with[2]}; `verify --device cpu` proves the fix on the CPU double"
@@ -182,7 +193,7 @@ def _run_cases(
     *,
     fresh: bool,
     parallel: int | None,
-) -> dict[str, Ended]:
+) -> dict[str, JobResult]:
     if not cases:
         return {}
     names = {name for case in cases for name in case.models}
@@ -192,10 +203,10 @@ def _run_cases(
     path = os.pathsep.join(filter(None, [str(source.folder or ""), os.environ.get("PYTHONPATH", "")]))
     jobs = [replace(job, environment=job.environment | {"PYTHONPATH": path}) for job in jobs]
     compiling = {case.name for case in cases if case.compiles}
-    jobs.sort(key=lambda job: _turn(job, compiling=job.name.split()[0] in compiling))
+    jobs.sort(key=lambda job: _start_order(job, compiling=job.name.split()[0] in compiling))
     if parallel is None:
         processors = os.cpu_count() or 2
-        parallel = min(_MOST_FRESH, processors // 2) if fresh else min(_MOST, processors * 3 // 4)
+        parallel = min(_MAX_FRESH, processors // 2) if fresh else min(_MAX_FORKED, processors * 3 // 4)
     parallel = min(parallel, int(device.free_gib // GIB_PER_ENGINE))
     if any(case.needs == "flashinfer" for case in cases):
         console.print("FlashInfer compiles its kernels on first use, which takes about two minutes")
@@ -204,11 +215,11 @@ def _run_cases(
         return Engines(folder, _TIMEOUT, bars.doing, bars.done, preload=not fresh).run(jobs, parallel)
 
 
-def _turn(job: Job, *, compiling: bool) -> int:
-    """When an engine begins: lower is earlier.
+def _start_order(job: Job, *, compiling: bool) -> int:
+    """Return the place of *job* in the order of starts; lower is earlier.
 
-    One that may hang takes longest. Then each case's first, so that what begins at the same time compiles as little as
-    possible twice, and what comes later finds it compiled.
+    An engine that may hang takes longest and starts first. Then comes one engine of each case, so that few kernels are
+    compiled twice at the same time, and later engines find them compiled.
     """
     if job.seconds is not None and job.name.endswith(" stock"):
         return 0
@@ -223,15 +234,12 @@ def prove(
     skipped: str | None = None,
     watched: Runs | None = None,
 ) -> Proof:
-    """What the three runs of a fix's case, and the shadow check of the *watched* ones, say about it.
-
-    In the *watched* runs every replay was checked.
-    """
+    """Judge *fix* by the three *runs* of its case, and by the *watched* ones, in which every replay was checked."""
     if case is None or runs is None:
         nothing = ("", skipped or "")
         return Proof(fix, diagnosis, None, None, None, nothing, nothing, skipped)
-    failure = _why_nothing_is_proven(case, runs)
-    poisoned, poison_notes = _what_poison_showed(case, runs)
+    failure = _why_unproven(case, runs)
+    poisoned, poison_notes = _poison_effects(case, runs)
     stock, patched = (None, None) if failure else (measure(case, runs, mode) for mode in ("stock", "patched"))
     return Proof(
         fix,
@@ -248,49 +256,53 @@ def prove(
     )
 
 
-def _why_nothing_is_proven(case: Case, runs: Runs) -> str | None:
-    """A run that ended in an error of its own, a reference that is none, or a probe that saw nothing; or None."""
+def _why_unproven(case: Case, runs: Runs) -> str | None:
+    """Return the reason why *runs* prove nothing, or None.
+
+    A run failed for a reason of its own, the reference is unfit, too few tokens were compared, or a probe observed
+    nothing.
+    """
     for mode, end in runs.items():
         if end.error and (mode == "eager" or not (CRASH.search(end.error) or _hangs(case, end))):
             return f"{mode}: {end.error} (log: {end.log})"
-    eager, patched = runs["eager"].said, runs["patched"].said
+    eager, patched = runs["eager"].result, runs["patched"].result
     noise = noise_between(*eager.passes) if eager is not None else 0.0
     if not math.isfinite(noise):
         return "eager: some log-probabilities are not finite"
-    if noise > _LOUD:
+    if noise > _MAX_NOISE:
         return f"eager: two runs differ in log-probability by up to {noise:.2g}"
     for mode, end in runs.items():
-        if mode != "eager" and end.said is not None and end.said.cudagraph_mode == "NONE":
+        if mode != "eager" and end.result is not None and end.result.cudagraph_mode == "NONE":
             return f"{mode}: the engine used no graphs"
     if eager is not None and patched is not None:
         comparison = compare(eager.passes[0], patched.passes[0], noise)
-        if not comparison.corrupt and comparison.compared < _ENOUGH * comparison.tokens:
+        if not comparison.corrupt and comparison.compared < _MIN_COMPARED * comparison.tokens:
             return (
                 f"patched: answers diverge early at ties, so only {comparison.compared} of {comparison.tokens} tokens "
                 "could be compared"
             )
-    signs = ((mode, _sign(case, end)) for mode, end in runs.items() if mode != "eager" and not end.error)
-    return next((f"{mode}: {sign.unseen}" for mode, sign in signs if sign is not None and sign.unseen), None)
+    verdicts = ((mode, _probe_verdict(case, end)) for mode, end in runs.items() if mode != "eager" and not end.error)
+    return next((f"{mode}: {verdict.unseen}" for mode, verdict in verdicts if verdict and verdict.unseen), None)
 
 
-def _hangs(case: Case, end: Ended) -> bool:
-    """Whether an engine was ended from outside after its probe had seen what makes it hang."""
-    sign = _sign(case, end)
-    return sign is not None and sign.hangs and HANG.fullmatch(end.error or "") is not None
+def _hangs(case: Case, end: JobResult) -> bool:
+    """True if an engine was killed at its time limit after its probe had observed what makes it hang."""
+    verdict = _probe_verdict(case, end)
+    return verdict is not None and verdict.hangs and HANG.fullmatch(end.error or "") is not None
 
 
-def _sign(case: Case, end: Ended) -> Sign | None:
-    """What the probes of *case* saw, judged; None where the defect shows in tokens alone."""
+def _probe_verdict(case: Case, end: JobResult) -> ProbeVerdict | None:
+    """Judge the observations of *end*; None if the defect of *case* shows in tokens alone."""
     return case.judge(end.observed) if case.judge is not None else None
 
 
-def _watch_of(end: Ended) -> Watch:
+def _watch_of(end: JobResult) -> Watch:
     counted = {
         name.removeprefix("shadow: "): int(values[0])
         for name, values in end.observed.items()
         if name.startswith("shadow: ")
     }
-    states = {states["shadow"] for states in end.said.states.values() if "shadow" in states} if end.said else ()
+    states = {states["shadow"] for states in end.result.states.values() if "shadow" in states} if end.result else ()
     return Watch(
         counted.get("checks", 0),
         counted.get("mismatches", 0),
@@ -300,61 +312,61 @@ def _watch_of(end: Ended) -> Watch:
     )
 
 
-def _what_poison_showed(case: Case, runs: Runs) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """What it showed, by mode, and why silence says nothing, or is no fault."""
-    shown: dict[str, tuple[str, ...]] = {}
+def _poison_effects(case: Case, runs: Runs) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return the effects of poison by mode, and notes by mode: why there is no verdict, or why none is needed."""
+    effects: dict[str, tuple[str, ...]] = {}
     notes: dict[str, str] = {}
     for mode in ("stock", "patched") if case.poisoned else ():
-        end, said = runs[mode], runs[mode].said
-        if said is None or not (said.poisoned or said.poison_error):
+        end, result = runs[mode], runs[mode].result
+        if result is None or not (result.poisoned or result.poison_error):
             notes[mode] = "says nothing: the engine ended before it was poisoned"
             continue
-        error = f"{said.poison_error} (log: {end.log})" if said.poison_error else None
-        report = report_of(None if error else said, error, said.observed)
-        told = [line.strip() for line in report.shown()] if report.found else []
-        told += filter(None, [report.told_of_padding if case.poison_in_padding else ""])
-        if not told and report.inconclusive:
+        error = f"{result.poison_error} (log: {end.log})" if result.poison_error else None
+        report = report_of(None if error else result, error, result.observed)
+        lines = [line.strip() for line in report.effects()] if report.detected else []
+        lines += filter(None, [report.padding_note if case.poison_in_padding else ""])
+        if not lines and report.inconclusive:
             notes[mode] = f"says nothing: {report.inconclusive}"
             continue
-        shown[mode] = tuple(told)
-        if mode == "stock" and not told:
+        effects[mode] = tuple(lines)
+        if mode == "stock" and not lines:
             notes[mode] = f"nothing; {report.summary()}. That the defect is there, the numbers alone prove"
-    return shown, notes
+    return effects, notes
 
 
-def _state(fix: Fix, end: Ended, of_a_crash: str) -> tuple[str, str]:
-    """A crashed engine cannot be asked for its states; that it crashed is said elsewhere."""
-    if end.said is None:
+def _state(fix: Fix, end: JobResult, of_a_crash: str) -> tuple[str, str]:
+    """Return the state of *fix* on all ranks, and an error; a crashed engine has the state *of_a_crash*."""
+    if end.result is None:
         return of_a_crash, end.error or ""
-    states = {states.get(fix.name, "unknown") for states in end.said.states.values()}
+    states = {states.get(fix.name, "unknown") for states in end.result.states.values()}
     return " and ".join(sorted(states)), ""
 
 
 def measure(case: Case, runs: Runs, mode: str) -> Measurement:
-    """The numbers in which the defect that *case* is for shows, of the run in *mode* against eager's."""
+    """Return the numbers in which the defect of *case* shows, of the run in *mode* against the eager one."""
     eager, graphed = runs["eager"], runs[mode]
-    assert eager.said is not None  # noqa: S101 - a case whose reference failed is not measured
-    total = float(sum(len(answer.tokens) for answer in eager.said.passes[0]))
-    sign = _sign(case, graphed) or Sign("", (), ())
-    found, lines = sign.found, [sign.told] if sign.told else []
-    if graphed.said is not None:
-        comparison = compare(eager.said.passes[0], graphed.said.passes[0], noise_between(*eager.said.passes))
-        found = (*found, float(comparison.agreed))
-        lines += [*comparison_lines(comparison), *_drafts(eager.said, graphed.said)]
-    beyond = f"{sign.numbers}; " if sign.numbers else ""
-    seen_too_late = graphed.error and sign.unseen
+    assert eager.result is not None  # noqa: S101 - a case whose reference failed is not measured
+    total = float(sum(len(answer.tokens) for answer in eager.result.passes[0]))
+    probed = _probe_verdict(case, graphed) or ProbeVerdict("", (), ())
+    numbers, lines = probed.observed, [probed.summary] if probed.summary else []
+    if graphed.result is not None:
+        comparison = compare(eager.result.passes[0], graphed.result.passes[0], noise_between(*eager.result.passes))
+        numbers = (*numbers, float(comparison.agreed))
+        lines += [*comparison_lines(comparison), *_drafts(eager.result, graphed.result)]
+    before_tokens = f"{probed.numbers}; " if probed.numbers else ""
+    crashed_unseen = graphed.error and probed.unseen
     return Measurement(
-        f"{beyond}tokens before corruption, of {total:.0f}",
-        (*sign.right, total),
-        found,
+        f"{before_tokens}tokens before corruption, of {total:.0f}",
+        (*probed.right, total),
+        numbers,
         graphed.error,
         tuple(f"{mode}: {line}" for line in lines),
-        deciding=len(sign.right) if sign.right and not seen_too_late else None,
+        deciding=len(probed.right) if probed.right and not crashed_unseen else None,
     )
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """For people: how far a run agrees with the reference."""
+    """Return lines for people on how far a run agrees with the reference."""
     agreed = f"{comparison.compared} of {comparison.tokens} tokens compared and equal to eager's"
     apart = f"log-probabilities up to {comparison.distance:.2g} apart"
     lines = [
@@ -370,7 +382,9 @@ def comparison_lines(comparison: Comparison) -> list[str]:
             key=lambda pair: pair[1].position or 0,
         )
         what = (
-            f"{first.found} instead of {first.expected}" if first.found != first.expected else "in its log-probability"
+            f"{first.actual} instead of {first.expected}"
+            if first.actual != first.expected
+            else "in its log-probability"
         )
         margin = "" if first.margin is None else f"; eager's top two are {first.margin:.2g} apart there"
         lines.append(
@@ -381,10 +395,10 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     return [*lines, f"prompts that diverge at a tie: {ties}"] if ties else lines
 
 
-def _drafts(eager: Said, graphed: Said) -> list[str]:
+def _drafts(eager: EngineResult, graphed: EngineResult) -> list[str]:
     lines = []
-    reference, found = eager.observed.get("drafts", []), graphed.observed.get("drafts", [])
-    if found:
-        same = next((i for i, (a, b) in enumerate(zip(reference, found, strict=False)) if a != b), len(found))
-        lines.append(f"draft tokens equal to eager's up to number {same} of {len(found)}")
+    reference, drafts = eager.observed.get("drafts", []), graphed.observed.get("drafts", [])
+    if drafts:
+        same = next((i for i, (a, b) in enumerate(zip(reference, drafts, strict=False)) if a != b), len(drafts))
+        lines.append(f"draft tokens equal to eager's up to number {same} of {len(drafts)}")
     return lines

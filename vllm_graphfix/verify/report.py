@@ -150,7 +150,7 @@ class Report:
     seconds: float | None = None
     """What all engines took together, side by side."""
     engines: tuple[Mapping[str, Any], ...] = ()
-    """What each of them took, in seconds; `Ended.times`."""
+    """What each of them took, in seconds; `JobResult.times`."""
 
     @property
     def holds(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.verify.comparison import Comparison, Kind, finite_or_none
-from vllm_graphfix.verify.engine.job import Said
+from vllm_graphfix.verify.engine.job import EngineResult
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
 from vllm_graphfix.verify.engine.processes import CRASH
 
@@ -46,8 +46,8 @@ class Report:
 
     model: str
     flags: tuple[str, ...]
-    eager: Said
-    graphs: Said | None
+    eager: EngineResult
+    graphs: EngineResult | None
     comparison: Comparison | None
     error: str | None = None
     """What the engine with graphs ended in; the same ran without."""
@@ -60,7 +60,7 @@ class Report:
     @property
     def wrong(self) -> bool:
         """Exit code 1."""
-        return self.corrupt or (self.poison is not None and self.poison.found)
+        return self.corrupt or (self.poison is not None and self.poison.detected)
 
     @property
     def corrupt(self) -> bool:
@@ -137,7 +137,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 "compared": judgement.compared,
                 "position": judgement.position,
                 "expected": judgement.expected,
-                "found": judgement.found,
+                "found": judgement.actual,
                 "margin": finite_or_none(judgement.margin),
                 "gap": finite_or_none(judgement.gap),
                 "distance": finite_or_none(judgement.distance),
@@ -197,7 +197,7 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
             str(number),
             f"token {judgement.position} of {judgement.length}",
             _token(judgement.expected),
-            _token(judgement.found),
+            _token(judgement.actual),
             "" if judgement.margin is None else f"{judgement.margin:.3g}",
             _VERDICTS[judgement.kind],
         )
@@ -268,7 +268,7 @@ def _show_verdict(report: Report, comparison: Comparison, console: Console) -> N
         console.print(f"[dim]{escape(report.note)}[/]", highlight=False, soft_wrap=True)
     if comparison.corrupt:
         verdict = "[bold red]corruption[/]"
-    elif report.poison is not None and report.poison.found:
+    elif report.poison is not None and report.poison.detected:
         verdict = "[bold red]poison was seen[/]: what must not matter reaches what does"
     elif report.drafts_lost:
         verdict = "[bold red]drafts lost[/]: the tokens are right, but the draft model's graphs are not"

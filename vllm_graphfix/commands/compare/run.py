@@ -26,9 +26,9 @@ from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.verify.comparison import Kind, compare, noise_between
 from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job
+from vllm_graphfix.verify.engine.llm import FlagError
 from vllm_graphfix.verify.engine.poison_report import report_of
-from vllm_graphfix.verify.engine.processes import Ended, Engines
-from vllm_graphfix.verify.engine.worker import FlagError
+from vllm_graphfix.verify.engine.processes import Engines, JobResult
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,14 +74,14 @@ def run(
             prompts=tuple(prompts),
             generated=generated,
             max_tokens=lengths,
-            again=int(mode == EAGER),
+            extra_passes=int(mode == EAGER),
         )
         for mode in (EAGER, GRAPHS, COMPILED)
     ]
     if poison:
         # One process decides what runs together: with another one for the scheduler, batches would be of chance.
         alone: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        jobs.append(replace(jobs[1], name=POISON, again=1, poison=True, environment=alone))
+        jobs.append(replace(jobs[1], name=POISON, extra_passes=1, poison=True, environment=alone))
     folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
     keep = True  # where somebody has to look into the logs
     try:
@@ -124,34 +124,34 @@ def _compare(
     with bars.display():
         eager, graphs, compiled, *further = jobs
         reference = engines.run([eager], 1)[eager.name]
-        if reference.said is None:
+        if reference.result is None:
             raise _error_of_reference(reference)
-        noise = noise_between(*reference.said.passes)
+        noise = noise_between(*reference.result.passes)
         if not math.isfinite(noise):
             raise CompareError(
                 "without graphs some log-probabilities are not finite, so there is nothing to compare with"
             )
         found = engines.run([graphs], 1)[graphs.name]
-        if found.said is None:
+        if found.result is None:
             error = f"{found.error} (log: {found.log})"
-            return Report(model, tuple(flags), reference.said, None, None, error, logs=str(folder))
+            return Report(model, tuple(flags), reference.result, None, None, error, logs=str(folder))
         poisoned = None
         for job in further:
             ended = engines.run([job], 1)[job.name]
             why = f"{ended.error} (log: {ended.log})" if ended.error else None
-            poisoned = report_of(ended.said, why, ended.observed)
-        comparison = compare(reference.said.passes[0], found.said.passes[0], noise)
+            poisoned = report_of(ended.result, why, ended.observed)
+        comparison = compare(reference.result.passes[0], found.result.passes[0], noise)
         arbiter = None
         if len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
             arbiter = engines.run([compiled], 1)[compiled.name]
-            if arbiter.said is not None:
-                comparison = arbitrate(comparison, found.said.passes[0], arbiter.said.passes[0])
-    failed = (arbiter is not None and arbiter.said is None) or (poisoned is not None and poisoned.said is None)
+            if arbiter.result is not None:
+                comparison = arbitrate(comparison, found.result.passes[0], arbiter.result.passes[0])
+    failed = (arbiter is not None and arbiter.result is None) or (poisoned is not None and poisoned.result is None)
     return Report(
         model,
         tuple(flags),
-        reference.said,
-        found.said,
+        reference.result,
+        found.result,
         comparison,
         note=_why_eager_alone(arbiter),
         logs=str(folder) if failed else None,
@@ -159,17 +159,17 @@ def _compare(
     )
 
 
-def _error_of_reference(reference: Ended) -> CompareError:
+def _error_of_reference(reference: JobResult) -> CompareError:
     refused, _, message = (reference.error or "").partition(": ")
     if refused == FlagError.__name__:
         return CompareError(f"vLLM rejects these flags: {message}")
     return CompareError(f"the engine does not run even without graphs: {reference.error}", reference.log)
 
 
-def _why_eager_alone(arbiter: Ended | None) -> str | None:
+def _why_eager_alone(arbiter: JobResult | None) -> str | None:
     if arbiter is None:
         return None
-    if arbiter.said is None:
+    if arbiter.result is None:
         return (
             "the compiled engine without graphs did not run, so answers were compared with eager alone: "
             f"{arbiter.error} (log: {arbiter.log})"

@@ -15,9 +15,10 @@ from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify.engine import adapters
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
+from vllm_graphfix.verify.engine.llm import EXTENSION
 from vllm_graphfix.verify.engine.models import VOCABULARY
-from vllm_graphfix.verify.engine.sign import Judge
-from vllm_graphfix.verify.engine.worker import EXTENSION, SEED
+from vllm_graphfix.verify.engine.probe_verdict import Judge
+from vllm_graphfix.verify.engine.questions import SEED
 
 MODES = ("eager", "stock", "patched")
 WATCHED = {"watched stock": "stock", "watched patched": "patched"}
@@ -38,9 +39,9 @@ class Case:
     """Tokens of each prompt and of its answer."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further keywords of `vllm.LLM`."""
-    where_known: dict[str, Any] = field(default_factory=dict)
+    supported_arguments: dict[str, Any] = field(default_factory=dict)
     """More of them, for releases that know them."""
-    where_said: tuple[str, str, dict[str, Any]] | None = None
+    conditional_arguments: tuple[str, str, dict[str, Any]] | None = None
     """A file of vLLM, a word in it, and what takes the place of *arguments* of that name where the word is."""
     draft: str | None = None
     adapters: tuple[str | None, ...] = ()
@@ -88,9 +89,9 @@ class Case:
 
     def on(self, source: Source) -> Case:
         """The case as it is run with the vLLM of *source*."""
-        if self.where_said is None or not source.contains_word(*self.where_said[:2]):
+        if self.conditional_arguments is None or not source.contains_word(*self.conditional_arguments[:2]):
             return self
-        return replace(self, arguments=self.arguments | self.where_said[2], where_said=None)
+        return replace(self, arguments=self.arguments | self.conditional_arguments[2], conditional_arguments=None)
 
     def jobs(self, models: Path) -> list[Job]:
         """Eager twice in one process, for its own noise; stock and patched once each.
@@ -107,7 +108,7 @@ class Case:
                 name=f"{self.name} {mode}",
                 mode=EAGER if mode == "eager" else GRAPHS,
                 arguments=arguments | {"compilation_config": self.graphs},
-                where_known=_WHERE_KNOWN | self.where_known,
+                supported_arguments=_SUPPORTED_ARGUMENTS | self.supported_arguments,
                 environment=_ENVIRONMENT
                 | (_NOTHING_COMPILED if self.graphs.get("mode") == 0 else {})
                 | self.environment
@@ -121,7 +122,7 @@ class Case:
                 adapters=tuple(name and str(models / name) for name in self.adapters),
                 prompt_logprobs=self.prompt_logprobs,
                 sampled=self.sampled,
-                again=int(mode == "eager"),
+                extra_passes=int(mode == "eager"),
                 probes=self.probes,
                 poison_last=self.poisoned and mode != "eager",
                 untuned=True,
@@ -162,7 +163,9 @@ _ENGINE: dict[str, Any] = {
     "worker_extension_cls": EXTENSION,
     "seed": 0,
 }
-_WHERE_KNOWN = {"enable_flashinfer_autotune": False}  # nothing here uses what it would tune, in a batch of 8192 tokens
+_SUPPORTED_ARGUMENTS = {
+    "enable_flashinfer_autotune": False
+}  # nothing here uses what it would tune, in a batch of 8192 tokens
 GIB_PER_ENGINE = 5
 """GPU memory for one engine: the cache, CUDA's context, FlashInfer's workspace, graphs."""
 
@@ -319,7 +322,9 @@ MIXTRAL = Case(
     graphs=full_decodes([1, 2, 4, 8]),
     workload=TOGETHER,
     arguments={"max_num_batched_tokens": 2048},
-    where_known={"moe_backend": "triton"},  # 0.20.0-0.22.1 would have FlashInfer's, which takes minutes to compile
+    supported_arguments={
+        "moe_backend": "triton"
+    },  # 0.20.0-0.22.1 would have FlashInfer's, which takes minutes to compile
     probes=("outgrown-workspace",),
 )
 
@@ -332,7 +337,7 @@ GRANITE_ALL_MODE = Case(
     graphs=full_decodes([8]),
     workload=TOGETHER,
     arguments={"enable_prefix_caching": True, "max_num_batched_tokens": 2048},
-    where_known={"mamba_cache_mode": "all"},  # 0.14.1 has no other
+    supported_arguments={"mamba_cache_mode": "all"},  # 0.14.1 has no other
     compiles=True,
     watched=True,
 )
@@ -374,7 +379,7 @@ GDN_MTP = Case(
         "additional_config": {"gdn_prefill_backend": "triton"},  # FlashInfer's is compiled for longer still
         "max_num_batched_tokens": 2048,
     },
-    where_known={"moe_backend": "triton"},
+    supported_arguments={"moe_backend": "triton"},
     compiles=True,
 )
 # On 0.25.1 its stock engine ends while graphs of the draft's prefill are captured, in FlashAttention 3's kernel that
@@ -416,7 +421,7 @@ LLAMA_EAGLE_SCORED = Case(
     arguments={"max_num_seqs": 1, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
     # There a drafter of more than one token counts up, on the host, the very lengths that are still to be copied to the
     # GPU: where that is busy, the target attends to tokens that come later, without graphs too.
-    where_said=(
+    conditional_arguments=(
         "vllm/v1/worker/gpu_model_runner.py",
         "_seq_lens_cpu=self.seq_lens.cpu",
         {"speculative_config": {"method": "eagle", "num_speculative_tokens": 1}},
@@ -453,7 +458,7 @@ DEEPSEEK_V4 = Case(
     graphs=full_decodes([8]),
     workload=((135, 200), (150, 195), (180, 190), (200, 183), (260, 173), (300, 162), (380, 148), (440, 130)),
     arguments={"block_size": 256, "kv_cache_dtype": "fp8", "max_num_batched_tokens": 32},
-    where_known={"moe_backend": "triton", "kernel_config": {"enable_jit_warmup": False}},
+    supported_arguments={"moe_backend": "triton", "kernel_config": {"enable_jit_warmup": False}},
     environment={
         "VLLM_DEEP_GEMM_WARMUP": "skip",  # as the JIT warm-up: of every size of a batch that there may be
         # FlashInfer compiles a kernel for 80 s that takes the place of DeepGEMM's where a batch is small.

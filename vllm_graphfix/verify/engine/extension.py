@@ -1,4 +1,4 @@
-"""What vLLM mixes into its worker class: each rank can be asked for the states of its fixes, and for its graphs."""
+"""Methods that vLLM mixes into its worker class, so that each rank can be asked for its fixes, graphs and poison."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class GraphfixStates:
-    """vLLM's `worker_extension_cls`; its methods are called by `LLM.collective_rpc`."""
+    """The `worker_extension_cls` of an engine; `LLM.collective_rpc` calls its methods."""
 
     def graphfix_states(self) -> dict[str, str]:
         import vllm_graphfix
@@ -14,16 +14,16 @@ class GraphfixStates:
         return {name: state.state.value for name, state in vllm_graphfix.states().items()}
 
     def graphfix_cudagraph_mode(self) -> str:
-        config: Any = getattr(self, "vllm_config")  # noqa: B009 - the worker's, which this is mixed into
+        config: Any = getattr(self, "vllm_config")  # noqa: B009 - an attribute of the worker class
         return str(config.compilation_config.cudagraph_mode.name)
 
     def graphfix_poison(self, kinds: list[str], buffers: list[str] | None, finite: bool) -> None:
-        """Begins to poison the steps of this rank; no request may be running."""
+        """Start to poison the steps of this rank. No request may be running."""
         from vllm_graphfix.verify.poison.engine import PoisonedRunner
 
         runner = getattr(self, "model_runner")  # noqa: B009 - as above
         self._graphfix_poisoned = PoisonedRunner(runner, kinds, buffers, worker=self, finite=finite)
 
-    def graphfix_poison_found(self) -> dict[str, Any]:
-        """Ends that, and tells what it has shown."""
+    def graphfix_poison_result(self) -> dict[str, Any]:
+        """Stop it and return what `PoisonedRunner.remove` returns."""
         return self._graphfix_poisoned.remove()

@@ -1,4 +1,4 @@
-"""What one engine is asked to do, and what it says: the two sides of a process, as JSON in a file."""
+"""Job of one engine, and its result: the two sides of a process, which exchange them as JSON files."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.comparison import Answer
 
 GRAPHS = "graphs"
-"""The mode in which graphs are as the arguments say."""
+"""Mode: CUDA graphs as the arguments say."""
 COMPILED = "no graphs"
-"""The same without graphs: what torch.compile does is still done."""
+"""Mode: no CUDA graphs, but torch.compile as in `GRAPHS`."""
 EAGER = "eager"
-"""`enforce_eager`: neither."""
+"""Mode: `enforce_eager`, neither graphs nor torch.compile."""
 
 
 @dataclass(frozen=True)
@@ -23,45 +23,44 @@ class Job:
     """One engine, started, asked and ended in a process of its own."""
 
     name: str
-    """The name of the run; its log and its result are named so."""
+    """Name of the run, its log and its result."""
     mode: str
     """`GRAPHS`, `COMPILED` or `EAGER`."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Keywords of `vllm.LLM`."""
-    where_known: dict[str, Any] = field(default_factory=dict)
-    """More of them, each left out where vLLM does not know it."""
+    supported_arguments: dict[str, Any] = field(default_factory=dict)
+    """More keywords; each is dropped if this vLLM does not know it."""
     flags: tuple[str, ...] = ()
-    """Or flags of vLLM's own command line."""
+    """Flags of vLLM's command line, in place of *arguments*."""
     folder: str = ""
-    """Where relative paths in the flags begin."""
+    """Working directory for relative paths in *flags*."""
     environment: dict[str, str | None] = field(default_factory=dict)
-    """On top of what the process inherits; what is None is not inherited."""
+    """Variables on top of the inherited ones; None unsets a variable."""
     prompts: tuple[tuple[int, ...] | str, ...] = ()
-    """Token ids or text; none: as many as `generated` are made, the same for the same model."""
+    """Token ids or text. If empty, *generated* prompts are made, the same ones for the same model."""
     generated: int = 0
     max_tokens: tuple[int, ...] = ()
-    """The number of tokens of each prompt's answer."""
+    """Tokens of each prompt's answer."""
     adapters: tuple[str | None, ...] = ()
-    """The folder of each prompt's LoRA adapter, None where it has none; or nothing at all."""
+    """Folder of each prompt's LoRA adapter, None for a prompt without one; empty if no prompt has one."""
     prompt_logprobs: bool = False
     """Score the prompts too: an answer then begins with the prompt's second token."""
     sampled: bool = False
-    """Answers and drafts are drawn at temperature 1, with a seed for each prompt, and not the likeliest tokens."""
-    again: int = 0
-    """Ask so many times more, every other time in the reverse order: what differs in the second pass is the engine's
-    own noise."""
+    """Sample answers and drafts at temperature 1, with a seed per prompt, instead of greedily."""
+    extra_passes: int = 0
+    """Ask all prompts so many times more, every other time in reverse order, to measure the engine's own noise."""
     probes: tuple[str, ...] = ()
-    """What to look at inside the engine; names that `probes.probe_of` takes. The engine must be in one process."""
+    """Probes in the engine, by names that `probes.probe_of` takes. The engine must run in this process."""
     poison: bool = False
-    """Ask once more with poison in what must not matter, and where that shows, with each kind of it alone."""
+    """Ask once more with all kinds of poison; if poison shows, also with each kind alone."""
     poison_last: bool = False
-    """Ask twice more when all else is said, the second time with all kinds of poison: whether it shows, and no more.
-    Whatever that ends in, what was said before is kept."""
+    """Ask twice more at the end, the second time with all kinds of poison, to learn only whether it shows. A crash
+    there loses nothing of the result."""
     untuned: bool = False
-    """A kernel that Triton would tune takes its first variant, and no other is compiled."""
+    """Let Triton's autotuner take the first variant that runs, and compile no other."""
     seconds: float | None = None
-    """Seconds from the last thing that its probes saw to its end, where a hang is what is expected: compiling kernels
-    before does not count."""
+    """Time limit from the last observation of a probe to the end, for a case whose defect is a hang. Kernels that are
+    compiled before do not count."""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(to_builtins(self)))
@@ -72,30 +71,30 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Poisoned:
-    """Answers of an engine with poison in what must not matter."""
+class PoisonPass:
+    """All prompts, asked once with poison, compared with the answers without it."""
 
     kinds: tuple[str, ...]
     buffers: tuple[str, ...] | None
-    """The persistent inputs that were poisoned, or all of them."""
+    """Names of the poisoned persistent inputs; None for all of them."""
     finite: bool
-    """Blocks held large numbers and no NaN, which a kernel that masks by multiplying with 0 cannot stand."""
+    """True if blocks held large numbers instead of NaN: a kernel may mask by multiplying with 0."""
     prompts: tuple[int, ...]
-    """The prompts whose answers are not, to the last bit, those without poison; from 0."""
+    """Prompts, from 0, whose answers are not bitwise equal to those without poison."""
     worst: float
-    """The largest difference of log-probabilities, infinite where a token is another one or a number is NaN."""
+    """Largest difference of log-probabilities; infinite if a token differs or a number is NaN."""
     ranks: tuple[dict[str, Any], ...]
-    """What each rank has found (`poison.engine.PoisonedRunner.remove`)."""
+    """Results of `poison.engine.PoisonedRunner.remove`, by rank."""
 
     @property
     def findings(self) -> list[tuple[int, int, str, bool]]:
-        """Rank, step, what was found, and whether somebody wrote there."""
-        return [(rank, *finding) for rank, found in enumerate(self.ranks) for finding in found["findings"]]
+        """Rank, step, description, and True if poison was overwritten."""
+        return [(rank, *finding) for rank, result in enumerate(self.ranks) for finding in result["findings"]]
 
     @property
     def padded(self) -> list[int]:
-        """The first step of each rank in which padded rows of the model's output were NaN."""
-        return [found["padded"] for found in self.ranks if found.get("padded")]
+        """First step in which padded rows of the model's output were NaN, of each rank that had one."""
+        return [result["padded"] for result in self.ranks if result.get("padded")]
 
     @property
     def shows(self) -> bool:
@@ -103,35 +102,35 @@ class Poisoned:
 
     @property
     def written(self) -> bool:
-        """Whether somebody wrote where nobody may."""
+        """True if a kernel wrote to memory that belongs to no request."""
         return any(written for *_, written in self.findings)
 
 
 @dataclass(frozen=True)
-class Said:
-    """What an engine said."""
+class EngineResult:
+    """Answers of one engine, its states and its times."""
 
     passes: tuple[tuple[Answer, ...], ...]
-    """The answers to all prompts, of each pass in the order of the prompts."""
+    """Answers to all prompts, by pass, each in the order of the prompts."""
     states: dict[str, dict[str, str]]
     """State of each fix, by rank."""
     observed: dict[str, list[float]]
-    """What the probes saw, by name."""
+    """Observations, by probe."""
     drafts: tuple[int, int] | None
-    """Tokens of drafts that were accepted, and proposed; None without speculative decoding."""
+    """Draft tokens that were accepted and proposed; None without speculative decoding."""
     facts: dict[str, str]
-    """What it ran on: vllm, torch, python, device."""
+    """Versions of vllm, torch and Python, the device, the driver, the plugin's settings."""
     start_seconds: float
-    """From the first import of vLLM to an engine that answers."""
+    """Seconds from the first import of vLLM to an engine that is ready."""
     import_seconds: float = 0.0
-    """The part of these until vLLM was imported: next to none in a process that was forked."""
+    """Seconds of these for importing vLLM; next to none in a forked process."""
     answer_seconds: float = 0.0
-    """From an engine that answers to all answers."""
+    """Seconds from an engine that is ready to the last answer."""
     cpu_seconds: float = 0.0
-    """Processor time of this process, and of those that it started and that have ended."""
-    poisoned: tuple[Poisoned, ...] = ()
-    """What was asked with poison, all kinds of it first."""
+    """Processor time of this process and of its children that have ended."""
+    poisoned: tuple[PoisonPass, ...] = ()
+    """Passes with poison; the first one has all kinds."""
     poison_error: str | None = None
-    """What the engine ended in when all else was said, with `Job.poison_last`; empty while it goes on."""
+    """Error that ended the engine during `Job.poison_last`; empty while that runs."""
     cudagraph_mode: str | None = None
-    """vLLM's, as its workers have it in the end; None for an engine that was given no flags."""
+    """vLLM's mode as the workers have it in the end; None for an engine without flags."""

@@ -1,123 +1,127 @@
-"""What poison showed: verdict, words for people, and JSON."""
+"""Verdict on an engine that was asked with poison, as lines for people and as JSON."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_graphfix.verify.comparison import finite_or_none, tolerance_of
-from vllm_graphfix.verify.engine.job import Poisoned, Said
+from vllm_graphfix.verify.engine.job import EngineResult, PoisonPass
 from vllm_graphfix.verify.engine.poisoned import PASSES, gap_between
 from vllm_graphfix.verify.engine.processes import HANG
 from vllm_graphfix.verify.poison.kinds import KINDS, NAN_IN_NULL_BLOCK
 
 _NO_FINDING = re.compile(rf"{HANG.pattern}|.*out of memory", re.IGNORECASE | re.DOTALL)
-"""What ends a poisoned engine and is no poison's doing: an engine that the limit of a whole one has ended may be slow.
-One that hangs with poison is ended before, and says so."""
-_SHOWN = 12
-"""Prompts that are named; JSON has all."""
+"""Errors that poison does not cause. An engine that ran into the time limit of a whole engine may be slow; one that
+hangs with poison is ended before that, with another error."""
+_LISTED_PROMPTS = 12
+"""Prompts in a line for people; JSON has all."""
 
 
 @dataclass(frozen=True)
 class PoisonReport:
     """An engine with graphs, asked twice without poison and then with it."""
 
-    said: Said | None
+    result: EngineResult | None
     error: str | None = None
-    """What it ended in."""
+    """The error that ended the engine."""
     passes_begun: int = 0
-    """With poison, before it ended."""
+    """Passes with poison that had begun before the error."""
+
+    @property
+    def passes(self) -> tuple[PoisonPass, ...]:
+        return self.result.poisoned if self.result else ()
 
     @property
     def noise(self) -> float:
-        """The engine's own, between two passes without poison; 0 if it gives the same bits."""
-        if self.said is None:
+        """Largest difference between two passes without poison; 0 if they are bitwise equal."""
+        if self.result is None:
             return 0.0
-        return max((gap_between(*pair) for pair in zip(*self.said.passes[:2], strict=True)), default=0.0)
+        return max((gap_between(*pair) for pair in zip(*self.result.passes[:2], strict=True)), default=0.0)
 
-    def _shows(self, poisoned: Poisoned) -> bool:
+    def _shows(self, poisoned: PoisonPass) -> bool:
         worse = poisoned.worst > (tolerance_of(self.noise) if self.noise else 0.0)
         return bool(poisoned.findings) or (worse and not math.isinf(self.noise))
 
     @property
-    def found(self) -> bool:
-        """Poison reached answers, was overwritten, or ended the engine.
+    def detected(self) -> bool:
+        """True if poison reached an answer, was overwritten, or ended the engine.
 
-        NaN that shows where large numbers do not is what a kernel multiplies by 0: that harms only if the engine
+        NaN that shows where large numbers do not is multiplied by 0 in a kernel. That is harmful only if the engine
         itself leaves NaN there.
         """
-        if self.said is None:
+        if self.result is None:
             return self.passes_begun > 0 and not _NO_FINDING.match(self.error or "")
-        first, *alone = self.said.poisoned
-        if not self._shows(first) or (self._by_zero(first) and not self._nan_was_there):
+        first, *alone = self.passes
+        if not self._shows(first) or (self._multiplied_by_zero(first) and not self._engine_left_nan):
             return False
-        showing = [each for each in alone if self._shows(each) and not self._by_zero(each)]
-        return first.written or self._nan_was_there or bool(showing) or not any(map(self._shows, alone))
+        harmful = any(self._shows(each) and not self._multiplied_by_zero(each) for each in alone)
+        return first.written or self._engine_left_nan or harmful or not any(map(self._shows, alone))
 
-    def _by_zero(self, poisoned: Poisoned) -> bool:
-        """Whether the same with large numbers in place of NaN shows nothing."""
-        passes = self.said.poisoned if self.said else ()
-        finite = [each for each in passes if each.finite and each.kinds == poisoned.kinds]
+    def _multiplied_by_zero(self, poisoned: PoisonPass) -> bool:
+        """True if the same kinds with large numbers in place of NaN show nothing."""
+        finite = [each for each in self.passes if each.finite and each.kinds == poisoned.kinds]
         return not poisoned.written and bool(finite) and not any(map(self._shows, finite))
 
     @property
-    def _nan_was_there(self) -> bool:
-        notes = [note for found in self.said.poisoned[0].ranks for note in found["notes"]] if self.said else []
-        return any(note.startswith(NAN_IN_NULL_BLOCK) for note in notes)
+    def _engine_left_nan(self) -> bool:
+        ranks = self.passes[0].ranks if self.passes else ()
+        return any(note.startswith(NAN_IN_NULL_BLOCK) for rank in ranks for note in rank["notes"])
 
     @property
     def inconclusive(self) -> str | None:
-        """Why silence says nothing; None if it does."""
-        if self.found:
+        """Reason why a report without a finding proves nothing; None if it does, or if there is a finding."""
+        if self.detected:
             return None
-        if self.said is None:
+        if self.result is None:
             ended = "ended before it was" if not self.passes_begun else "was not done"
             return f"the engine to be poisoned {ended}: {self.error}"
         if math.isinf(self.noise):
             return "without poison the engine's answers differ in their tokens from one time to the next"
-        errors = [found["error"] for each in self.said.poisoned for found in each.ranks if found["error"]]
+        ranks = [rank for each in self.passes for rank in each.ranks]
+        errors = [rank["error"] for rank in ranks if rank["error"]]
         if errors:
             return f"poison was taken out of a running engine: {errors[0]}"
-        if not all(found["steps"] for each in self.said.poisoned for found in each.ranks):
+        if not all(rank["steps"] for rank in ranks):
             return "no step was poisoned"
         return None
 
     def lines(self) -> list[str]:
-        """What people read, without the verdict."""
-        passes = self.said.poisoned[:1] if self.said else ()
-        notes = dict.fromkeys(note for each in passes for found in each.ranks for note in found["notes"])
-        return [*self.shown(), *filter(None, [self.told_of_padding]), *notes]
+        """Return all lines for people, without the verdict."""
+        ranks = self.passes[0].ranks if self.passes else ()
+        notes = dict.fromkeys(note for rank in ranks for note in rank["notes"])
+        return [*self.effects(), *filter(None, [self.padding_note]), *notes]
 
-    def shown(self) -> list[str]:
-        """The part of it that is about what poison showed."""
-        if self.said is None:
-            return [f"with poison the engine ends: {self.error}"] if self.found else []
-        told = []
-        halves = [each for each in self.said.poisoned if each.buffers is not None]
-        for each in self.said.poisoned:
-            if each in halves[:-1]:
-                continue
-            where = ", ".join(each.buffers or each.kinds) + (" (large numbers, no NaN)" if each.finite else "")
-            if self._shows(each):
-                numbers = f"log-probabilities by up to {each.worst:.3g}"
-                gap = "another token, or NaN" if math.isinf(each.worst) else numbers
-                differing = ", ".join(map(str, each.prompts[:_SHOWN])) + (" …" if len(each.prompts) > _SHOWN else "")
-                told.append(f"{where}: answers of prompts {differing} differ ({gap})" if each.prompts else f"{where}:")
-                ranks = len(each.ranks) > 1
-                told += [
-                    f"  step {step}{f' of rank {rank}' if ranks else ''}: {found}"
-                    for rank, step, found, _ in each.findings
-                ]
-                if self._by_zero(each):
-                    told.append("  a kernel multiplies it by 0, and gets NaN: harmless where none is left there")
-            elif len(self.said.poisoned) > 1:
-                told.append(f"{where}: nothing")
-        return told
+    def effects(self) -> list[str]:
+        """Return the lines on what poison changed, pass by pass."""
+        if self.result is None:
+            return [f"with poison the engine ends: {self.error}"] if self.detected else []
+        # Of the passes that halve the inputs, only the last one names what is enough.
+        halves = [each for each in self.passes if each.buffers is not None]
+        passes = [each for each in self.passes if each not in halves[:-1]]
+        return [line for each in passes for line in self._effects_of(each)]
+
+    def _effects_of(self, poisoned: PoisonPass) -> list[str]:
+        place = place_of(poisoned.buffers or poisoned.kinds, finite=poisoned.finite)
+        if not self._shows(poisoned):
+            return [f"{place}: nothing"] if len(self.passes) > 1 else []
+        lines = [f"{place}:"]
+        if poisoned.prompts:
+            gap = gap_text(finite_or_none(poisoned.worst))
+            lines = [f"{place}: answers of prompts {listed_prompts(poisoned.prompts)} differ ({gap})"]
+        several = len(poisoned.ranks) > 1
+        lines += [
+            f"  step {step}{f' of rank {rank}' if several else ''}: {text}" for rank, step, text, _ in poisoned.findings
+        ]
+        if self._multiplied_by_zero(poisoned):
+            lines.append("  a kernel multiplies it by 0, and gets NaN: harmless where none is left there")
+        return lines
 
     @property
-    def told_of_padding(self) -> str:
+    def padding_note(self) -> str:
         if self.padded is None:
             return ""
         return (
@@ -127,31 +131,29 @@ class PoisonReport:
 
     @property
     def padded(self) -> int | None:
-        """The first step in which padded rows of the model's output were NaN that no cache had; None if there is none.
+        """First step in which padded rows of the model's output were NaN while no cache had NaN, or None.
 
-        No finding: they are nobody's.
+        It is no finding: those rows belong to no request.
         """
-        passes = self.said.poisoned if self.said else ()
-        alone = [each for each in passes if each.kinds == KINDS[:1] and each.buffers is None]
-        return min((step for each in alone for step in each.padded), default=None)
+        rows_alone = [each for each in self.passes if each.kinds == KINDS[:1] and each.buffers is None]
+        return min((step for each in rows_alone for step in each.padded), default=None)
 
     def summary(self) -> str:
-        """How much was poisoned."""
-        if self.said is None:
+        """Return the amount of poison in a line."""
+        if not self.passes:
             return ""
-        first = self.said.poisoned[0].ranks[0]
+        first = self.passes[0].ranks[0]
         amounts = ", ".join(f"{kind} {number}" for kind, number in first["most"].items())
         exact = "to the last bit" if not self.noise else f"beyond the engine's own noise of {self.noise:.3g}"
         return f"{first['steps']} steps poisoned (at most {amounts}); answers compared {exact}"
 
     def as_json(self) -> dict[str, Any]:
-        passes = self.said.poisoned if self.said else ()
         return {
-            "found": self.found,
+            "found": self.detected,
             "inconclusive": self.inconclusive,
             "error": self.error,
             "padded": self.padded,
-            "noise": finite_or_none(self.noise) if self.said else None,
+            "noise": finite_or_none(self.noise) if self.result else None,
             "passes": [
                 {
                     "kinds": list(each.kinds),
@@ -161,15 +163,29 @@ class PoisonReport:
                     "prompts": list(each.prompts),
                     "distance": finite_or_none(each.worst),
                     "ranks": [
-                        {name: found[name] for name in ("steps", "most", "findings", "notes", "error")}
-                        for found in each.ranks
+                        {name: rank[name] for name in ("steps", "most", "findings", "notes", "error")}
+                        for rank in each.ranks
                     ],
                 }
-                for each in passes
+                for each in self.passes
             ],
         }
 
 
-def report_of(said: Said | None, error: str | None, observed: dict[str, list[float]]) -> PoisonReport:
-    """What an engine's end means; *observed* is what it had told before."""
-    return PoisonReport(said, error, int(observed.get(PASSES, [0.0])[0]))
+def report_of(result: EngineResult | None, error: str | None, observed: dict[str, list[float]]) -> PoisonReport:
+    """Report on an engine that ended with *result* or *error*; *observed* survives a crash."""
+    return PoisonReport(result, error, int(observed.get(PASSES, [0.0])[0]))
+
+
+def place_of(names: Sequence[str], *, finite: bool) -> str:
+    """Return the kinds or inputs *names* in words."""
+    return ", ".join(names) + (" (large numbers, no NaN)" if finite else "")
+
+
+def gap_text(distance: float | None) -> str:
+    """Return the largest difference of log-probabilities in words; None is infinite, as in JSON."""
+    return "another token, or NaN" if distance is None else f"log-probabilities by up to {distance:.3g}"
+
+
+def listed_prompts(prompts: Sequence[int]) -> str:
+    return ", ".join(map(str, prompts[:_LISTED_PROMPTS])) + (" …" if len(prompts) > _LISTED_PROMPTS else "")

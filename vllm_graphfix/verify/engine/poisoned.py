@@ -1,4 +1,4 @@
-"""Asks an engine again with poison in what must not matter, and finds out which poison it is that shows."""
+"""Asks an engine again with poison in memory that belongs to no request, and isolates the poison that shows."""
 
 from __future__ import annotations
 
@@ -12,46 +12,45 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.verify.comparison import Answer
-from vllm_graphfix.verify.engine.job import Poisoned
+from vllm_graphfix.verify.engine.job import PoisonPass
 from vllm_graphfix.verify.poison.kinds import KINDS
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-_LEAST_SECONDS, _TIMES = 120.0, 20
-"""A pass with poison that takes longer than so many seconds, and so many times what one without took, hangs."""
-_LEAST_SECONDS_OF_A_CASE = 40.0
-"""The same for a tiny model, which answers in a few."""
+_MIN_SECONDS, _MIN_SECONDS_OF_A_CASE, _SLOWDOWN = 120.0, 40.0, 20
+"""A pass with poison hangs if it takes longer than `_MIN_SECONDS`, and `_SLOWDOWN` times as long as one without. A case
+of a tiny model answers in a few seconds and has a shorter minimum."""
 PASSES = "poison: passes begun"
-"""Observed, also of an engine that crashes."""
+"""Key of the number of passes with poison among the observations, which survive a crash."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """An engine, and how it is asked."""
+class Session:
+    """An engine that has answered, and the means to ask it again."""
 
     llm: LLM
     ask: Callable[[], tuple[Answer, ...]]
     without: Sequence[tuple[Answer, ...]]
-    """The answers without poison."""
+    """Answers without poison, by pass."""
     observed: dict[str, list[float]]
     write: Callable[[dict[str, Any]], None]
-    """Leaves a result for whoever waits for this process."""
+    """Writes a result for the process that waits for this one."""
 
 
-def ask_with_poison(asked: Asked) -> tuple[Poisoned, ...]:
-    """One pass with all poison; where it shows, one with each kind alone, and then halves of the persistent inputs.
+def ask_with_poison(session: Session) -> tuple[PoisonPass, ...]:
+    """Ask with all kinds of poison and, if they show, with each kind alone, then with halves of the persistent inputs.
 
-    Where NaN in blocks shows, one with large numbers in its place. Where nothing shows but padded rows of the model's
-    output are NaN, one with the rows alone: no cache gives them NaN then.
+    If NaN in blocks shows, ask with large numbers in its place. If nothing shows but padded rows of the model's output
+    are NaN, ask with poison in rows alone: then no cache can be the source of that NaN.
     """
     started = time.monotonic()
-    _let_go_of_all_blocks(asked.llm)
-    asked.ask()
-    bound = max(_LEAST_SECONDS, _TIMES * (time.monotonic() - started))
+    _release_all_blocks(session.llm)
+    session.ask()
+    bound = max(_MIN_SECONDS, _SLOWDOWN * (time.monotonic() - started))
 
-    def one(kinds: Sequence[str], buffers: Sequence[str] | None = None, *, finite: bool = False) -> Poisoned:
-        return _one_pass(asked, bound, kinds, buffers, finite)
+    def one(kinds: Sequence[str], buffers: Sequence[str] | None = None, *, finite: bool = False) -> PoisonPass:
+        return _one_pass(session, bound, kinds, buffers, finite)
 
     passes = [one(KINDS)]
     if not passes[0].shows:
@@ -64,62 +63,64 @@ def ask_with_poison(asked: Asked) -> tuple[Poisoned, ...]:
     return tuple(passes)
 
 
-def ask_last_with_poison(asked: Asked) -> tuple[tuple[Answer, ...], tuple[Poisoned, ...]]:
-    """The answers once more without poison, and what all of it together shows.
+def ask_last_with_poison(session: Session) -> tuple[tuple[Answer, ...], tuple[PoisonPass, ...]]:
+    """Ask once more without poison, then with all kinds; return those answers and the passes with poison.
 
-    Where it shows and nobody wrote where nobody may, one pass more has large numbers in blocks in place of NaN, which
-    a kernel may multiply by 0. Where padded rows of the output are NaN, one more has the rows alone, as above.
+    If poison shows and was not overwritten, one more pass has large numbers in blocks in place of NaN, which a kernel
+    may multiply by 0. If padded rows of the output are NaN, one more has poison in rows alone, as above.
     """
 
     def late() -> dict[str, Any]:
-        return {"observed": asked.observed, "error": "hangs when it is asked again without poison: no answers"}
+        return {"observed": session.observed, "error": "hangs when it is asked again without poison: no answers"}
 
     started = time.monotonic()
-    with _bounded(_LEAST_SECONDS_OF_A_CASE, late, asked.write):
-        _let_go_of_all_blocks(asked.llm)
-        again = asked.ask()
-    bound = max(_LEAST_SECONDS_OF_A_CASE, _TIMES * (time.monotonic() - started))
-    passes = [_one_pass(asked, bound, KINDS, None, finite=False)]
+    with _bounded(_MIN_SECONDS_OF_A_CASE, late, session.write):
+        _release_all_blocks(session.llm)
+        again = session.ask()
+    bound = max(_MIN_SECONDS_OF_A_CASE, _SLOWDOWN * (time.monotonic() - started))
+    passes = [_one_pass(session, bound, KINDS, None, finite=False)]
     if passes[0].written:
         return again, tuple(passes)
     if passes[0].shows:
-        passes.append(_one_pass(asked, bound, KINDS, None, finite=True))
+        passes.append(_one_pass(session, bound, KINDS, None, finite=True))
     if passes[0].padded:
-        passes.append(_one_pass(asked, bound, KINDS[:1], None, finite=False))
+        passes.append(_one_pass(session, bound, KINDS[:1], None, finite=False))
     return again, tuple(passes)
 
 
-def _let_go_of_all_blocks(llm: LLM) -> None:
-    """Empties the prefix cache: what is poisoned next is every block. Raises RuntimeError if some are still held."""
+def _release_all_blocks(llm: LLM) -> None:
+    """Empty the prefix cache, so that every block can be poisoned. Raises RuntimeError if a block is still held."""
     if llm.reset_prefix_cache() is False:
         raise RuntimeError("vLLM holds blocks of its cache although no request runs, so none can be poisoned")
 
 
-def _halves(one: Callable[..., Poisoned], names: list[str]) -> Iterator[Poisoned]:
-    """Down to the input that is enough for it to show."""
+def _halves(one: Callable[..., PoisonPass], names: list[str]) -> Iterator[PoisonPass]:
+    """Halve the inputs *names* down to one in which poison shows."""
     while len(names) > 1:
         first = names[: len(names) // 2]
-        found = one(KINDS[:1], first)
-        yield found
-        names = first if found.shows else names[len(first) :]
+        half = one(KINDS[:1], first)
+        yield half
+        names = first if half.shows else names[len(first) :]
     if names:
         yield one(KINDS[:1], names)
 
 
 def _one_pass(
-    asked: Asked, bound: float, kinds: Sequence[str], buffers: Sequence[str] | None, finite: bool
-) -> Poisoned:
-    _let_go_of_all_blocks(asked.llm)
-    asked.observed.setdefault(PASSES, [0.0])[0] += 1
-    asked.write({"observed": asked.observed, "error": ""})  # before what may crash
+    session: Session, bound: float, kinds: Sequence[str], buffers: Sequence[str] | None, finite: bool
+) -> PoisonPass:
+    _release_all_blocks(session.llm)
+    session.observed.setdefault(PASSES, [0.0])[0] += 1
+    session.write({"observed": session.observed, "error": ""})  # before the pass, which may crash
     named = f"poison in {', '.join(buffers if buffers and len(buffers) < 4 else kinds)}"
-    with _bounded(bound, lambda: {"observed": asked.observed, "error": f"hangs with {named}: no answers"}, asked.write):
+    with _bounded(
+        bound, lambda: {"observed": session.observed, "error": f"hangs with {named}: no answers"}, session.write
+    ):
         chosen = None if buffers is None else list(buffers)
-        asked.llm.collective_rpc("graphfix_poison", args=(list(kinds), chosen, finite))
-        answers = asked.ask()
-        ranks = asked.llm.collective_rpc("graphfix_poison_found")
-    gaps = [gap_between(one, other) for one, other in zip(asked.without[0], answers, strict=True)]
-    return Poisoned(
+        session.llm.collective_rpc("graphfix_poison", args=(list(kinds), chosen, finite))
+        answers = session.ask()
+        ranks = session.llm.collective_rpc("graphfix_poison_result")
+    gaps = [gap_between(one, other) for one, other in zip(session.without[0], answers, strict=True)]
+    return PoisonPass(
         tuple(kinds),
         None if buffers is None else tuple(buffers),
         finite,
@@ -130,7 +131,7 @@ def _one_pass(
 
 
 def gap_between(one: Answer, other: Answer) -> float:
-    """The largest difference of log-probabilities; infinite if tokens, or which are likeliest, are not the same."""
+    """Return the largest difference of log-probabilities; infinite if the tokens or the sets of best tokens differ."""
     if one.tokens != other.tokens or any(a.keys() != b.keys() for a, b in zip(one.top, other.top, strict=True)):
         return math.inf
     pairs = ((a[token], b[token]) for a, b in zip(one.top, other.top, strict=True) for token in a)
@@ -140,12 +141,12 @@ def gap_between(one: Answer, other: Answer) -> float:
 
 @contextmanager
 def _bounded(
-    seconds: float, told: Callable[[], dict[str, Any]], write: Callable[[dict[str, Any]], None]
+    seconds: float, late_result: Callable[[], dict[str, Any]], write: Callable[[dict[str, Any]], None]
 ) -> Iterator[None]:
-    """Ends this process, with what it hangs in, if the block takes longer: nothing else ends a kernel that waits."""
+    """Write a result and end this process if the block takes longer: nothing else ends a kernel that waits."""
 
     def end() -> None:
-        late = told()
+        late = late_result()
         write(late | {"error": f"{late['error']} in {seconds:.0f} s"})
         os._exit(1)
 

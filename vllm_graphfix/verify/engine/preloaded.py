@@ -1,13 +1,12 @@
-"""Engines that are forked: vLLM is imported once, in a process without an engine, and not again for each of them.
+"""Forks engines from a process that has imported vLLM, so that vLLM is imported once for all of them.
 
     python -m vllm_graphfix.verify.engine.preloaded READY PIPE
 
-imports vLLM, writes to the file READY why it cannot be forked, or nothing, and then forks an engine for each line of
-JSON on its standard input. How far an engine is, it writes to files. PIPE is a pipe as `worker` is given one.
+imports vLLM, writes to the file READY the reason why it cannot be forked, or nothing, and then forks an engine for each
+line of JSON on its standard input. It writes the pid and the exit code of each engine to files. PIPE is as in `worker`.
 
-It is what vLLM does itself, whose front end has imported all of this when it forks the process with the engine. What a
-process must not have done before it is forked: touched the GPU, or begun with the plugin, which decides by an
-environment that each engine has for itself.
+vLLM's own front end forks its engine in the same way, after the same imports. Before it forks, the process must have
+neither touched the GPU nor started the plugin, which reads an environment that each engine has for itself.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ from vllm_graphfix.settings.environment import PREFIX
 from vllm_graphfix.verify.engine import worker
 
 _READ_BY_ENGINES = re.compile(rf"{PREFIX}\w*|VLLM_USE_V2_MODEL_RUNNER|VLLM_DISABLE_COMPILE_CACHE")
-"""Variables that nothing reads while vLLM is imported: engines that differ in no others come from one process."""
-_FORKED_WITHIN = 30.0
-"""Seconds until a process that was asked for an engine has forked it: whoever ends all engines may wait for this."""
-_IMPORTED_WITHIN = 180.0
+"""Variables that nothing reads while vLLM is imported: engines that differ only in these share a process."""
+_FORK_TIMEOUT = 30.0
+"""Seconds until an engine is forked; `Engines` may have to wait for this while it ends all engines."""
+_IMPORT_TIMEOUT = 180.0
 """Seconds; a slow disk takes most of a minute."""
-_TRIED_FOR = 60
-"""Seconds for a first use of the GPU, which takes two; several processes may begin with it at the same time."""
+_GPU_TIMEOUT = 60
+"""Seconds for a first use of the GPU, which takes two; several processes may do so at the same time."""
 
 
 class Forked:
-    """A process of another's, to be looked at and waited for like a `subprocess.Popen`."""
+    """A grandchild process, with `poll` and `wait` as `subprocess.Popen` has them."""
 
     def __init__(self, parent: subprocess.Popen[bytes], stem: Path) -> None:
         self._parent, self._code = parent, stem.with_name(f"{stem.name}.code")
@@ -51,7 +50,7 @@ class Forked:
     returncode: int | None
 
     def poll(self) -> int | None:
-        orphaned = self._parent.poll() is not None  # before the file, which may be its last
+        orphaned = self._parent.poll() is not None  # before the file is read: it may be the parent's last act
         if self.returncode is None and self._code.exists():
             self.returncode = int(self._code.read_text())
         elif self.returncode is None and orphaned:
@@ -65,7 +64,7 @@ class Forked:
 
 
 class Preloaded:
-    """A process that has imported vLLM as *environment* says, in *folder*, and what it has forked."""
+    """A process that imports vLLM with *environment*, in *folder*, and forks engines."""
 
     def __init__(self, folder: Path, name: str, environment: Mapping[str, str], alive: int) -> None:
         self._ready, self.why_not = folder / f"{name}.ready", None
@@ -85,30 +84,30 @@ class Preloaded:
     why_not: str | None
 
     def wait(self) -> bool:
-        """Whether it can be forked, as soon as that is known; `why_not` says why it cannot."""
-        deadline = time.monotonic() + _IMPORTED_WITHIN
+        """Wait until vLLM is imported; return False, with the reason in `why_not`, if the process cannot be forked."""
+        deadline = time.monotonic() + _IMPORT_TIMEOUT
         while self.why_not is None and not self._ready.exists():
             if self.process.poll() is not None:
                 self.why_not = "ended while it imported vLLM"
             elif time.monotonic() > deadline:
-                self.why_not = f"had not imported vLLM after {_IMPORTED_WITHIN:.0f} s"
+                self.why_not = f"had not imported vLLM after {_IMPORT_TIMEOUT:.0f} s"
             time.sleep(0.05)
         if self.why_not is None:
             self.why_not = self._ready.read_text() or None
         return self.why_not is None
 
     def engine(self, job: Path, result: Path, log: Path, environment: Mapping[str, str]) -> Forked | None:
-        """An engine forked off, or None if the process is gone."""
+        """Fork an engine; return None if the process has ended."""
         stem = result.with_suffix("")
         order = {"job": str(job), "result": str(result), "log": str(log), "environment": dict(environment)}
-        assert self.process.stdin is not None  # noqa: S101 - it was given a pipe
+        assert self.process.stdin is not None  # noqa: S101 - started with a pipe
         with self._asking:
             try:
                 self.process.stdin.write(json.dumps(order).encode() + b"\n")
                 self.process.stdin.flush()
             except OSError:
                 return None
-            deadline = time.monotonic() + _FORKED_WITHIN
+            deadline = time.monotonic() + _FORK_TIMEOUT
             while not stem.with_name(f"{stem.name}.pid").exists():
                 if self.process.poll() is not None or time.monotonic() > deadline:
                     return None
@@ -117,33 +116,33 @@ class Preloaded:
 
 
 def imported_with(environment: Mapping[str, str]) -> dict[str, str]:
-    """The part of *environment* that decides what an import of vLLM does."""
+    """Return the part of *environment* that affects an import of vLLM."""
     return {name: value for name, value in environment.items() if not _READ_BY_ENGINES.fullmatch(name)}
 
 
 def _serve(ready: Path, alive: int) -> None:
-    why_not = _why_it_cannot_be_forked()
+    why_not = _why_not_forkable()
     gc.collect()
-    gc.freeze()  # or the first collection in each engine would copy all of it
+    gc.freeze()  # else the first collection in each engine would write to, and so copy, every page
     engines: dict[int, Path] = {}
-    signal.signal(signal.SIGCHLD, functools.partial(_note_the_ended, engines))
+    signal.signal(signal.SIGCHLD, functools.partial(_write_exit_codes, engines))
     _write(ready, why_not or "")
     while line := sys.stdin.readline():
         order = json.loads(line)
-        # An engine that ends at once is noted when it is known which it was.
+        # SIGCHLD waits until `engines` has the pid: an engine may end at once.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         pid = os.fork()
         if not pid:
-            _become_an_engine(order, alive)
+            _become_engine(order, alive)
         with suppress(OSError):
-            os.setpgid(pid, pid)  # also in the engine itself, whichever comes first
+            os.setpgid(pid, pid)  # here and in the engine, so that it holds whichever runs first
         stem = Path(order["result"]).with_suffix("")
         engines[pid] = stem
         _write(stem.with_name(f"{stem.name}.pid"), str(pid))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
-def _why_it_cannot_be_forked() -> str | None:
+def _why_not_forkable() -> str | None:
     from vllm_graphfix import _engine_process
     from vllm_graphfix.verify.engine import device
 
@@ -156,16 +155,16 @@ def _why_it_cannot_be_forked() -> str | None:
         return "has touched the GPU while it imported vLLM"
     if _engine_process.cache_info().currsize:
         return "has begun with the plugin while it imported vLLM"
-    return None if _a_fork_can_use_the_gpu() else "was forked, and the fork could not use the GPU"
+    return None if _fork_can_use_gpu() else "was forked, and the fork could not use the GPU"
 
 
-def _a_fork_can_use_the_gpu() -> bool:
-    """Tried once, so that engines need not fail, or hang, to find it out."""
+def _fork_can_use_gpu() -> bool:
+    """Try once, so that no engine fails or hangs because of it."""
     pid = os.fork()
     if not pid:
         code = 1
         try:
-            signal.alarm(_TRIED_FOR)
+            signal.alarm(_GPU_TIMEOUT)
             import torch
 
             if torch.cuda.is_available():
@@ -178,7 +177,7 @@ def _a_fork_can_use_the_gpu() -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def _note_the_ended(engines: dict[int, Path], number: int, frame: object) -> None:
+def _write_exit_codes(engines: dict[int, Path], number: int, frame: object) -> None:
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
@@ -186,10 +185,10 @@ def _note_the_ended(engines: dict[int, Path], number: int, frame: object) -> Non
                 _write(stem.with_name(f"{stem.name}.code"), str(os.waitstatus_to_exitcode(status)))
 
 
-def _become_an_engine(order: Mapping[str, Any], alive: int) -> NoReturn:
+def _become_engine(order: Mapping[str, Any], alive: int) -> NoReturn:
     code = 1
     try:
-        os.setpgid(0, 0)  # an engine starts processes; together they can be ended
+        os.setpgid(0, 0)  # one group with the processes that it starts, so that all can be killed
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         nothing, log = os.open(os.devnull, os.O_RDONLY), os.open(order["log"], os.O_WRONLY | os.O_APPEND)
@@ -209,5 +208,5 @@ def _write(file: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    worker.end_with_the_other_end_of(os.dup(int(sys.argv[2])))
+    worker.exit_with_pipe(os.dup(int(sys.argv[2])))
     _serve(Path(sys.argv[1]), int(sys.argv[2]))

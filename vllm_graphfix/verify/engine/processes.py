@@ -1,4 +1,4 @@
-"""Runs engines in processes of their own, side by side, and leaves none behind."""
+"""Runs engines in processes of their own, several at a time, and ends all of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.verify.codec import from_builtins
 from vllm_graphfix.verify.engine import worker
 from vllm_graphfix.verify.engine.device import PACKAGE
-from vllm_graphfix.verify.engine.job import Job, Said
+from vllm_graphfix.verify.engine.job import EngineResult, Job
 from vllm_graphfix.verify.engine.preloaded import Preloaded, imported_with
 
 _PLUGIN = "plugin"
@@ -30,11 +30,11 @@ _EXCEPTION = re.compile(
     r"(?:^|[\s\]])(?P<python>(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Interrupt): \S.*)|\bwhat\(\):\s+(?P<cpp>\S.*)"
 )
 _NO_FAILURE = re.compile(r"\b(?:DEBUG|INFO|WARNING) \d\d-\d\d ")
-"""vLLM's log of something that it tried and can do without."""
+"""A line of vLLM's log about an optional step that failed."""
 _SECONDHAND = re.compile(r"root cause|Engine core initialization failed|EngineDeadError|EngineCore encountered")
-"""What vLLM says in the parent of the process that failed."""
+"""Messages of the parent of the process that failed."""
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\].*?(?:\x07|\x1b\\)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-"""Colours, movements of the cursor, titles of windows."""
+"""Colours, cursor movements, window titles."""
 
 
 CRASH = re.compile(
@@ -45,36 +45,35 @@ CRASH = re.compile(
     r"|operation (not permitted|not supported on global/shared address space|failed|would))",
     re.IGNORECASE | re.DOTALL,
 )
-"""The crashes that defects of CUDA graphs lead to. An engine that ends in another error says nothing of its graphs: out
-of memory, say."""
+"""Crashes that defects of CUDA graphs cause. Another error, such as out of memory, proves nothing about graphs."""
 HANG = re.compile(r"did not finish in \d+ s")
-"""The error of an engine that was ended from outside: by a defect's doing, or because the machine is slow."""
+"""Error of an engine that was killed at its time limit: because of a defect, or because the machine is slow."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How an engine's process ended."""
+class JobResult:
+    """Outcome of a job: the engine's result, or the error that ended its process."""
 
     job: Job
-    said: Said | None
-    """None if it did not finish."""
+    result: EngineResult | None
+    """None if the engine did not finish."""
     error: str | None
-    """The engine's own, first line; None if it came to its end."""
+    """First line of the engine's error; None if it finished."""
     log: Path
     seconds: float
     observed: dict[str, list[float]] = field(default_factory=dict)
-    """What the probes had seen, also of an engine that crashed."""
+    """Observations of the probes, also of an engine that crashed."""
     began: float = 0.0
-    """Seconds from the start of the first engine of the run, or of what it is forked from."""
+    """Start of the process, in seconds from the start of the run."""
     forked: bool = False
-    """Whether its process had imported vLLM before, as a part of another."""
+    """True if the process was forked from one that had imported vLLM."""
     why_not_forked: str | None = None
-    """Where it should have been."""
+    """Reason for a fresh process where a forked one was asked for."""
 
     @property
     def times(self) -> dict[str, Any]:
-        """What an engine took, in seconds: where one failed, only what can be seen from outside."""
-        said = self.said
+        """Times in seconds; an engine that failed has only those measured from outside."""
+        result = self.result
         return {
             "name": self.job.name,
             "error": self.error,
@@ -82,15 +81,15 @@ class Ended:
             "why_not_forked": self.why_not_forked,
             "began": round(self.began, 1),
             "seconds": round(self.seconds, 1),
-            "imports": said.import_seconds if said else None,
-            "start": round(said.start_seconds - said.import_seconds, 1) if said else None,
-            "answers": said.answer_seconds if said else None,
-            "cpu": said.cpu_seconds if said else None,
+            "imports": result.import_seconds if result else None,
+            "start": round(result.start_seconds - result.import_seconds, 1) if result else None,
+            "answers": result.answer_seconds if result else None,
+            "cpu": result.cpu_seconds if result else None,
         }
 
 
 class Process(Protocol):
-    """What `subprocess.Popen` has of a process that leads a group."""
+    """The part of `subprocess.Popen` that is needed of the leader of a process group."""
 
     @property
     def pid(self) -> int: ...
@@ -100,30 +99,28 @@ class Process(Protocol):
     def wait(self) -> int: ...
 
 
-Told = Callable[[Job, str], None]
+Progress = Callable[[Job, str], None]
 
 
 class Engines:
-    """All processes of one run of a command."""
+    """All engines of one run of a command."""
 
     def __init__(
         self,
         folder: Path,
         timeout: float,
-        doing: Told = lambda job, line: None,
-        done: Told = lambda job, how: None,
+        doing: Progress = lambda job, line: None,
+        done: Progress = lambda job, how: None,
         *,
         preload: bool = False,
-        ended: Callable[[Ended], None] = lambda ended: None,
+        ended: Callable[[JobResult], None] = lambda ended: None,
         limit: float | None = None,
     ) -> None:
-        """Logs and results go to *folder*. *timeout*, in seconds, is for one engine from start to end.
+        """Write logs and results to *folder*. *timeout*, in seconds, limits one engine from start to end.
 
-        *ended* is called with each engine that has, in the thread that waited for it. No engine begins when *limit*
-        seconds are over.
-
-        *doing* is told the last line of an engine's log twice a second, *done* how it ended. With *preload* engines are
-        forked from a process that has imported vLLM, where that works.
+        *doing* gets the last line of an engine's log twice a second, *done* a line on its end, and *ended* its result,
+        in the thread that waited for it. With *preload*, engines are forked from a process that has imported vLLM, if
+        that works. No engine starts after *limit* seconds.
         """
         self._folder, self._timeout, self._doing, self._done = folder, timeout, doing, done
         self._preload, self._ended, self._limit = preload, ended, limit
@@ -132,13 +129,13 @@ class Engines:
         self._lock = threading.Lock()
         self._stopped = False
 
-    def run(self, jobs: Sequence[Job], parallel: int) -> dict[str, Ended]:
-        """All *jobs*, *parallel* at a time, by name. If this is interrupted, no process stays."""
-        _put_the_plugin_alone(self._folder / _PLUGIN)
+    def run(self, jobs: Sequence[Job], parallel: int) -> dict[str, JobResult]:
+        """Run all *jobs*, *parallel* at a time, and return their results by name. An interrupt kills every process."""
+        _link_plugin(self._folder / _PLUGIN)
         self._began = time.monotonic()
         with (
             terminated_like_interrupted(),
-            _open_while_this_process_lives() as self._alive,
+            _pipe_closed_at_exit() as self._alive,
             ThreadPoolExecutor(max(1, parallel)) as pool,
         ):
             try:
@@ -148,29 +145,29 @@ class Engines:
                 self._stop()
                 raise
             finally:
-                self._end_what_is_preloaded()
+                self._end_preloaded()
 
-    def _run(self, job: Job) -> Ended:
+    def _run(self, job: Job) -> JobResult:
         if self._limit is not None and time.monotonic() - self._began > self._limit:
-            return Ended(job, None, "was not started: time was up", self._folder, 0.0)
+            return JobResult(job, None, "was not started: time was up", self._folder, 0.0)
         ended = self._engine(job, preload=self._preload)
         if ended.forked and ended.error and not (CRASH.search(ended.error) or HANG.fullmatch(ended.error)):
-            # Whether that is because it was forked, another one tells.
+            # A fresh process tells an error of the engine from one of forking.
             log = ended.log.rename(ended.log.with_suffix(".forked.log"))
-            again = self._engine(job, preload=False)
-            if again.error is None:
+            fresh = self._engine(job, preload=False)
+            if fresh.error is None:
                 self._preload = False
-            ended = replace(again, why_not_forked=f"{ended.error} (log: {log})")
-        parts = [f"{name} {ended.times[name]:.0f}" for name in ("imports", "start", "answers", "cpu") if ended.said]
+            ended = replace(fresh, why_not_forked=f"{ended.error} (log: {log})")
+        parts = [f"{name} {ended.times[name]:.0f}" for name in ("imports", "start", "answers", "cpu") if ended.result]
         within = f" ({', '.join(parts)})" if parts else ""
         self._done(job, f"{ended.error or 'done'}, {ended.seconds:.0f} s{within}")
         self._ended(ended)
         return ended
 
-    def _engine(self, job: Job, *, preload: bool) -> Ended:
+    def _engine(self, job: Job, *, preload: bool) -> JobResult:
         stem = re.sub(r"[^\w.-]+", "-", job.name)
-        given, result, log = (self._folder / f"{stem}.{kind}" for kind in ("job", "json", "log"))
-        job.write(given)
+        job_file, result, log = (self._folder / f"{stem}.{kind}" for kind in ("job", "json", "log"))
+        job.write(job_file)
         log.write_bytes(b"")
         environment = _environment(job.environment, self._folder / _PLUGIN)
         preloaded = self._preloaded_for(environment) if preload else None
@@ -178,12 +175,12 @@ class Engines:
         started = time.monotonic()
         with self._lock:
             if self._stopped:
-                return Ended(job, None, "was not started", log, 0.0)
+                return JobResult(job, None, "was not started", log, 0.0)
             process: Process | None = None
             if preloaded is not None and forkable:
-                process = preloaded.engine(given, result, log, environment)
+                process = preloaded.engine(job_file, result, log, environment)
             forked = process is not None
-            process = process or self._start(given, result, log, environment)
+            process = process or self._start(job_file, result, log, environment)
             self._running[job.name] = process
         late = self._wait(job, process, result, log, started)
         _kill(process)
@@ -194,21 +191,21 @@ class Engines:
         why_not = preloaded.why_not if preloaded is not None else None
         return replace(ended, began=started - self._began, forked=forked, why_not_forked=why_not)
 
-    def _start(self, given: Path, result: Path, log: Path, environment: Mapping[str, str]) -> Process:
+    def _start(self, job_file: Path, result: Path, log: Path, environment: Mapping[str, str]) -> Process:
         with log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", worker.__name__, str(given), str(result), str(self._alive)],
-                cwd=self._folder,  # `-m` looks there first, and the user's folder may hold a vLLM of its own
+                [sys.executable, "-m", worker.__name__, str(job_file), str(result), str(self._alive)],
+                cwd=self._folder,  # `-m` imports from there first, and the user's folder may hold a vLLM of its own
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=(self._alive,),
-                start_new_session=True,  # an engine starts processes; together they can be ended
+                start_new_session=True,  # one group with the processes that it starts, so that all can be killed
             )
 
     def _preloaded_for(self, environment: Mapping[str, str]) -> Preloaded | None:
-        """The process to fork an engine with this environment from; started if there is none."""
+        """Return the process from which engines with this environment are forked; start it if there is none."""
         decisive = imported_with(environment)
         with self._lock:
             for known, preloaded in self._preloaded:
@@ -220,7 +217,7 @@ class Engines:
             self._preloaded.append((decisive, preloaded))
             return preloaded
 
-    def _end_what_is_preloaded(self) -> None:
+    def _end_preloaded(self) -> None:
         with self._lock:
             ending = [preloaded.process for _, preloaded in self._preloaded]
             self._preloaded = []
@@ -245,15 +242,15 @@ class Engines:
         with self._lock:
             self._stopped = True
             running = [*(preloaded.process for _, preloaded in self._preloaded), *self._running.values()]
-        for process in running:  # all of them before any is waited for: whoever is impatient interrupts again
+        for process in running:  # kill all before waiting for any: a second interrupt may come meanwhile
             _kill(process)
         for process in running:
             process.wait()
 
 
 @contextmanager
-def _open_while_this_process_lives() -> Iterator[int]:
-    """The reading end of a pipe; the other end is closed when this process ends, however it does."""
+def _pipe_closed_at_exit() -> Iterator[int]:
+    """Yield the reading end of a pipe; the kernel closes the writing end when this process ends, even by SIGKILL."""
     reading, writing = os.pipe()
     try:
         yield reading
@@ -263,21 +260,21 @@ def _open_while_this_process_lives() -> Iterator[int]:
 
 
 def _age(file: Path) -> float:
-    """Seconds since *file* was written; 0 for one that was not."""
+    """Return the seconds since *file* was written, or 0 if it does not exist."""
     with suppress(FileNotFoundError):
         return time.time() - file.stat().st_mtime
     return 0.0
 
 
 def _kill(process: Process) -> None:
-    """The process and all that it started: an engine's workers hold the GPU's memory."""
+    """Kill the whole process group: an engine's workers hold the GPU's memory."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
-    """`kill`, or a terminal that is closed, ends this process as Ctrl-C does: what it started is ended first."""
+    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that engines are ended as after Ctrl-C."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -285,7 +282,7 @@ def terminated_like_interrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # One that is ignored stays so, as `nohup` wants it, and one that somebody handles stays his.
+    # An ignored signal stays ignored, as under `nohup`, and a handler of the caller stays in place.
     ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     for number in ours:
         signal.signal(number, stop)
@@ -296,7 +293,7 @@ def terminated_like_interrupted() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _put_the_plugin_alone(folder: Path) -> None:
+def _link_plugin(folder: Path) -> None:
     """Links this very copy and its metadata into *folder*.
 
     Where it is installed, another vLLM than the one asked for may lie beside it.
@@ -311,23 +308,23 @@ def _environment(extra: Mapping[str, str | None], plugin: Path) -> dict[str, str
     changed = {**os.environ, **extra}
     merged = {name: value for name, value in changed.items() if value is not None}
     path = os.pathsep.join(filter(None, [str(plugin), merged.get("PYTHONPATH", "")]))
-    # Engines that prove something are nobody's fleet: their records go with their folder.
+    # Engines of a proof are no part of a fleet: their records are deleted with their folder.
     return merged | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", STATUS_DIR: str(plugin.parent)}
 
 
-def _result_of(job: Job, code: int, result: Path, log: Path, seconds: float, late: str | None) -> Ended:
-    written = json.loads(result.read_text()) if result.exists() else {}
+def _result_of(job: Job, code: int, file: Path, log: Path, seconds: float, late: str | None) -> JobResult:
+    written = json.loads(file.read_text()) if file.exists() else {}
     observed = written.get("observed", {})
-    said = from_builtins(written, Said) if "passes" in written else None
-    if said is not None and (code == 0 or said.poison_error is not None):
-        if said.poison_error == "":
-            said = replace(said, poison_error=late or _own_error("", code, log))
-        return Ended(job, said, None, log, seconds, observed)
-    return Ended(job, None, late or _own_error(written.get("error", ""), code, log), log, seconds, observed)
+    result = from_builtins(written, EngineResult) if "passes" in written else None
+    if result is not None and (code == 0 or result.poison_error is not None):
+        if result.poison_error == "":
+            result = replace(result, poison_error=late or _own_error("", code, log))
+        return JobResult(job, result, None, log, seconds, observed)
+    return JobResult(job, None, late or _own_error(written.get("error", ""), code, log), log, seconds, observed)
 
 
 def _own_error(own: str, code: int, log: Path) -> str:
-    """What an engine ended in, by its own words *own*, if it had any, its log, and its exit code."""
+    """Return the engine's error: *own*, the one that it reported, or one from its log, or its exit code."""
     if not own or _SECONDHAND.search(own):
         own = root_cause(log.read_text(errors="replace")) or own
     if not own:
@@ -336,14 +333,14 @@ def _own_error(own: str, code: int, log: Path) -> str:
 
 
 def root_cause(log: str) -> str | None:
-    """The first exception of a log that is not about another process's."""
+    """Return the first exception in *log* that does not report the failure of another process."""
     lines = (line for line in _CONTROL.sub("", log).splitlines() if not _NO_FAILURE.search(line))
-    found = ((match["python"] or match["cpp"]).strip() for line in lines if (match := _EXCEPTION.search(line)))
-    return next((error for error in found if not _SECONDHAND.search(error)), None)
+    matches = ((match["python"] or match["cpp"]).strip() for line in lines if (match := _EXCEPTION.search(line)))
+    return next((error for error in matches if not _SECONDHAND.search(error)), None)
 
 
 def last_line(log: Path) -> str:
-    """For people to see that something goes on."""
+    """Return the last line of *log*, to show progress."""
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
         lines = re.split(r"[\r\n]+", _CONTROL.sub("", file.read().decode(errors="replace")).strip())

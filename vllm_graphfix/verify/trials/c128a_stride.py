@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import DEEPSEEK_V4_LONG
-from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
 from vllm_graphfix.verify.trial import Trial, Watched
 
 
-def judge(observed: Observed) -> Sign:
+def judge(observed: Observed) -> ProbeVerdict:
     foreign, rows = observed.get("foreign-slots", (0.0, 0.0))
-    return Sign(
+    return ProbeVerdict(
         "rows of decode batches with slots that are not their request's",
         right=(0.0,),
-        found=(foreign,),
-        told=f"{foreign:.0f} of {rows:.0f} rows that decode batches read held slots that are not their request's",
+        observed=(foreign,),
+        summary=f"{foreign:.0f} of {rows:.0f} rows that decode batches read held slots that are not their request's",
         unseen=None if rows else "no decode batch read a row of slots",
     )
 

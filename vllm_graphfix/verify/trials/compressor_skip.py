@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import DEEPSEEK_V4
-from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
 from vllm_graphfix.verify.trial import Trial
 
 
-def judge(observed: Observed) -> Sign:
+def judge(observed: Observed) -> ProbeVerdict:
     unwritten, completed = observed.get("unwritten-entries", (0.0, 0.0))
-    return Sign(
+    return ProbeVerdict(
         "entries of completed groups that were not written",
         right=(0.0,),
-        found=(unwritten,),
-        told=f"{unwritten:.0f} of {completed:.0f} entries of groups that steps completed were not written",
+        observed=(unwritten,),
+        summary=f"{unwritten:.0f} of {completed:.0f} entries of groups that steps completed were not written",
         unseen=None if completed else "no step completed a group of 128 tokens",
     )
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import LLAMA_EAGLE
-from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
 from vllm_graphfix.verify.trial import Trial
 
 
-def judge(observed: Observed) -> Sign:
+def judge(observed: Observed) -> ProbeVerdict:
     padded, decodes = observed.get("piecewise-draft-decodes", (0.0, 0.0))
-    return Sign(
+    return ProbeVerdict(
         "draft decodes in piecewise graphs with padding",
         right=(0.0,),
-        found=(padded,),
-        told=f"{padded:.0f} of {decodes:.0f} draft decodes ran in piecewise graphs with padding",
+        observed=(padded,),
+        summary=f"{padded:.0f} of {decodes:.0f} draft decodes ran in piecewise graphs with padding",
         unseen=None if decodes else "no draft was decoded",
     )
 

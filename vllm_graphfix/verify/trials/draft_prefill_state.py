@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import MLA_MTP
-from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
 from vllm_graphfix.verify.trial import Trial, Watched
 
 
-def judge(observed: Observed) -> Sign:
+def judge(observed: Observed) -> ProbeVerdict:
     planned, captured = observed.get("planners-in-draft-graphs", (0.0, 0.0))
-    return Sign(
+    return ProbeVerdict(
         "full graphs of the draft's prefill that do not record FlashMLA's planner",
         right=(0.0,),
-        found=(captured - planned,),
-        told=f"FlashMLA's planner is recorded in {planned:.0f} of {captured:.0f} full graphs of the draft's prefill",
+        observed=(captured - planned,),
+        summary=f"FlashMLA's planner is recorded in {planned:.0f} of {captured:.0f} full graphs of the draft's prefill",
         unseen=None if captured else "no full graph of the draft's prefill was captured",
     )
 

@@ -6,19 +6,19 @@ import math
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import MLA_FP8_PADDED
-from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
 from vllm_graphfix.verify.trial import Trial
 
 
-def judge(observed: Observed) -> Sign:
+def judge(observed: Observed) -> ProbeVerdict:
     length, block = observed.get("padded-rows", (math.inf, math.inf))
-    told = f"dense fp8 FlashMLA was given lengths down to {length:.0f} and block ids down to {block:.0f}"
+    summary = f"dense fp8 FlashMLA was given lengths down to {length:.0f} and block ids down to {block:.0f}"
     seen = math.isfinite(length + block)
-    return Sign(
+    return ProbeVerdict(
         "lowest length (at most 1) and block id (at most 0) given to dense fp8 FlashMLA",
         right=(1.0, 0.0),
-        found=(min(length, 1.0), min(block, 0.0)),
-        told=told if seen else "",
+        observed=(min(length, 1.0), min(block, 0.0)),
+        summary=summary if seen else "",
         unseen=None if seen else "dense fp8 FlashMLA was not used",
     )
 

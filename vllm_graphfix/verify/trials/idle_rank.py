@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import MAMBA2_IDLE
-from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
 from vllm_graphfix.verify.trial import Trial
 
 
-def judge(observed: Observed) -> Sign:
+def judge(observed: Observed) -> ProbeVerdict:
     changed, blocks = observed.get("blocks-changed-by-an-idle-step", (0.0, 0.0))
-    return Sign(
+    return ProbeVerdict(
         "cache blocks that steps without work changed",
         right=(0.0,),
-        found=(changed,),
-        told=f"steps without work changed {changed:.0f} of {blocks:.0f} cache blocks",
+        observed=(changed,),
+        summary=f"steps without work changed {changed:.0f} of {blocks:.0f} cache blocks",
         unseen=None if blocks else "no rank ran a step without work",
     )
 

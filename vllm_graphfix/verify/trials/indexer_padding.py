@@ -6,18 +6,18 @@ import math
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import SPARSE_MTP
-from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
 from vllm_graphfix.verify.trial import Trial
 
 
-def judge(observed: Observed) -> Sign:
+def judge(observed: Observed) -> ProbeVerdict:
     (length,) = observed.get("indexer-lengths", (math.inf,))
     seen = math.isfinite(length)
-    return Sign(
+    return ProbeVerdict(
         "lowest length (at most 0) given to the sparse indexer",
         right=(0.0,),
-        found=(min(length, 0.0),),
-        told=f"the sparse indexer was given lengths down to {length:.0f}" if seen else "",
+        observed=(min(length, 0.0),),
+        summary=f"the sparse indexer was given lengths down to {length:.0f}" if seen else "",
         unseen=None if seen else "no decode batch was prepared for the sparse indexer",
         hangs=length < 0,
     )

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import MLA_TRITON
-from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
 from vllm_graphfix.verify.trial import Trial
 
 
-def judge(observed: Observed) -> Sign:
+def judge(observed: Observed) -> ProbeVerdict:
     wrong, empty = observed.get("empty-rows", (0.0, 0.0))
-    return Sign(
+    return ProbeVerdict(
         "rows of length 0 that Triton's MLA decode leaves not finite",
         right=(0.0,),
-        found=(wrong,),
-        told=f"{wrong:.0f} of {empty:.0f} rows of length 0 came out of Triton's MLA decode with non-finite numbers",
+        observed=(wrong,),
+        summary=f"{wrong:.0f} of {empty:.0f} rows of length 0 came out of Triton's MLA decode with non-finite numbers",
         unseen=None if empty else "no row of length 0 reached Triton's MLA decode",
     )
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import MIXTRAL
-from vllm_graphfix.verify.engine.sign import Observed, Sign
+from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
 from vllm_graphfix.verify.trial import Trial
 
 
-def judge(observed: Observed) -> Sign:
+def judge(observed: Observed) -> ProbeVerdict:
     written, looked = observed.get("outgrown-workspace", (0.0, 0.0))
-    told = f"{written:.0f} bytes of tensors made after the workspace had grown were overwritten by graphs"
-    return Sign(
+    summary = f"{written:.0f} bytes of tensors made after the workspace had grown were overwritten by graphs"
+    return ProbeVerdict(
         "bytes of others' memory that graphs wrote to when the workspace had grown",
         right=(0.0,),
-        found=(written,),
-        told=told if looked else "",
+        observed=(written,),
+        summary=summary if looked else "",
         unseen=None if looked else "no workspace was outgrown",
     )
 

@@ -1,0 +1,78 @@
+"""Prompts and answers: asks a `vllm.LLM` the prompts of a job."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.verify.comparison import Answer
+from vllm_graphfix.verify.engine.job import Job
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+BEST = 5
+"""Number of log-probabilities at each position."""
+SEED = 7
+
+
+def made_up_prompts(job: Job, llm: LLM) -> tuple[tuple[int, ...], ...]:
+    """Return random token ids, in lengths from a few up to half of the context that the answers leave free."""
+    config = llm.llm_engine.model_config
+    longest = max(16, min(1024, (config.max_model_len - max(job.max_tokens)) // 2))
+    chance = random.Random(SEED)  # noqa: S311 - the same prompts in every process
+    words = _word_tokens(llm, config.get_vocab_size())
+    lengths = [max(4, longest * (number % 8 + 1) // 8 - number) for number in range(job.generated)]
+    return tuple(tuple(chance.choices(words, k=min(length, config.max_model_len - 1))) for length in lengths)
+
+
+def _word_tokens(llm: LLM, vocabulary: int) -> list[int]:
+    """Return the token ids that are text.
+
+    Placeholders need an image or the like, and ids beyond the tokenizer's are padding of the embeddings.
+    """
+    special: set[int] = set()
+    try:
+        tokenizer = llm.get_tokenizer()
+        special.update(tokenizer.all_special_ids, getattr(tokenizer, "added_tokens_encoder", {}).values())
+        vocabulary = min(vocabulary, len(tokenizer))
+    except Exception:  # --skip-tokenizer-init, or a tokenizer without these attributes
+        special.update(range(10))  # rarely words
+    return [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
+
+
+def ask(llm: LLM, prompts: tuple[Any, ...], job: Job, order: int = 1) -> tuple[Answer, ...]:
+    """Return the answers to *prompts*, in their order; an *order* of -1 asks the last one first."""
+    from vllm import SamplingParams
+
+    options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": BEST}
+    if job.prompt_logprobs:
+        options["prompt_logprobs"] = BEST
+    if job.sampled:
+        options["temperature"] = 1.0
+    seeds = [zlib.crc32(repr(prompt).encode()) if job.sampled else None for prompt in prompts]
+    sampling = [
+        SamplingParams(max_tokens=count, seed=seed, **options)
+        for count, seed in zip(job.max_tokens, seeds, strict=True)
+    ]
+    inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in prompts]
+    adapters = {"lora_request": _lora_requests(job.adapters)[::order]} if job.adapters else {}
+    outputs = llm.generate(inputs[::order], sampling[::order], use_tqdm=False, **adapters)
+    return tuple(_answer(output) for output in outputs)[::order]
+
+
+def _lora_requests(folders: tuple[str | None, ...]) -> list[Any]:
+    from vllm.lora.request import LoRARequest
+
+    numbers = {folder: number for number, folder in enumerate(sorted(filter(None, set(folders))), 1)}
+    return [LoRARequest(folder, numbers[folder], folder) if folder else None for folder in folders]
+
+
+def _answer(output: Any) -> Answer:
+    (completion,) = output.outputs
+    tokens, logprobs = list(completion.token_ids), list(completion.logprobs)
+    if output.prompt_logprobs is not None:  # the first token has none
+        tokens, logprobs = [*output.prompt_token_ids[1:], *tokens], [*output.prompt_logprobs[1:], *logprobs]
+    top = tuple({token: float(entry.logprob) for token, entry in best.items()} for best in logprobs)
+    return Answer(tuple(tokens), top)
