@@ -76,9 +76,9 @@ def test_layers_that_share_memory_agree_on_the_poison_in_it() -> None:
 def test_no_block_is_named_whose_number_means_a_held_one_to_a_kernel() -> None:
     """Block 7 of a kernel that sees four in each block is in block 1."""
     blocks = Blocks([Cache("layer", torch.zeros(32, 2), 0, 4)], 8)
-    assert blocks.seen(held=set()) == 7
-    assert blocks.seen(held={1, 6}) == 0
-    assert Blocks([Cache("layer", torch.zeros(8, 2))], 8).seen(held={7, 6}) == 5
+    assert blocks.last_free(held=set()) == 7
+    assert blocks.last_free(held={1, 6}) == 0
+    assert Blocks([Cache("layer", torch.zeros(8, 2))], 8).last_free(held={7, 6}) == 5
 
 
 def poison_of(cache: torch.Tensor, *kinds: str) -> Poison:
@@ -96,7 +96,7 @@ def test_a_block_is_looked_at_before_it_is_somebodys_and_is_then_empty() -> None
     poison.after_running()
     assert not poison.findings, "of a large cache not all is looked at after each step"
     poison.before_preparing(Rows(1, 1), {1, 150})
-    assert [finding.told for finding in poison.findings] == ["layer: block 150, which nobody holds, was written to"]
+    assert [finding.text for finding in poison.findings] == ["layer: block 150, which nobody holds, was written to"]
     assert not cache[150].any()
 
 
@@ -104,7 +104,7 @@ def test_a_block_that_the_engine_empties_when_it_gives_it_away_is_no_finding() -
     cache = torch.zeros(6, 2)
     poison = poison_of(cache, BLOCKS)
     poison.before_preparing(Rows(1, 1), {1})
-    poison.give({1, 4})
+    poison.allocate({1, 4})
     cache[4] = 0.0  # what vLLM does with new blocks of hybrids, before it prepares the step
     poison.before_preparing(Rows(1, 1), {1, 4})
     assert not poison.findings
@@ -120,7 +120,7 @@ def test_a_block_whose_request_has_ended_is_poisoned_again_and_all_is_taken_out_
     poison.remove()
     assert cache.isfinite().all()
     assert cache[2].tolist() == [1, 1]
-    assert [(each.told, each.written) for each in poison.findings] == [
+    assert [(each.text, each.written) for each in poison.findings] == [
         ("layer: block 3, which nobody holds, was written to", True)
     ]
 
@@ -135,7 +135,7 @@ def test_nan_in_what_a_request_holds_is_told_once_with_the_first_layer() -> None
         poison.after_running()
     (finding,) = poison.findings
     assert (finding.step, finding.written) == (1, False)
-    assert finding.told == "NaN in what requests hold: first in layers.0, block 2 (2 layers)"
+    assert finding.text == "NaN in what requests hold: first in layers.0, block 2 (2 layers)"
 
 
 def test_numbers_that_are_the_same_in_all_steps_are_no_rows() -> None:
@@ -159,19 +159,19 @@ def told(new: dict[str, Any] | None = None, cached: dict[str, Any] | None = None
 
 def test_blocks_are_held_from_the_first_word_of_them_until_their_request_ends() -> None:
     holders = Holders(cached=False)
-    holders.hear(told({"a": ([1, 2], [3]), "b": ([4], [5])}))
-    holders.hear(told(cached={"a": ([6], []), "b": None}))
+    holders.update(told({"a": ([1, 2], [3]), "b": ([4], [5])}))
+    holders.update(told(cached={"a": ([6], []), "b": None}))
     assert holders.held == {1, 2, 3, 4, 5, 6}
-    holders.hear(told(finished_req_ids={"a"}))
+    holders.update(told(finished_req_ids={"a"}))
     assert holders.held == {4, 5}
-    holders.hear(told(preempted_req_ids={"b"}))
+    holders.update(told(preempted_req_ids={"b"}))
     assert holders.held == set()
 
 
 def test_where_prefixes_are_cached_a_block_is_held_for_good() -> None:
     holders = Holders(cached=True)
-    holders.hear(told({"a": ([1, 2],)}))
-    holders.hear(told(finished_req_ids={"a"}))
+    holders.update(told({"a": ([1, 2],)}))
+    holders.update(told(finished_req_ids={"a"}))
     assert holders.held == {1, 2}
 
 

@@ -16,10 +16,10 @@ from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.poisoned import shown_by_poison
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.poison.blocks import Blocks
-from vllm_graphfix.verify.poison.engine import PoisonedRunner, _holders
+from vllm_graphfix.verify.poison.engine import PoisonedRunner, _buffer_holders
 from vllm_graphfix.verify.poison.kinds import BLOCKS, ROWS
 from vllm_graphfix.verify.poison.poison import STATES, Poison
-from vllm_graphfix.verify.poison.rows import Lease, Room, Rows, Seen, buffers_of
+from vllm_graphfix.verify.poison.rows import Lease, Room, Rows, ValidIds, buffers_of
 from vllm_graphfix.verify.poison.states import free_rows, states_of
 
 FIXES = ("flashmla-padding", "triton-mla-padding", "indexer-padding", "mamba-padding", "idle-rank")
@@ -84,7 +84,7 @@ def runner_with(*requests: str) -> Any:
     return runner
 
 
-SEEN = Seen(block=4, length=31, block_size=32, vocabulary=1000)
+VALID = ValidIds(block=4, length=31, block_size=32, vocabulary=1000)
 
 
 def test_rows_behind_the_batch_look_like_a_request_in_its_prompt_and_are_given_back() -> None:
@@ -93,10 +93,10 @@ def test_rows_behind_the_batch_look_like_a_request_in_its_prompt_and_are_given_b
     before = {each.name: each.tensor.clone() for each in buffers_of({"runner": runner}, room)}
     assert {"runner.query_start_loc.gpu", "runner.seq_lens", "runner.positions"} <= before.keys()
     lease = Lease()
-    lease.fill(buffers_of({"runner": runner}, room), Rows(2, 2, 2), SEEN)
+    lease.fill(buffers_of({"runner": runner}, room), Rows(2, 2, 2), VALID)
     assert (batch.num_computed_tokens_cpu[2:] < batch.num_prompt_tokens[2:]).all()
-    assert (batch.block_table[0].block_table.gpu[2:] == SEEN.block).all()
-    assert (batch.block_table[0].slot_mapping.gpu[2:] == SEEN.block * batch.block_table[0].block_size).all()
+    assert (batch.block_table[0].block_table.gpu[2:] == VALID.block).all()
+    assert (batch.block_table[0].slot_mapping.gpu[2:] == VALID.block * batch.block_table[0].block_size).all()
     assert batch.num_prompt_tokens[:2].tolist() == [3, 4]
     for each in buffers_of({"runner": runner}, room):
         real = each.tensor.narrow(each.axis, 0, 2)
@@ -109,9 +109,9 @@ def test_rows_behind_the_batch_look_like_a_request_in_its_prompt_and_are_given_b
 
 def test_a_step_without_work_leaves_the_batch_what_it_knows_of_its_requests() -> None:
     runner = runner_with("first", "second")
-    Lease().fill(buffers_of({"runner": runner}, Room(4, 32)), Rows(0, 0, 2), SEEN)
+    Lease().fill(buffers_of({"runner": runner}, Room(4, 32)), Rows(0, 0, 2), VALID)
     assert runner.input_batch.num_prompt_tokens[:2].tolist() == [3, 4]
-    assert (runner.input_batch.block_table[0].block_table.gpu == SEEN.block).all()
+    assert (runner.input_batch.block_table[0].block_table.gpu == VALID.block).all()
 
 
 def test_slots_of_model_runner_v2_lie_in_the_block_of_their_group() -> None:
@@ -126,13 +126,13 @@ def test_slots_of_model_runner_v2_lie_in_the_block_of_their_group() -> None:
     except TypeError:
         pytest.skip("InputBuffers of this release are made with other arguments; the engine's own are found likewise")
     runner = SimpleNamespace(input_buffers=inputs, block_tables=tables, attn_groups=[])
-    buffers = buffers_of(_holders(runner), Room(4, 16))
-    Lease().fill(buffers, Rows(1, 3), SEEN)
-    assert (tables.slot_mappings[:, 3:] // torch.tensor([[16], [64]]) == SEEN.block).all()
+    buffers = buffers_of(_buffer_holders(runner), Room(4, 16))
+    Lease().fill(buffers, Rows(1, 3), VALID)
+    assert (tables.slot_mappings[:, 3:] // torch.tensor([[16], [64]]) == VALID.block).all()
     assert not tables.slot_mappings[:, :3].any()
-    assert (tables.input_block_tables[1][1:] == SEEN.block).all()
-    assert inputs.input_ids.tolist() == [0] * 3 + [SEEN.block] * 13
-    assert inputs.seq_lens.tolist() == [0, *[SEEN.length] * 3]
+    assert (tables.input_block_tables[1][1:] == VALID.block).all()
+    assert inputs.input_ids.tolist() == [0] * 3 + [VALID.block] * 13
+    assert inputs.seq_lens.tolist() == [0, *[VALID.length] * 3]
 
 
 def test_rows_of_model_runner_v2_that_no_request_has_look_like_one_and_are_given_back(

@@ -26,7 +26,7 @@ def shown_by_poison(scenario: Scenario, kinds: Collection[str] = KINDS, *, hit: 
     expected = scenario(hit=hit).eager
     with poisoned(kinds) as poison:
         found = scenario(hit=hit)
-    told = [finding.told for finding in poison.findings()]
+    told = [finding.text for finding in poison.findings()]
     for how, numbers in (("without graphs", found.eager), ("with graphs", found.graphed)):
         if how == "with graphs" and found.error is not None:
             told.append(f"{how}: {found.error}")

@@ -1,1 +1,1 @@
-"""Poison: what must not matter to a step's requests is filled with what would be seen, before the step is prepared."""
+"""Poison: memory that belongs to no request of a step, filled before the step with values that would show."""

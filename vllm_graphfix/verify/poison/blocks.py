@@ -1,4 +1,4 @@
-"""Blocks of the caches: those that nobody holds, and the null block, hold poison that nobody may read or overwrite."""
+"""Poison in blocks of the KV caches: the null block, and blocks that no request holds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _AT_ONCE = 64 << 20
-"""Bytes that are looked at together."""
+"""Bytes that are compared at a time."""
 
 
 class Cache(NamedTuple):
@@ -23,11 +23,11 @@ class Cache(NamedTuple):
     tensor: Tensor
     axis: int = 0
     kernel_blocks: int = 1
-    """Blocks of the layer's kernels in one of the engine's."""
+    """Kernel blocks in one block of the engine."""
 
 
 class Blocks:
-    """All caches of a model; each block is poisoned, or somebody's."""
+    """All caches of a model, each memory once. A block is poisoned or held by a request."""
 
     def __init__(self, caches: Sequence[Cache], count: int, byte: int = NAN) -> None:
         seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
@@ -41,19 +41,18 @@ class Blocks:
         self.poisoned: set[int] = set()
 
     def fill(self, blocks: Iterable[int]) -> None:
-        """Poisons *blocks*."""
         self._write(blocks, self._byte)
         self.poisoned.update(blocks)
 
     def wipe(self, blocks: Iterable[int]) -> None:
-        """Leaves zeros in *blocks*, as a new engine has them: a kernel may multiply a block's unwritten tail by 0."""
+        """Fill *blocks* with zeros, as in a new engine: a kernel may multiply a block's unwritten tail by 0."""
         self._write(blocks, 0)
         self.poisoned.difference_update(blocks)
 
-    def seen(self, held: set[int]) -> int:
-        """The last block that nobody holds, in the engine's count and in that of kernels with smaller blocks.
+    def last_free(self, held: set[int]) -> int:
+        """Return the last block that no request holds, or the null block.
 
-        The null block if there is none.
+        It is free both as a block of the engine and as a block of kernels with smaller blocks.
         """
         many = {cache.kernel_blocks for cache in self._caches}
         last = range(self.count - 1, 0, -1)
@@ -67,41 +66,41 @@ class Blocks:
                 memory.index_fill_(cache.axis, _index(listed, cache), pattern(cache.tensor, byte))
 
     def overwritten(self, blocks: Iterable[int]) -> dict[str, list[int]]:
-        """Those of the poisoned *blocks* that do not hold poison any more, by layer."""
+        """Return the poisoned *blocks* that do not hold poison any more, by layer."""
         listed = sorted(self.poisoned.intersection(blocks))
-        found: dict[str, list[int]] = {}
+        by_layer: dict[str, list[int]] = {}
         for cache in self._caches:
             memory = as_integers(cache.tensor)
             number = pattern(cache.tensor, self._byte)
             changed = self._where(cache, listed, lambda part, memory=memory, number=number: part != number)
             if changed:
-                found.setdefault(cache.layer, []).extend(changed)
-        return found
+                by_layer.setdefault(cache.layer, []).extend(changed)
+        return by_layer
 
     def with_nan(self, blocks: Iterable[int]) -> dict[str, list[int]]:
-        """Those of *blocks* with NaN in them, by layer, in the order of the layers; none of caches in bytes."""
+        """Return *blocks* with a NaN, by layer, in the order of the layers; caches of one-byte types are skipped."""
         listed = sorted(blocks)
-        found: dict[str, list[int]] = {}
+        by_layer: dict[str, list[int]] = {}
         for cache in self._caches:
             if cache.tensor.is_floating_point() and cache.tensor.element_size() > 1:
                 wrong = self._where(cache, listed, torch.isnan, cache.tensor)
                 if wrong:
-                    found.setdefault(cache.layer, []).extend(wrong)
-        return found
+                    by_layer.setdefault(cache.layer, []).extend(wrong)
+        return by_layer
 
     @staticmethod
     def _where(cache: Cache, listed: list[int], holds: object, memory: Tensor | None = None) -> list[int]:
         memory = as_integers(cache.tensor) if memory is None else memory
         size = cache.tensor.element_size() * cache.tensor.numel() // max(1, cache.tensor.shape[cache.axis])
         step = max(1, _AT_ONCE // max(1, size * cache.kernel_blocks))
-        found: list[int] = []
+        matching: list[int] = []
         for begin in range(0, len(listed), step):
             some = listed[begin : begin + step]
             part = memory.index_select(cache.axis, _index(some, cache))
             flags = holds(part).movedim(cache.axis, 0).flatten(1).any(1)  # type: ignore[operator]
             flags = flags.view(len(some), cache.kernel_blocks).any(1)
-            found += [block for block, hit in zip(some, flags.tolist(), strict=True) if hit]
-        return found
+            matching += [block for block, flag in zip(some, flags.tolist(), strict=True) if flag]
+        return matching
 
 
 def _index(blocks: Sequence[int], cache: Cache) -> Tensor:
@@ -113,8 +112,8 @@ def _index(blocks: Sequence[int], cache: Cache) -> Tensor:
 
 
 def caches_of(layers: Mapping[str, Sequence[Tensor]], count: int) -> tuple[list[Cache], list[str]]:
-    """The caches of *layers* that have *count* blocks, or a multiple, along one axis; and the layers that have not."""
-    found: list[Cache] = []
+    """Return the caches of *layers* with *count* blocks, or a multiple, along an axis, and the other layers' names."""
+    caches: list[Cache] = []
     unknown: list[str] = []
     for name, tensors in layers.items():
         for tensor in tensors:
@@ -122,7 +121,7 @@ def caches_of(layers: Mapping[str, Sequence[Tensor]], count: int) -> tuple[list[
             if not axes or count < 3:
                 unknown.append(name)
                 continue
-            # In a small cache tokens may be as many as blocks, or a multiple.
+            # In a small cache the number of tokens may be that of blocks, or a multiple.
             axis = next((axis for axis in axes if tensor.shape[axis] == count), axes[0])
-            found.append(Cache(name, tensor, axis, tensor.shape[axis] // count))
-    return found, unknown
+            caches.append(Cache(name, tensor, axis, tensor.shape[axis] // count))
+    return caches, unknown

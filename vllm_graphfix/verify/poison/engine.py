@@ -1,4 +1,4 @@
-"""Poison in a worker of an engine that runs: around the model runner's own methods, from one call until another."""
+"""Poison in a worker of a running engine: wraps methods of the model runner until it is removed."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ _PREPARE = ("_prepare_inputs", "prepare_inputs")
 
 
 class Holders:
-    """Who has which blocks, from what the scheduler tells the workers."""
+    """Blocks by request, from the scheduler's outputs."""
 
     def __init__(self, *, cached: bool) -> None:
-        """*cached*: blocks of a request that has ended may be found by another."""
+        """With *cached*, blocks of a request that has ended stay held: the prefix cache may reuse them."""
         self._cached = cached
         self._of: dict[str, set[int]] = {}
-        self._kept: set[int] = set()
+        self._cached_blocks: set[int] = set()
 
-    def hear(self, scheduler_output: Any) -> None:
+    def update(self, scheduler_output: Any) -> None:
         for name in (*scheduler_output.finished_req_ids, *(getattr(scheduler_output, "preempted_req_ids", None) or ())):
             self._of.pop(name, None)
         for request in scheduler_output.scheduled_new_reqs:
-            self._give(request.req_id, request.block_ids)
+            self._add(request.req_id, request.block_ids)
         cached = scheduler_output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            self._give(name, blocks or ())
+            self._add(name, blocks or ())
 
-    def _give(self, name: str, groups: Iterable[Iterable[int]]) -> None:
+    def _add(self, name: str, groups: Iterable[Iterable[int]]) -> None:
         blocks = {block for group in groups for block in group}
         self._of.setdefault(name, set()).update(blocks)
         if self._cached:
-            self._kept.update(blocks)
+            self._cached_blocks.update(blocks)
 
     @property
     def held(self) -> set[int]:
-        return self._kept.union(*self._of.values())
+        return self._cached_blocks.union(*self._of.values())
 
 
 class PoisonedRunner:
-    """A model runner whose steps are poisoned until `remove`. No request may be running when it is made."""
+    """A model runner whose steps are poisoned until `remove`. No request may be running at the start."""
 
     def __init__(
         self,
@@ -63,35 +63,37 @@ class PoisonedRunner:
         worker: Any = None,
         finite: bool = False,
     ) -> None:
-        """Only *kinds* of poison; of persistent inputs those with the names *buffers*, if any are given.
+        """Poison with *kinds*, in the persistent inputs *buffers* or in all of them.
 
-        *worker* is the runner's, if it has one. *finite*: blocks hold large numbers, and no NaN.
+        *worker* is the runner's, if it has one. With *finite*, blocks hold large numbers in place of NaN.
+
+        Raises LookupError if the runner has no known method that prepares its inputs.
         """
         self._runner = runner
         self.notes: list[str] = []
-        """What is not poisoned, and why; and what was there before."""
+        """Reasons why something is not poisoned, and NaN that was there before."""
         self.error: str | None = None
-        """What went wrong here; nothing was poisoned after it."""
+        """First error of this object; poison was removed at once, and no later step has any."""
         self._live = 0
         self._idle = False
         self._tokens = 0
         self._padded: int | None = None
-        """The first step in which padded rows of the model's output were NaN."""
+        """First step in which padded rows of the model's output were NaN."""
         config = runner.vllm_config
         chosen = frozenset(kinds)
         if getattr(config, "kv_transfer_config", None) is not None:
             self.notes.append("not poisoned: blocks, since workers are not told which a KV connector writes to")
             chosen -= {BLOCKS, NULL}
         self._holders = Holders(cached=bool(config.cache_config.enable_prefix_caching))
-        given = buffers_of(_holders(runner), _room(runner))
+        all_buffers = buffers_of(_buffer_holders(runner), _room(runner))
         blocks, count = self._blocks(LOUD if finite else NAN)
-        if count and (left := blocks.with_nan([NULL_BLOCK])):
-            self.notes.append(f"{NAN_IN_NULL_BLOCK} (first in {next(iter(left))})")
+        if count and (with_nan := blocks.with_nan([NULL_BLOCK])):
+            self.notes.append(f"{NAN_IN_NULL_BLOCK} (first in {next(iter(with_nan))})")
         if count < 2:
             self.notes.append("not poisoned: blocks, of which this model has none")
             chosen -= {BLOCKS, NULL}
         self.poison = Poison(
-            [each for each in given if buffers is None or each.name in buffers],
+            [each for each in all_buffers if buffers is None or each.name in buffers],
             blocks,
             length=max(1, min(runner.max_model_len, config.model_config.max_model_len) - 1),
             block_size=int(config.cache_config.block_size or 16),
@@ -109,12 +111,12 @@ class PoisonedRunner:
         if prepare == "_prepare_inputs":  # V2's step without work is an `execute_model`
             self._wrap(runner, "_dummy_run", self._idling)
         if hasattr(worker, "execute_dummy_batch"):
-            # The step begins here, and `idle-rank` empties buffers here: poison that came later would undo that.
+            # The step begins here, and `idle-rank` empties buffers here, which later poison would undo.
             self._wrap(worker, "execute_dummy_batch", self._idling)
 
     def _blocks(self, byte: int) -> tuple[Blocks, int]:
         layers = self._runner.vllm_config.compilation_config.static_forward_context
-        tensors = {name: found for name, layer in layers.items() if (found := shadow_layers.caches_of(layer))}
+        tensors = {name: caches for name, layer in layers.items() if (caches := shadow_layers.caches_of(layer))}
         count = int(self._runner.kv_cache_config.num_blocks) if tensors else 0
         known, unknown = caches_of(tensors, count) if tensors else ([], [])
         if unknown:
@@ -134,7 +136,7 @@ class PoisonedRunner:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return wrapper(stock, *args, **kwargs)
 
-        # On this object alone, whose class stays as it is.
+        # On this object alone: the class stays unchanged for other runners.
         setattr(owner, name, wrapped)
         self._wrapped.append((owner, name))
 
@@ -148,17 +150,17 @@ class PoisonedRunner:
             if dummy:
                 self.poison.before_preparing(Rows(0, 0, self._live), self._holders.held)
             else:
-                self._holders.hear(scheduler_output)
-                self.poison.give(self._holders.held)
+                self._holders.update(scheduler_output)
+                self.poison.allocate(self._holders.held)
 
         self._guarded(begin)
         self._tokens = 0
         output = stock(scheduler_output, *args, **kwargs)
-        self._guarded(self._look_at_padding)
+        self._guarded(self._check_padding)
         return output
 
-    def _look_at_padding(self) -> None:
-        """Padded rows begin as a token that exists: if they end as NaN, a kernel has made it of nothing, or of NaN."""
+    def _check_padding(self) -> None:
+        """Note NaN in padded rows of the model's output: they begin as valid tokens, so a kernel made or read NaN."""
         hidden = getattr(getattr(self._runner, "execute_model_state", None), "hidden_states", None)
         if self._padded is not None or not self._tokens or not isinstance(hidden, torch.Tensor):
             return
@@ -182,7 +184,7 @@ class PoisonedRunner:
             live = self._live if batch is None else int(batch.num_reqs)
             self.poison.before_preparing(Rows(0, 0, live), self._holders.held)
 
-        if self._idle:  # the worker's step has begun, and this is the runner's part of it
+        if self._idle:  # the runner's part of a step that began in the worker
             return stock(*args, **kwargs)
         self._guarded(poison)
         self._idle = True
@@ -209,7 +211,7 @@ class PoisonedRunner:
                 self.poison.remove()
 
     def remove(self) -> dict[str, Any]:
-        """Takes everything out again, and tells what was found."""
+        """Remove poison and wrappers; return findings, amounts, notes and an error, as `PoisonPass.ranks` has them."""
         for owner, name in self._wrapped:
             delattr(owner, name)
         self._wrapped = []
@@ -241,12 +243,12 @@ def _room(runner: Any) -> Room:
     return Room(int(runner.max_num_reqs), int(runner.max_num_tokens))
 
 
-def _holders(runner: Any) -> dict[str, Any]:
-    """Who has the buffers of a step."""
+def _buffer_holders(runner: Any) -> dict[str, Any]:
+    """Return the objects that hold the buffers of a step, by name."""
     if hasattr(runner, "input_batch"):
         return {"runner": runner}
     tables = runner.block_tables
-    # Groups of layers differ in the size of their blocks, and so in what a slot's number means.
+    # Slots are numbered by the block size of a group of layers, and groups differ in it.
     groups = [
         SimpleNamespace(table=table, slots=slots, block_size=size)
         for table, slots, size in zip(tables.input_block_tables, tables.slot_mappings, tables.block_sizes, strict=True)

@@ -1,4 +1,4 @@
-"""Poison in a model runner: put there before a step is prepared, judged after it."""
+"""Poison of one model runner: filled in before a step is prepared, checked after it."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import NamedTuple
 
 from vllm_graphfix.verify.poison.blocks import Blocks
 from vllm_graphfix.verify.poison.kinds import BLOCKS, KINDS, MEMORY, NULL, ROWS
-from vllm_graphfix.verify.poison.rows import Buffer, Lease, Rows, Seen
+from vllm_graphfix.verify.poison.rows import Buffer, Lease, Rows, ValidIds
 
 STATES = "rows without a request"
 NULL_BLOCK = 0
-_MOST = 20
-"""Findings that are kept; a write in each step is one defect."""
-_LOOKED_AT = 64
-"""Blocks of each kind that are looked at after a step: of a large cache all of them would take a second."""
+_MAX_FINDINGS = 20
+"""Limit of findings: a write in each step is one defect."""
+_CHECKED_BLOCKS = 64
+"""Blocks of each kind that are checked after a step: all blocks of a large cache would take a second."""
 
 
 class Finding(NamedTuple):
-    """Something that poison showed in a step; steps are counted from 1."""
+    """An effect of poison in a step; steps are counted from 1."""
 
     step: int
-    told: str
+    text: str
     written: bool
-    """Somebody wrote where nobody may; else somebody has read NaN."""
+    """True if a kernel wrote to memory of no request; else a request holds NaN."""
 
 
 @dataclass
 class Poison:
-    """What one runner has of it."""
+    """Poison of one runner, and its findings."""
 
     buffers: list[Buffer]
     blocks: Blocks
@@ -38,14 +38,14 @@ class Poison:
     vocabulary: int = 1 << 30
     kinds: frozenset[str] = frozenset(KINDS)
     fill_memory: Callable[[], int] = lambda: 0
-    """Poisons what is free in the allocator's pools and in workspaces; returns bytes."""
+    """Fills free memory of the allocator's pools and workspaces; returns bytes."""
     states: Callable[[], list[tuple[Buffer, list[int]]]] = list
-    """States of requests, and those of their rows that no request has."""
+    """Buffers of request states, each with the rows that no request has."""
 
     steps: int = 0
     findings: list[Finding] = field(default_factory=list)
     most: dict[str, int] = field(default_factory=dict)
-    """What was poisoned at most in a step: buffers, blocks, bytes."""
+    """Largest amount of poison in a step, by kind: buffers, blocks, bytes."""
     held: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -53,32 +53,31 @@ class Poison:
         self._pointed_to = NULL_BLOCK
 
     def before_preparing(self, rows: Rows, held: Iterable[int]) -> None:
-        """A step of *rows* begins, whose requests, and whoever else holds blocks, hold *held*."""
+        """Fill in poison for a step of *rows*. Its requests and the prefix cache hold the blocks *held*."""
         self.end_of_step()
         self.steps += 1
-        self.give(held)
-        given = self.held
+        self.allocate(held)
         if BLOCKS in self.kinds:
-            free = set(range(1, self.blocks.count)) - given
+            free = set(range(1, self.blocks.count)) - self.held
             self.blocks.fill(free - self.blocks.poisoned)
             self._count(BLOCKS, len(free))
         if NULL in self.kinds:
             self.blocks.fill([NULL_BLOCK])
             self._count(NULL, 1)
         if ROWS in self.kinds:
-            self._pointed_to = self.blocks.seen(given)
-            seen = Seen(self._pointed_to, self.length, self.block_size, self.vocabulary)
-            self._count(ROWS, self._lease.fill(self.buffers, rows, seen))
+            self._pointed_to = self.blocks.last_free(self.held)
+            valid = ValidIds(self._pointed_to, self.length, self.block_size, self.vocabulary)
+            self._count(ROWS, self._lease.fill(self.buffers, rows, valid))
             for buffer, listed in self.states():
-                self._lease.fill_rows(buffer, listed, rows, seen)
+                self._lease.fill_rows(buffer, listed, rows, valid)
                 self._count(STATES, len(listed))
         if MEMORY in self.kinds:
             self._count(MEMORY, self.fill_memory())
 
-    def give(self, held: Iterable[int]) -> None:
-        """From now on *held* are somebody's: poison is looked for in those that were not, and they are emptied.
+    def allocate(self, held: Iterable[int]) -> None:
+        """Take poison out of the blocks that are *held* from now on, and note those that were overwritten.
 
-        To be called before vLLM, which empties some of them itself.
+        Call it before vLLM prepares the step, since vLLM empties some of these blocks itself.
         """
         self.held = set(held) - {NULL_BLOCK}
         allocated = self.blocks.poisoned & self.held
@@ -86,26 +85,26 @@ class Poison:
         self.blocks.wipe(allocated)
 
     def after_running(self) -> None:
-        """The step's work has been done, or is queued: what nobody holds must still be poison.
+        """Check, after the step's work was done or queued, that free blocks still hold poison.
 
-        Only the block that padded rows name, and those that are likely to be allocated next, are looked at now; each
-        other one is before it is somebody's, or in the end.
+        That covers the block that padded rows name and those that are likely to be allocated next. Each other one is
+        checked before it is allocated, or at the end.
         """
-        near = sorted(self.blocks.poisoned - {NULL_BLOCK})[:_LOOKED_AT]
+        near = sorted(self.blocks.poisoned - {NULL_BLOCK})[:_CHECKED_BLOCKS]
         self._note_overwritten({*near, self._pointed_to} - {NULL_BLOCK})
-        if not all(finding.written for finding in self.findings) or len(self.findings) >= _MOST:
-            return  # what follows from the first NaN says nothing new
-        if wrong := self.blocks.with_nan(sorted(self.held)[-_LOOKED_AT:]):
+        if not all(finding.written for finding in self.findings) or len(self.findings) >= _MAX_FINDINGS:
+            return  # NaN spreads: later findings add nothing
+        if wrong := self.blocks.with_nan(sorted(self.held)[-_CHECKED_BLOCKS:]):
             layer, blocks = next(iter(wrong.items()))
-            told = f"NaN in what requests hold: first in {layer}, {_listed(blocks)} ({len(wrong)} layers)"
-            self._note(told, written=False)
+            text = f"NaN in what requests hold: first in {layer}, {_listed(blocks)} ({len(wrong)} layers)"
+            self._note(text, written=False)
 
     def end_of_step(self) -> None:
-        """Gives the rows back: another request may be in them next."""
+        """Restore the rows, which may belong to another request next."""
         self._lease.end()
 
     def remove(self) -> None:
-        """Takes all poison out; blocks hold zeros then."""
+        """Remove all poison; blocks then hold zeros."""
         self._note_overwritten(self.blocks.poisoned - {NULL_BLOCK})
         self.end_of_step()
         self.blocks.wipe(set(self.blocks.poisoned))
@@ -113,17 +112,17 @@ class Poison:
     def _note_overwritten(self, blocks: Iterable[int]) -> None:
         for layer, changed in self.blocks.overwritten(blocks).items():
             self._note(f"{layer}: {_listed(changed)}, which nobody holds, was written to", written=True)
-            self.blocks.fill(changed)  # once is enough
+            self.blocks.fill(changed)  # so that it is noted once
 
-    def _note(self, told: str, *, written: bool) -> None:
-        if len(self.findings) < _MOST and all(told != finding.told for finding in self.findings):
-            self.findings.append(Finding(self.steps, told, written))
+    def _note(self, text: str, *, written: bool) -> None:
+        if len(self.findings) < _MAX_FINDINGS and all(text != finding.text for finding in self.findings):
+            self.findings.append(Finding(self.steps, text, written))
 
     def _count(self, kind: str, number: int) -> None:
         self.most[kind] = max(self.most.get(kind, 0), number)
 
 
 def _listed(blocks: list[int]) -> str:
-    shown = ", ".join(map(str, blocks[:8]))
+    first = ", ".join(map(str, blocks[:8]))
     more = f" and {len(blocks) - 8} more" if len(blocks) > 8 else ""
-    return f"block {shown}{more}"
+    return f"block {first}{more}"

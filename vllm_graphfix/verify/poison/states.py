@@ -1,7 +1,7 @@
-"""States of requests that model runner V2 keeps in rows of their own: those of rows that no request has are poisoned.
+"""Poison in request states of model runner V2, in the rows that no request has.
 
-A row is a request's from its first step until it ends, wherever the request is in a batch. What the last one has left
-there nobody may read, and what the next one needs vLLM writes when it adds it.
+A row belongs to a request from its first step to its end, whatever its place in a batch. vLLM writes a row when it adds
+a request, so no step may read what an earlier request left there.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ import torch
 from vllm_graphfix.verify.poison.rows import Buffer
 
 _TABLES = ("block_tables", "num_blocks")
-"""What `BlockTables` has by request; the rest of it is of the batch."""
+"""Attributes of `BlockTables` with a row per request; the others have one per place in the batch."""
 
 
 def free_rows(runner: Any) -> list[int]:
-    """Those that no request has, the next one to be given away first; none on model runner V1."""
+    """Return the rows that no request has, the next one to be used first; none on model runner V1."""
     states = getattr(runner, "req_states", None)
     return list(reversed(getattr(states, "free_indices", ())))
 
 
 def states_of(runner: Any) -> list[Buffer]:
-    """By what *runner* has now: some move from one buffer to the next in each step."""
+    """Return the buffers of request states. Call it in each step: some states move from buffer to buffer."""
     states = getattr(runner, "req_states", None)
     if states is None or not hasattr(states, "free_indices"):
         return []
     tables = [(name, getattr(runner.block_tables, name)) for name in _TABLES]
-    found = []
+    buffers = []
     for name, value in (*vars(states).items(), *tables):
         for named, tensor in _tensors(f"requests.{name}", value):
             axis = _axis(tensor, int(runner.max_num_reqs))
             if axis is not None:
-                found.append(Buffer(named, tensor, axis, (), states, state=True))
-    return found
+                buffers.append(Buffer(named, tensor, axis, (), states, state=True))
+    return buffers
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -48,13 +48,13 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
             yield from _tensors(f"{name}[{number}]", each)
-    else:  # a StagedWriteTensor, or an UvaBackedTensor, which has a host's side
+    else:  # a StagedWriteTensor, or a UvaBackedTensor with a copy on the host
         for side in ("cpu", "gpu"):
             if isinstance(tensor := getattr(value, side, None), torch.Tensor):
                 yield f"{name}.{side}", tensor
 
 
 def _axis(tensor: torch.Tensor, requests: int) -> int | None:
-    """The one along which requests are; None if that is not clear."""
+    """Return the axis as long as *requests*, or None if there is none or more than one."""
     axes = [axis for axis, size in enumerate(tensor.shape[:2]) if size == requests]
     return axes[0] if len(axes) == 1 and tensor.numel() else None
