@@ -29,7 +29,8 @@ from vllm_graphfix.fixes import BY_NAME, FIXES, OBSERVED_BY_DEFAULT, about
 from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.measurement import Measurement
-from vllm_graphfix.verify.report import Proof, Report
+from vllm_graphfix.verify.proof import Proof
+from vllm_graphfix.verify.report import Report
 
 
 def call(*arguments: str, env: dict[str, str] | None = None, code: int = 0) -> tuple[str, str]:

@@ -22,7 +22,8 @@ from vllm_graphfix.verify.engine.poisoned import PASSES
 from vllm_graphfix.verify.engine.probes import Observed, Probe
 from vllm_graphfix.verify.engine.processes import JobResult
 from vllm_graphfix.verify.poison.kinds import KINDS
-from vllm_graphfix.verify.report import Proof, Report, show
+from vllm_graphfix.verify.proof import Proof
+from vllm_graphfix.verify.report import Report, show
 
 POISONED = {"flashmla-padding", "triton-mla-padding", "idle-rank", "mamba-padding"}
 

@@ -24,7 +24,7 @@ from engine_proofs import (
 from trial_rows import observed_of
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.gpu_proof import measure
-from vllm_graphfix.verify.report import Proof
+from vllm_graphfix.verify.proof import Proof
 
 OBSERVATIONS = {name: observed for name in BY_NAME if (observed := observed_of(name)) is not None}
 """The values of the probes on stock, and with the fix."""

@@ -27,11 +27,11 @@ from engine_proofs import (
 )
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.codec import from_builtins, to_builtins
-from vllm_graphfix.verify.comparison import Answer, compare
+from vllm_graphfix.verify.comparison import Answer, compare, comparison_lines
 from vllm_graphfix.verify.engine.job import EngineResult
 from vllm_graphfix.verify.engine.processes import JobResult
-from vllm_graphfix.verify.gpu_proof import comparison_lines, prove
-from vllm_graphfix.verify.report import Proof
+from vllm_graphfix.verify.gpu_proof import prove
+from vllm_graphfix.verify.proof import Proof
 
 
 def test_wrong_tokens_on_stock_and_eagers_with_the_fix_prove_it() -> None:

@@ -31,7 +31,7 @@ import importlib, json
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm_graphfix.verify.double.worker import scenario_of
-from vllm_graphfix.verify.report import differing
+from vllm_graphfix.verify.proof import differing
 
 told = {}
 for name in ("mamba-padding", "prefill-dispatch"):

@@ -43,7 +43,8 @@ from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.cpu_proof import run
 from vllm_graphfix.verify.measurement import Measurement
-from vllm_graphfix.verify.report import Proof, Report
+from vllm_graphfix.verify.proof import Proof
+from vllm_graphfix.verify.report import Report
 from vllm_graphfix.verify.trial import trial_of
 from warm_release import run_in_fork
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.measurement import Measurement, Watch
-from vllm_graphfix.verify.report import Proof, Report, as_json, differing, show
+from vllm_graphfix.verify.proof import Proof, differing
+from vllm_graphfix.verify.report import Report, as_json, show
 from vllm_graphfix.verify.trial import trial_of
 
 RIGHT = Measurement("three numbers", (1.0, 2.0, 3.0), (1.0, 2.0, 3.0))

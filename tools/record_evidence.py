@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from fetch_vllm import ALL_RELEASES, release
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.verify.report import differing
+from vllm_graphfix.verify.proof import differing
 
 PAGES = Path(__file__).parent.parent / "docs" / "fixes"
 PART = re.compile(r"(?<=<!-- recorded: cpu double -->\n).*?(?=<!-- end -->)", re.DOTALL)

@@ -25,7 +25,7 @@ from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import Source
-from vllm_graphfix.verify.report import differing
+from vllm_graphfix.verify.proof import differing
 from warm_release import STAND_INS, WarmRelease, patched
 
 WORKER = Path(__file__).with_name("mutant_worker.py").read_text()

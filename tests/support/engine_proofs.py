@@ -14,7 +14,8 @@ from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.job import GRAPHS, EngineResult, Job
 from vllm_graphfix.verify.engine.processes import JobResult
 from vllm_graphfix.verify.gpu_proof import prove
-from vllm_graphfix.verify.report import Proof, Report, show
+from vllm_graphfix.verify.proof import Proof
+from vllm_graphfix.verify.report import Report, show
 from vllm_graphfix.verify.trial import trial_of
 
 CASES = {name: case for name, fix in BY_NAME.items() if (case := trial_of(fix.name).case) is not None}

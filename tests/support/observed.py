@@ -19,7 +19,7 @@ from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 from vllm_graphfix.verify.double.worker import scenario_of
 from vllm_graphfix.verify.measurement import Measurement
-from vllm_graphfix.verify.report import differing
+from vllm_graphfix.verify.proof import differing
 
 MASTER = {"stock": "off", "observe": "on", "active": "on"}
 MODE = {"stock": "auto", "observe": "observe", "active": "auto"}

@@ -132,6 +132,36 @@ def compare(reference: Sequence[Answer], actual: Sequence[Answer], noise: float)
     return Comparison(judgements, noise, tolerance)
 
 
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """Return lines for people on how far a run agrees with the reference."""
+    agreed = f"{comparison.compared} of {comparison.tokens} tokens compared and equal to eager's"
+    apart = f"log-probabilities up to {comparison.distance:.2g} apart"
+    lines = [
+        (
+            f"{agreed}; {apart} (eager against itself {comparison.noise:.2g}; up to {comparison.tolerance:.2g} counts "
+            "as rounding)"
+        )
+    ]
+    corrupt = comparison.of(Kind.CORRUPT)
+    if corrupt:
+        number, first = min(
+            ((i, j) for i, j in enumerate(comparison.judgements) if j.kind is Kind.CORRUPT),
+            key=lambda pair: pair[1].position or 0,
+        )
+        what = (
+            f"{first.actual} instead of {first.expected}"
+            if first.actual != first.expected
+            else "in its log-probability"
+        )
+        margin = "" if first.margin is None else f"; eager's top two are {first.margin:.2g} apart there"
+        lines.append(
+            f"corrupt prompts: {len(corrupt)} of {len(comparison.judgements)}, the first at token {first.position} of "
+            f"prompt {number}, {what}{margin}"
+        )
+    ties = len(comparison.of(Kind.TIE))
+    return [*lines, f"prompts that diverge at a tie: {ties}"] if ties else lines
+
+
 def judge(reference: Answer, actual: Answer, tolerance: float) -> Judgement:
     length = len(reference.tokens)
     differs = _first_difference(reference, actual)

@@ -1,4 +1,4 @@
-"""Runs the scenarios in a stock and in a patched process, side by side, and compares them."""
+"""Runs the scenarios in a stock and a patched process at the same time, and compares them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Fix, Verdict, variable
+from vllm_graphfix.fix import Diagnosis, Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.environment import PREFIX, is_ours
 from vllm_graphfix.source.files import Source
@@ -25,7 +25,8 @@ from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.codec import from_builtins
 from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.measurement import Measurement, Watch
-from vllm_graphfix.verify.report import MODES_OF_A_PROOF, Proof, Report
+from vllm_graphfix.verify.proof import MODES_OF_A_PROOF, Proof
+from vllm_graphfix.verify.report import Report
 from vllm_graphfix.verify.trial import trial_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _TIMEOUT = 900
 
 
 def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
-    """Proves *fixes* on *source* with the CPU double. Progress goes to *console*.
+    """Prove *fixes* on *source* with the CPU double. Progress goes to *console*.
 
     Raises `VerifyError`, `SourceError`.
     """
@@ -47,14 +48,14 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
     diagnoses = {fix.name: manifest.diagnose(fix, source) for fix in fixes}
     affected = [fix.name for fix in fixes if diagnoses[fix.name].verdict is Verdict.AFFECTED]
     others = [fix.name for fix in fixes if diagnoses[fix.name].verdict in (Verdict.FIXED, Verdict.ABSENT)]
-    # What is said to be fixed in code that is no stock release's is run as well: nobody has seen that code.
+    # A diagnosis of `fixed` in code of no stock release is run as well: nobody has reviewed that code.
     unrecognised = {
-        name: found.tree
-        for name, found in diagnoses.items()
-        if found.verdict is Verdict.UNRECOGNISED or (found.verdict is Verdict.FIXED and not found.known)
+        name: diagnosis.tree
+        for name, diagnosis in diagnoses.items()
+        if diagnosis.verdict is Verdict.UNRECOGNISED or (diagnosis.verdict is Verdict.FIXED and not diagnosis.known)
     }
     columns = (TextColumn("{task.description:8}"), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn())
-    # Where there is no terminal, bars that vanish leave an empty line.
+    # Without a terminal, transient bars leave an empty line.
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with _folder_on_disk(source) as folder, bars as progress:
         stock, patched = (
@@ -79,34 +80,35 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
         source.version,
         source.label,
         "CPU double",
-        tuple(
-            Proof(
-                fix,
-                diagnoses[fix.name],
-                stock.measured.get(fix.name),
-                patched.measured.get(fix.name),
-                stock.failed.get(fix.name) or patched.failed.get(fix.name),
-                stock.states[fix.name],
-                patched.states[fix.name],
-                why_unwatched=trial_of(fix.name).unwatched,
-                was_run=fix.name in unrecognised and diagnoses[fix.name].verdict is Verdict.FIXED,
-                poisoned={
-                    worker.kind: worker.poisoned[fix.name] for worker in (stock, patched) if fix.name in worker.poisoned
-                },
-                watched={
-                    worker.kind: replace(found[0], further=tuple(found[1:]))
-                    for worker in (stock, patched)
-                    if (found := worker.watched.get(fix.name))
-                },
-            )
-            for fix in fixes
-        ),
+        tuple(_proof(fix, diagnoses[fix.name], stock, patched, unrecognised) for fix in fixes),
         environment={"torch": patched.torch, "Python": platform.python_version(), "modes": MODES_OF_A_PROOF},
     )
 
 
+def _proof(fix: Fix, diagnosis: Diagnosis, stock: _Worker, patched: _Worker, unrecognised: Mapping[str, str]) -> Proof:
+    name = fix.name
+    workers = (stock, patched)
+    return Proof(
+        fix,
+        diagnosis,
+        stock.measured.get(name),
+        patched.measured.get(name),
+        stock.failed.get(name) or patched.failed.get(name),
+        stock.states[name],
+        patched.states[name],
+        why_unwatched=trial_of(name).unwatched,
+        was_run=name in unrecognised and diagnosis.verdict is Verdict.FIXED,
+        poisoned={worker.kind: worker.poisoned[name] for worker in workers if name in worker.poisoned},
+        watched={
+            worker.kind: replace(watches[0], further=tuple(watches[1:]))
+            for worker in workers
+            if (watches := worker.watched.get(name))
+        },
+    )
+
+
 class _Worker(threading.Thread):
-    """Starts one process, reads its lines as they come."""
+    """Starts a process with the scenarios and reads its results line by line."""
 
     def __init__(
         self,
@@ -127,13 +129,13 @@ class _Worker(threading.Thread):
         self.poisoned: dict[str, tuple[str, ...]] = {}
         self.torch = "unknown"
         self._progress, self._task, self._names = progress, task, [*names, *unrecognised]
-        # The log is kept for the user if the process fails.
+        # Not deleted on close: the user needs the log if the process fails.
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115
             prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False
         )
         self._process = subprocess.Popen(
             [*_WORKER, str(folder), *names, "--", *others, "--", *unrecognised],
-            cwd=PACKAGE,  # `-m` looks there first, and the user's folder may hold a json.py of its own
+            cwd=PACKAGE,  # `-m` imports from there first, and the user's folder may hold a json.py of its own
             env=_environment(kind, unrecognised),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -149,11 +151,11 @@ class _Worker(threading.Thread):
             with self._process:
                 for line in self._process.stdout or ():
                     self._read_result(json.loads(line))
-        finally:  # whatever stands on a line: a timer that is left would keep this process alive
+        finally:  # also after a line that is no JSON: a running timer would keep this process alive
             self._timer.cancel()
 
     def join(self, timeout: float | None = None) -> None:
-        """Raises VerifyError if the process did not finish."""
+        """Wait for the process. Raises VerifyError if it did not finish."""
         super().join(timeout)
         self._log.close()
         if self._process.returncode or not self.states:
@@ -167,7 +169,7 @@ class _Worker(threading.Thread):
             Path(self._log.name).unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Ends a process that was not waited for, because the other one failed or the user has had enough."""
+        """Kill a process that was not waited for, because the other one failed or the user interrupted."""
         if not self._log.closed:
             self._process.kill()
             super().join()
@@ -197,28 +199,28 @@ class _Worker(threading.Thread):
 
 
 def _environment(kind: str, trees: Mapping[str, str]) -> dict[str, str]:
-    """The user's, less what would decide about fixes or devices in place of the proof.
+    """Return the user's environment without variables that would decide about fixes or devices.
 
-    In the patched process unrecognised code is patched where a patch fits: *trees* has its `Diagnosis.tree`, by fix.
+    The patched process patches unrecognised code where a patch fits; *trees* has its `Diagnosis.tree`, by fix.
     """
-    kept = {key: value for key, value in os.environ.items() if not is_ours(key)}
-    # The plugin is found wherever this very copy lies. The vLLM under test is an argument: a path may hold a colon.
+    inherited = {key: value for key, value in os.environ.items() if not is_ours(key)}
+    # This very copy of the plugin comes first. The vLLM under test is an argument, since a path may hold a colon.
     path = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH", "")])])
-    return kept | {
+    return inherited | {
         PREFIX: "off" if kind == "stock" else "on",
         **dict.fromkeys(map(variable, BY_NAME), "auto"),  # also those that are observed by default
         **{variable(name): f"on:{tree}" for name, tree in trees.items() if tree},
         "PYTHONPATH": path,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",  # two processes share the machine, and the tensors are tiny
-        "TQDM_DISABLE": "1",  # vLLM's bars over captures; the progress shown is ours
+        "TQDM_DISABLE": "1",  # vLLM's bars over captures would mix with ours
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
 
 
 @contextmanager
 def _folder_on_disk(source: Source) -> Iterator[Path]:
-    """The folder that holds ``vllm/``; of a wheel file, its Python unpacked for the time being."""
+    """Yield the folder that holds ``vllm/``; of a wheel file, a temporary one with its Python files."""
     if source.folder is not None:
         yield source.folder.absolute()
         return
@@ -226,5 +228,5 @@ def _folder_on_disk(source: Source) -> Iterator[Path]:
         for member in archive.infolist():
             if member.filename.endswith((".so", ".cu", ".h", "/")):
                 continue
-            archive.extract(member, folder)  # zipfile drops what would lead out of the folder
+            archive.extract(member, folder)  # zipfile strips path components that lead out of the folder
         yield Path(folder)

@@ -19,7 +19,7 @@ from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError, cpu_proof
-from vllm_graphfix.verify.comparison import Comparison, Kind, compare, noise_between
+from vllm_graphfix.verify.comparison import compare, comparison_lines, noise_between
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case
@@ -30,7 +30,8 @@ from vllm_graphfix.verify.engine.probe_verdict import ProbeVerdict
 from vllm_graphfix.verify.engine.processes import CRASH, HANG, Engines, JobResult
 from vllm_graphfix.verify.engine.questions import SEED
 from vllm_graphfix.verify.measurement import Measurement, Watch
-from vllm_graphfix.verify.report import MODES_OF_A_PROOF, Proof, Report
+from vllm_graphfix.verify.proof import MODES_OF_A_PROOF, Proof
+from vllm_graphfix.verify.report import Report
 from vllm_graphfix.verify.trial import further_cases, trial_of
 
 if TYPE_CHECKING:
@@ -363,36 +364,6 @@ def measure(case: Case, runs: Runs, mode: str) -> Measurement:
         tuple(f"{mode}: {line}" for line in lines),
         deciding=len(probed.right) if probed.right and not crashed_unseen else None,
     )
-
-
-def comparison_lines(comparison: Comparison) -> list[str]:
-    """Return lines for people on how far a run agrees with the reference."""
-    agreed = f"{comparison.compared} of {comparison.tokens} tokens compared and equal to eager's"
-    apart = f"log-probabilities up to {comparison.distance:.2g} apart"
-    lines = [
-        (
-            f"{agreed}; {apart} (eager against itself {comparison.noise:.2g}; up to {comparison.tolerance:.2g} counts "
-            "as rounding)"
-        )
-    ]
-    corrupt = comparison.of(Kind.CORRUPT)
-    if corrupt:
-        number, first = min(
-            ((i, j) for i, j in enumerate(comparison.judgements) if j.kind is Kind.CORRUPT),
-            key=lambda pair: pair[1].position or 0,
-        )
-        what = (
-            f"{first.actual} instead of {first.expected}"
-            if first.actual != first.expected
-            else "in its log-probability"
-        )
-        margin = "" if first.margin is None else f"; eager's top two are {first.margin:.2g} apart there"
-        lines.append(
-            f"corrupt prompts: {len(corrupt)} of {len(comparison.judgements)}, the first at token {first.position} of "
-            f"prompt {number}, {what}{margin}"
-        )
-    ties = len(comparison.of(Kind.TIE))
-    return [*lines, f"prompts that diverge at a tie: {ties}"] if ties else lines
 
 
 def _drafts(eager: EngineResult, graphed: EngineResult) -> list[str]:

@@ -1,4 +1,4 @@
-"""What one scenario measured in one process."""
+"""Measurement of one scenario in one process."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Watch:
-    """What the shadow check made of one engine, or of one scenario on the CPU double.
-
-    Every replay in it was checked.
-    """
+    """Verdict of the shadow check on one engine, or on one scenario on the CPU double, with every replay checked."""
 
     checks: int
     mismatches: int
     first: int | None = None
-    """The check that found the first mismatch."""
+    """Number of the check with the first mismatch."""
     state: str | None = None
-    """The check's, in that engine; None of one that has ended in an error."""
+    """State of the shadow check in that engine; None if the engine failed."""
     error: str | None = None
     graphs: str = ""
-    """Those that were checked on the CPU double, a name of `shadow.runners.RUNNERS`."""
+    """Kind of graphs that were checked on the CPU double, a name of `shadow.runners.RUNNERS`."""
     further: tuple[Watch, ...] = ()
-    """The same of graphs of other kinds."""
+    """Verdicts on graphs of other kinds."""
 
     @property
     def sentence(self) -> str:
@@ -38,27 +35,27 @@ class Watch:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The same computation without and with CUDA graphs."""
+    """Numbers of the same computation without and with CUDA graphs."""
 
     numbers: str
-    """What the numbers are, in one phrase for the report."""
+    """Description of the numbers, in one phrase for the report."""
     eager: tuple[float, ...]
-    """The reference: the same inputs, no graph."""
+    """Reference: the same inputs without a graph."""
     graphed: tuple[float, ...]
-    """Through a captured and replayed graph; empty if that ended in an error."""
+    """Results of a captured and replayed graph; empty if that failed."""
     error: str | None = None
-    """The graph run's error, first line."""
+    """First line of the graph run's error."""
     details: tuple[str, ...] = ()
-    """What else is worth a line in the report."""
+    """Further lines for the report."""
     deciding: int | None = None
-    """The number of first numbers that have to be wrong on stock to show the defect: the others, or an error, may be
-    another defect's doing. None: any of them, or an error, shows it."""
+    """Count of leading numbers that show the defect if one of them is wrong on stock; the others, or an error, may come
+    from another defect. None: any number, or an error, shows it."""
     counted: Mapping[str, int] = field(default_factory=dict)
-    """What the fix has to count meanwhile on an affected release, by event, where the scenario knows."""
+    """Counts, by event, that the scenario expects of the fix on an affected release; empty if it expects none."""
     events: Mapping[str, int] = field(default_factory=dict)
-    """What the fix did count meanwhile, by event; empty where nobody has looked."""
+    """Counts of the fix, by event; empty if they were not read."""
 
     @property
     def miscounted(self) -> bool:
-        """The fix has not counted what it had to, so that its events say nothing of how often the defect is met."""
+        """True if a count is not the expected one: the fix's events then do not tell how often the defect occurs."""
         return any(self.events.get(event, 0) != number for event, number in self.counted.items())

@@ -1,165 +1,59 @@
-"""What `verify` found, for eyes and for machines."""
+"""Report of `verify`, for people and as JSON."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
-from vllm_graphfix.fix import Diagnosis, Fix, State, Verdict
 from vllm_graphfix.fixes import about
-from vllm_graphfix.settings.environment import PREFIX
 from vllm_graphfix.verify.comparison import finite_or_none
-from vllm_graphfix.verify.measurement import Measurement, Watch
+from vllm_graphfix.verify.measurement import Measurement
+from vllm_graphfix.verify.proof import Proof, differing
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 SCHEMA = 1
-_RUN = ("affected", "right", "not decided")
-"""What running unrecognised code says of it; how outcomes begin."""
-MODES_OF_A_PROOF = f"{PREFIX}=off (stock), every fix auto (patched)"
-_TOLERANCE = 1e-6
-"""The tolerance relative to the largest number. The same operations on the same device in float32 come out equal; this
-is for their order."""
-
-
-@dataclass(frozen=True)
-class Proof:
-    """One fix on one vLLM."""
-
-    fix: Fix
-    diagnosis: Diagnosis
-    stock: Measurement | None
-    patched: Measurement | None
-    failure: str | None
-    """Why a scenario came to no measurement."""
-    stock_state: tuple[str, str]
-    patched_state: tuple[str, str]
-    """State and reason in the patched process."""
-    skipped: str | None = None
-    """Why it was not run."""
-    watched: Mapping[str, Watch] = field(default_factory=dict)
-    """What the shadow check made of an engine each, ``stock`` and ``patched``, where the defect is one that it has to
-    see."""
-    poisoned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What poison showed in the scenario, ``stock`` and ``patched``, where it was tried and says something."""
-    poison_notes: Mapping[str, str] = field(default_factory=dict)
-    """By mode: why it says nothing, or why that it showed nothing is no fault."""
-    further: str | None = None
-    """Name of the engines' case, if it is not the fix's first one: the fix has been judged before."""
-    why_unwatched: str = ""
-    """Why the shadow check cannot see the defect in a replay, as the fix's trial has it."""
-
-    was_run: bool = False
-    """Whether its scenario was to be run although its code says `fixed`: that it cannot run says nothing."""
-
-    @property
-    def title(self) -> str:
-        return self.fix.name if self.further is None else f"{self.fix.name} ({self.further})"
-
-    @property
-    def outcome(self) -> str:
-        """``proven``, ``nothing patched``, or what does not hold."""
-        if self.skipped is not None:
-            return "skipped"
-        if self.diagnosis.verdict is Verdict.UNRECOGNISED:
-            return self._outcome_of_a_run
-        if self.diagnosis.verdict is not Verdict.AFFECTED:
-            if self.stock is not None and _shows_the_defect(self.stock):
-                return "affected: no patch fits"
-            if self.failure is not None and not self.was_run:
-                return "not left alone"
-            expected = State.NOT_NEEDED.value
-            return (
-                "nothing patched" if self.patched_state[0] == expected else f"{self.patched_state[0]}, not {expected}"
-            )
-        if self.failure is not None or self.stock is None or self.patched is None:
-            return "scenario failed"
-        if self.stock_state[0] != State.OFF.value:
-            return f"{self.stock_state[0]} in the stock process"
-        if self.patched_state[0] != State.ACTIVE.value:
-            return f"{self.patched_state[0]} in the patched process"
-        if not self.stock.eager or differing(self.stock.eager, self.patched.eager):
-            return "the references differ"
-        if not _shows_the_defect(self.stock):
-            return "defect not shown on stock"
-        if self.patched.error or differing(self.patched.eager, self.patched.graphed):
-            return "defect still there"
-        # A scenario knows how often its events occur in the releases' code alone.
-        if self.patched.miscounted and self.diagnosis.known:
-            return "miscounted"
-        if self.poisoned.get("patched"):
-            return "poison is still seen"
-        if "stock" in self.poisoned and not self.poisoned["stock"] and "stock" not in self.poison_notes:
-            return "missed by poison"
-        return self._fault_of_checks() or "proven"
-
-    @property
-    def _outcome_of_a_run(self) -> str:
-        """What running it says of code that is not recognised: ``right``, ``affected: …`` or ``not decided``."""
-        if self.failure is not None or self.stock is None or self.patched is None:
-            return "not decided"
-        if not _shows_the_defect(self.stock):
-            return "right"
-        if self.patched_state[0] != State.ACTIVE.value:
-            return "affected: no patch fits"
-        still = self.patched.error or differing(self.patched.eager, self.patched.graphed)
-        return "affected: the fix does not help" if still else "affected: the fix helps"
-
-    @property
-    def names_tree(self) -> str | None:
-        """The setting that patches this very code, where running it has shown that this helps."""
-        helps = self.outcome == "affected: the fix helps"
-        return f"{self.fix.variable}=on:{self.diagnosis.tree}" if helps else None
-
-    def _fault_of_checks(self) -> str | None:
-        """What the shadow check did wrong."""
-        stock, patched = (
-            (watch, *watch.further) if watch else () for watch in map(self.watched.get, ("stock", "patched"))
-        )
-        return next(filter(None, itertools.starmap(_fault_of_check, itertools.zip_longest(stock, patched))), None)
-
-    @property
-    def unwatched(self) -> str | None:
-        """Why the shadow check cannot see the defect in a replay, if the fix was tried without it."""
-        tried = self.stock is not None and self.further is None and not self.watched
-        return (self.why_unwatched or None) if tried else None
-
-    @property
-    def holds(self) -> bool:
-        return self.outcome in ("proven", "nothing patched", "right")
+_OUTCOMES_OF_A_RUN = ("affected", "right", "not decided")
+"""Beginnings of the outcomes for unrecognised code."""
+_COLOURS = {
+    "proven": "bold green",
+    "right": "bold green",
+    "nothing patched": "dim",
+    "skipped": "yellow",
+    "not decided": "yellow",
+}
 
 
 @dataclass(frozen=True)
 class Report:
-    """All fixes on one vLLM; further cases of a fix follow it."""
+    """Proofs of all fixes on one vLLM; further cases of a fix follow it."""
 
     vllm: str | None
     source: str
     device: str
     proofs: tuple[Proof, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What else a verdict depends on, by name."""
+    """Other conditions of the verdict, by name: device, versions, seed."""
     logs: str | None = None
-    """The folder with the engines' logs, if one of them ended in an error or a proof does not hold."""
+    """Folder with the engines' logs, if an engine failed or a proof does not hold."""
     seconds: float | None = None
-    """What all engines took together, side by side."""
+    """Seconds for all engines."""
     engines: tuple[Mapping[str, Any], ...] = ()
-    """What each of them took, in seconds; `JobResult.times`."""
+    """Times of each engine; see `JobResult.times`."""
 
     @property
     def holds(self) -> bool:
-        """Whether everything that was run holds, less what was not decided."""
+        """True if every proof holds that was run and decided."""
         return all(proof.holds for proof in self.proofs if proof.skipped is None and proof.outcome != "not decided")
 
     @property
     def undecided(self) -> bool:
-        """Whether there is code that is not recognised, and that could not be run."""
+        """True if unrecognised code could not be run."""
         return any(proof.outcome == "not decided" for proof in self.proofs)
 
     @property
@@ -167,38 +61,8 @@ class Report:
         return all(proof.skipped is None for proof in self.proofs)
 
 
-def _fault_of_check(stock: Watch | None, patched: Watch | None) -> str | None:
-    """What the check did wrong, or None.
-
-    Stock may crash before it is checked, and the check may be for other engines, and says so.
-    """
-    for watch in (patched, None if stock and stock.error else stock):
-        if watch and (watch.error or watch.state == State.FAILED.value):
-            return "the shadow check failed"
-        if watch and watch.state == State.ACTIVE.value and not watch.checks:
-            return "nothing was checked by the shadow check"
-    if stock and stock.checks and not stock.mismatches and not stock.error:
-        return "missed by the shadow check"
-    return "false alarm of the shadow check" if patched and patched.mismatches else None
-
-
-def _shows_the_defect(stock: Measurement) -> bool:
-    first = stock.deciding
-    if first is None and stock.error:
-        return True
-    return bool(differing(stock.eager[:first], stock.graphed[:first]))
-
-
-def differing(reference: tuple[float, ...], found: tuple[float, ...]) -> int:
-    """How many numbers are not those of the reference; all of them if their count differs."""
-    if len(reference) != len(found):
-        return max(len(reference), len(found))
-    scale = max((abs(number) for number in reference if math.isfinite(number)), default=1.0)
-    return sum(not abs(a - b) <= _TOLERANCE * max(scale, 1.0) for a, b in zip(reference, found, strict=True))
-
-
 def as_json(report: Report) -> dict[str, Any]:
-    """The stable interface; `SCHEMA` changes with it. Numbers that JSON has not are null."""
+    """Return the stable interface, versioned by `SCHEMA`. Numbers that are not finite are null."""
     return {
         "schema": SCHEMA,
         "graphfix": __version__,
@@ -246,7 +110,7 @@ def _entry(proof: Proof) -> dict[str, Any]:
         "counted": _counted(proof.patched) or None,
         "shadow": {mode: asdict(watch) for mode, watch in proof.watched.items()} or None,
         "unwatched": proof.unwatched,
-        "poison": {mode: list(told) for mode, told in proof.poisoned.items()} or None,
+        "poison": {mode: list(lines) for mode, lines in proof.poisoned.items()} or None,
         "poison_notes": dict(proof.poison_notes) or None,
         "state": proof.patched_state[0],
         "state_reason": proof.patched_state[1],
@@ -254,7 +118,7 @@ def _entry(proof: Proof) -> dict[str, Any]:
 
 
 def _counted(patched: Measurement | None) -> dict[str, dict[str, int]]:
-    """What the fix had to count in its scenario, by event, and what it did."""
+    """Return the expected and actual counts of the fix in its scenario, by event."""
     if patched is None or patched.error:
         return {}
     return {
@@ -268,10 +132,10 @@ def _numbers(numbers: tuple[float, ...]) -> list[float | None]:
 
 
 def verdict(report: Report) -> str:
-    """What came of all proofs, in one line."""
+    """Return all outcomes in one line."""
     outcomes = Counter(proof.outcome for proof in report.proofs)
     proven, skipped, nothing = outcomes["proven"], outcomes["skipped"], outcomes["nothing patched"]
-    run = {word: sum(n for outcome, n in outcomes.items() if outcome.startswith(word)) for word in _RUN}
+    run = {word: sum(n for outcome, n in outcomes.items() if outcome.startswith(word)) for word in _OUTCOMES_OF_A_RUN}
     tried = len(report.proofs) - nothing - sum(run.values())
     if not tried and not any(run.values()):
         return f"No defect that is known here: nothing is patched ({report.device})."
@@ -288,9 +152,8 @@ def verdict(report: Report) -> str:
 
 
 def show(report: Report, console: Console, *, verbose: bool = False) -> None:
-    """Prints *report*; *verbose*: also what was compared, and what is not here, proof by proof."""
+    """Print *report*; with *verbose*, also the compared numbers and the fixes that are not needed."""
     from rich.markup import escape
-    from rich.table import Table
 
     console.print(f"[bold]{escape(verdict(report))}[/]", highlight=False, soft_wrap=True)
     console.print(
@@ -298,13 +161,30 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    table = Table("fix", "eager", "stock, graphs", "patched, graphs", "verdict", box=None, pad_edge=False)
+    if report.environment:
+        named = ", ".join(f"{name} {value}" for name, value in report.environment.items())
+        console.print(f"[dim]vllm-graphfix {__version__}, {escape(named)}[/]", highlight=False, soft_wrap=True)
+    console.print(_table([proof for proof in report.proofs if verbose or proof.outcome != "nothing patched"]))
+    if not verbose and (nothing := sum(proof.outcome == "nothing patched" for proof in report.proofs)):
+        console.print(f"[dim]not in this vLLM, nothing patched: {nothing} (--verbose)[/]", highlight=False)
     for proof in report.proofs:
-        if proof.outcome == "nothing patched" and not verbose:
-            continue
-        colours = {"proven": "bold green", "right": "bold green", "nothing patched": "dim"}
-        colours |= {"skipped": "yellow", "not decided": "yellow"}
-        colour = colours.get(proof.outcome, "bold red")
+        for line in (*_headings(proof, verbose=verbose), *_details(proof, verbose=verbose)):
+            console.print(line, highlight=False)
+    if report.engines and verbose:
+        longest = max(report.engines, key=lambda times: float(times["seconds"]))
+        line = f"{len(report.engines)} engines in {report.seconds:.0f} s; {longest['name']}: {longest['seconds']:.0f} s"
+        console.print(f"[dim]{escape(line)}[/]", highlight=False)
+    if report.logs:
+        console.print(f"Engine logs: {escape(report.logs)}", highlight=False, soft_wrap=True)
+
+
+def _table(proofs: Sequence[Proof]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("fix", "eager", "stock, graphs", "patched, graphs", "verdict", box=None, pad_edge=False)
+    for proof in proofs:
+        colour = _COLOURS.get(proof.outcome, "bold red")
         first = _first_difference(proof.stock)
         table.add_row(
             f"[bold]{proof.title}[/]",
@@ -313,50 +193,49 @@ def show(report: Report, console: Console, *, verbose: bool = False) -> None:
             f"[green]{escape(_result(proof.patched, first))}[/]" if proof.patched else "",
             f"[{colour}]{proof.outcome}[/]",
         )
-    if report.environment:
-        named = ", ".join(f"{name} {value}" for name, value in report.environment.items())
-        console.print(f"[dim]vllm-graphfix {__version__}, {escape(named)}[/]", highlight=False, soft_wrap=True)
-    console.print(table)
-    if not verbose and (nothing := sum(proof.outcome == "nothing patched" for proof in report.proofs)):
-        console.print(f"[dim]not in this vLLM, nothing patched: {nothing} (--verbose)[/]", highlight=False)
-    for proof in report.proofs:
-        if proof.skipped:
-            console.print(f"[yellow]![/] {proof.title}: skipped: {escape(proof.skipped)}", highlight=False)
-        elif proof.stock and proof.holds and verbose:
-            console.print(f"[dim]{proof.title}: {escape(proof.stock.numbers)}[/]", highlight=False)
-        elif not proof.holds:
-            told = ": ".join(filter(None, [proof.title, proof.outcome, proof.failure or proof.patched_state[1]]))
-            console.print(f"[red]![/] {escape(told)}", highlight=False)
-            if proof.names_tree:
-                console.print(f"  to patch this very code: [bold]{proof.names_tree}[/]", highlight=False)
-        if not verbose and proof.holds:
-            if "stock" in proof.poison_notes and "stock" in proof.poisoned:
-                told = f"{proof.title}: {_told_of_poison(proof, 'stock')}"
-                console.print(f"[dim]{escape(told)}[/]", highlight=False)
-            continue
-        for measured in (proof.stock, proof.patched):
-            for line in measured.details if measured else ():
-                console.print(f"[dim]  {escape(line)}[/]", highlight=False)
-        for event, numbers in _counted(proof.patched).items():
-            told = f"patched, counted: {event} {numbers['counted']}, {numbers['expected']} expected"
-            console.print(f"[dim]  {escape(told)}[/]", highlight=False)
-        for mode, watch in proof.watched.items():
-            for each in (watch, *watch.further):
-                told = f"{mode}, shadow check{f' ({each.graphs})' if each.graphs else ''}: {each.sentence}"
-                console.print(f"[dim]  {escape(told)}[/]", highlight=False)
-        for mode in dict.fromkeys((*proof.poisoned, *proof.poison_notes)):
-            console.print(f"[dim]  {escape(_told_of_poison(proof, mode))}[/]", highlight=False)
-        if proof.unwatched:
-            console.print(f"[dim]  the shadow check cannot see it: {escape(proof.unwatched)}[/]", highlight=False)
-    if report.engines and verbose:
-        longest = max(report.engines, key=lambda times: float(times["seconds"]))
-        told = f"{len(report.engines)} engines in {report.seconds:.0f} s; {longest['name']}: {longest['seconds']:.0f} s"
-        console.print(f"[dim]{escape(told)}[/]", highlight=False)
-    if report.logs:
-        console.print(f"Engine logs: {escape(report.logs)}", highlight=False, soft_wrap=True)
+    return table
 
 
-def _told_of_poison(proof: Proof, mode: str) -> str:
+def _headings(proof: Proof, *, verbose: bool) -> Iterator[str]:
+    """Yield, as markup, the reason for an outcome, or the numbers of a proof that holds."""
+    from rich.markup import escape
+
+    if proof.skipped:
+        yield f"[yellow]![/] {proof.title}: skipped: {escape(proof.skipped)}"
+    elif proof.stock and proof.holds and verbose:
+        yield f"[dim]{proof.title}: {escape(proof.stock.numbers)}[/]"
+    elif not proof.holds:
+        reason = proof.failure or proof.patched_state[1]
+        yield f"[red]![/] {escape(': '.join(filter(None, [proof.title, proof.outcome, reason])))}"
+        if proof.names_tree:
+            yield f"  to patch this very code: [bold]{proof.names_tree}[/]"
+
+
+def _details(proof: Proof, *, verbose: bool) -> Iterator[str]:
+    """Yield details as markup; of a proof that holds, without *verbose*, only a note on poison in stock."""
+    from rich.markup import escape
+
+    if not verbose and proof.holds:
+        if "stock" in proof.poison_notes and "stock" in proof.poisoned:
+            yield f"[dim]{escape(proof.title)}: {escape(_poison_line(proof, 'stock'))}[/]"
+        return
+    lines = [line for measured in (proof.stock, proof.patched) if measured for line in measured.details]
+    lines += [
+        f"patched, counted: {event} {numbers['counted']}, {numbers['expected']} expected"
+        for event, numbers in _counted(proof.patched).items()
+    ]
+    lines += [
+        f"{mode}, shadow check{f' ({each.graphs})' if each.graphs else ''}: {each.sentence}"
+        for mode, watch in proof.watched.items()
+        for each in (watch, *watch.further)
+    ]
+    lines += [_poison_line(proof, mode) for mode in dict.fromkeys((*proof.poisoned, *proof.poison_notes))]
+    if proof.unwatched:
+        lines.append(f"the shadow check cannot see it: {proof.unwatched}")
+    yield from (f"[dim]  {escape(line)}[/]" for line in lines)
+
+
+def _poison_line(proof: Proof, mode: str) -> str:
     return f"{mode}, poison: {'; '.join(proof.poisoned.get(mode, ())) or proof.poison_notes.get(mode, 'nothing')}"
 
 
@@ -368,10 +247,7 @@ def _result(measured: Measurement, first: int) -> str:
 
 
 def _first_difference(measured: Measurement | None) -> int:
-    """Where the numbers that are shown begin.
-
-    There is more to see where stock goes wrong than where it is still right.
-    """
+    """Return the first position at which stock is wrong, where the printed sample begins; 0 if there is none."""
     if measured is None:
         return 0
     pairs = zip(measured.eager, measured.graphed, strict=False)
@@ -379,5 +255,5 @@ def _first_difference(measured: Measurement | None) -> int:
 
 
 def _sample(numbers: tuple[float, ...], first: int) -> str:
-    shown = " ".join(f"{number:.4g}" for number in numbers[first : first + 3])
-    return f"{'… ' if first else ''}{shown}{' …' if len(numbers) > first + 3 else ''}"
+    numbers_text = " ".join(f"{number:.4g}" for number in numbers[first : first + 3])
+    return f"{'… ' if first else ''}{numbers_text}{' …' if len(numbers) > first + 3 else ''}"

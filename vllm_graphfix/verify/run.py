@@ -1,4 +1,4 @@
-"""Where a proof runs: on this machine's GPU if there is one and this vLLM can use it, on the CPU double otherwise."""
+"""Runs a proof on this machine's GPU if there is one that this vLLM can use, else on the CPU double."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def run(
     fresh: bool = False,
     parallel: int | None = None,
 ) -> Report:
-    """Proves *fixes* on *source*; *device* is ``gpu``, ``cpu``, or None to choose.
+    """Prove *fixes* on *source*; *device* is ``gpu``, ``cpu``, or None to choose.
 
     On a GPU *parallel* engines run at a time, in *fresh* processes or forked from one that has imported vLLM.
+
     Raises `VerifyError`, `SourceError`.
     """
     from vllm_graphfix.verify.engine.processes import terminated_like_interrupted
@@ -48,19 +49,19 @@ def _run(
         from vllm_graphfix.verify.engine import device as devices
         from vllm_graphfix.verify.gpu_proof import run as run_on_gpu
 
-        found = devices.find()
-        if found.name is not None:
-            return run_on_gpu(source, fixes, found, console, fresh=fresh, parallel=parallel)
-        why_not = found.why_not
+        gpu = devices.find()
+        if gpu.name is not None:
+            return run_on_gpu(source, fixes, gpu, console, fresh=fresh, parallel=parallel)
+        why_not = gpu.why_not
     if device == "gpu":
         raise VerifyError(f"cannot verify on a GPU: {why_not}. `--device cpu` uses the CPU double instead")
     return run_on_double(source, fixes, console)
 
 
 def _why_not_runnable(folder: Path | None) -> str | None:
-    """Why the vLLM in *folder* has no kernels to run, or None.
+    """Return the reason why the vLLM in *folder* cannot run on a GPU, or None.
 
-    Where kernels lie differs; that there are some does not.
+    The names of its compiled kernels differ between releases, so any one counts.
     """
     if folder is None:
         return "the wheel file is not installed"

@@ -1,4 +1,4 @@
-"""What a fix is tried with, and where that is found: read by `verify` and by the tests, never in an engine."""
+"""Trials of fixes, found by a fix's name: read by `verify` and by the tests, never in an engine."""
 
 from __future__ import annotations
 
@@ -36,46 +36,46 @@ class Watched(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What shows that a fix is needed, and that it works.
+    """Cases and scenarios that show that a fix is needed and works.
 
-    It is the `TRIAL` of a module of `trials` named as the fix's.
+    It is the `TRIAL` of the module of `trials` that has the fix's name.
     """
 
     case: Case | None = None
-    """An engine on a GPU in which the defect shows. Without one, `verify --device gpu` skips the fix and says so."""
+    """Engine on a GPU in which the defect shows. Without one, `verify --device gpu` skips the fix."""
     further: tuple[Case, ...] = ()
-    """More of them, where the defect is in several places of vLLM: each is judged for itself."""
+    """Further engines, for a defect in several places of vLLM; each is judged by itself."""
     watched: Watched | None = None
-    """A scenario whose defect shows in what a replay puts out."""
+    """Scenario whose defect shows in the outputs of a replay."""
     watched_further: tuple[Watched, ...] = ()
-    """The same on graphs of other kinds: each is judged for itself."""
+    """Such scenarios on graphs of other kinds; each is judged by itself."""
     engine: str = ""
-    """The engine of `case`, for people."""
+    """Description of the engine of *case*, for people."""
     shows_in: str = ""
-    """Where the defect shows in it, or on the CPU double, for people."""
+    """Place where the defect shows in that engine or on the CPU double, for people."""
     unwatched: str = ""
-    """Why the shadow check cannot see the defect in a replay, as a clause, for every other scenario."""
+    """Reason why the shadow check cannot see the defect in a replay, as a clause, if *watched* is None."""
 
 
-# Modules are named in strings here and nowhere else in `verify`: a fix is found by its name alone.
+# A fix's modules are found by its name, so that there is no list of them to keep up to date.
 def trial_of(fix: str) -> Trial:
-    """The trial of the fix named *fix*."""
+    """Return the trial of the fix named *fix*."""
     trial: Trial = import_module(f"{_HERE}.trials.{_module(fix)}").TRIAL
     return trial
 
 
 def scenario_of(fix: str) -> str:
-    """The place of the scenario of the fix named *fix*, ``module:function``.
+    """Return the place of the scenario of the fix named *fix*, ``module:function``.
 
-    It is `run` of the trial's own module, which then imports vLLM inside of it, or of the module of
-    `double.scenarios` named as the fix's, whose import imports vLLM.
+    It is `run` of the trial's module, which imports vLLM inside of that function, or of the module of
+    `double.scenarios` with the fix's name, whose import imports vLLM.
     """
     trial = import_module(f"{_HERE}.trials.{_module(fix)}")
     return f"{trial.__name__}:run" if hasattr(trial, "run") else f"{_HERE}.double.scenarios.{_module(fix)}:run"
 
 
 def further_cases(fix: str, source: Source | None = None) -> tuple[Case, ...]:
-    """What else is run on a GPU for *fix*, which has a case then; with *source*, on that vLLM alone."""
+    """Return the further cases of *fix*; with *source*, those alone that show on that vLLM."""
     return tuple(
         case for case in trial_of(fix).further if source is None or case.shows_on is None or case.shows_on(source)
     )

@@ -167,7 +167,7 @@ def refuse_misfit(scenario: Scenario) -> None:
 
     It was written for other code: then what it shows with that condition is not the defect.
     """
-    from vllm_graphfix.verify.report import differing
+    from vllm_graphfix.verify.proof import differing
 
     found = scenario(hit=False)
     if found.error or not found.eager or differing(found.eager, found.graphed):
