@@ -1,10 +1,8 @@
-"""What a bug report has to say, gathered in one go.
+"""Report for bug reports: versions, GPU, platform, loading of the plugin, settings, status, fleet and errors.
 
-It covers versions, GPU, platform, how the plugin is loaded, settings, status, fleet and errors.
-
-Half of it may be missing, hostile or hanging: each part is gathered on its own, and what goes wrong in one is what that
-part says. What ends up in public is shown by allow lists: a value is printed only if it has the form that its name is
-known for, and every text is masked.
+Any source may be missing, hostile or hanging, so each part is gathered by itself, and its error becomes its content.
+The report is made public, so values pass an allow list: a value is printed only in the form that is expected of its
+name, and every text is masked.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ __all__ = ["VARIABLES", "Doctor", "beside_vllms_own", "examine", "markdown", "te
 
 
 def beside_vllms_own() -> str:
-    """The report for the end of `vllm collect-env`, which has versions, GPUs and platform already."""
-    # The decision is of this very process, which starts no engine.
+    """Return the report for the end of `vllm collect-env`, which has versions, GPUs and platform already."""
+    # The decision is one of this very process, which starts no engine.
     environment = {name: value for name, value in os.environ.items() if name != DECISION}
     return text(examine(environment=environment, without=("versions", "gpu", "platform")))

@@ -1,7 +1,4 @@
-"""What may be shown in a report.
-
-Variables are shown by an allow list and the form of their values, texts without what is nobody's business.
-"""
+"""Redaction of reports: an allow list of variables and the forms of their values, and a mask for texts."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ _LONGEST = 300
 class _Variable(NamedTuple):
     name: str
     why: str
-    """What it has to do with a defect of CUDA graphs."""
+    """Relation to defects of CUDA graphs."""
     form: str
-    """The form of a value that can be shown; any other value is shown as `set` and no more."""
+    """Pattern of values that are printed; of another value the report says only that it is set."""
 
 
 _FLAG = r"0|1|true|false|True|False"
@@ -55,13 +52,12 @@ VARIABLES = (
     _Variable("NCCL_CUMEM_ENABLE", "collectives in graphs", _FLAG),
     _Variable("NCCL_GRAPH_MIXING_SUPPORT", "collectives in graphs", _FLAG),
 )
-"""The variables of vLLM, torch and CUDA that are shown. No other name is looked at, and no value that has another form
-is shown."""
+"""Variables of vLLM, torch and CUDA that are printed; no other name is read."""
 
 HIDDEN = "(hidden)"
 _OF_RECORDS = ("states", "events")
-"""Parts whose keys are names that records of engines have."""
-NOT_SHOWN = "(set, not shown)"
+"""Parts whose keys come from records of engines."""
+WITHHELD = "(set, not shown)"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|PRIVATE|DSN|WEBHOOK", re.IGNORECASE)
 _SECRETS = re.compile(
     r"""(?P<url>[a-z][a-z0-9+.-]{1,20}://)[^/\s@'"]{1,500}@  # user and password
@@ -74,7 +70,7 @@ _SECRETS = re.compile(
     |(?<![A-Za-z0-9+=])(?=(?:[A-Za-z+=]{0,60}[0-9]){3})[A-Za-z0-9+=]{28,800}""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""By their form. Long words with three digits are keys more often than anything that is missed in a report."""
+"""Secrets by their form. A long word with three digits is more often a key than something that a report needs."""
 _PLACED = (
     re.compile(
         r"\b(?:ranks? [0-9][0-9, -]{0,200}(?: of DP [0-9]{1,6})? ?"
@@ -86,22 +82,22 @@ _PLACED = (
     re.compile(r"(?P<before>\[)(?P<host>[\w.:-]{1,255})(?=\]:[0-9]{2,5}\b)"),
     re.compile(r"(?P<before>(?<![\w.]))(?P<host>[0-9]{1,3}(?:\.[0-9]{1,3}){3})(?=(?:, |:)[0-9]{2,5}\b)"),
 )
-"""Hosts, as ranks that disagree name each other, also those that have left no record here; in names of records; and as
-errors of a store or a collective name what cannot be reached."""
+"""Hosts as they are named by ranks that disagree, also by ranks without a record here, in names of records, and in
+connection errors of a store or a collective."""
 _WORDS = r"on(?::[0-9a-f]{16})?|off|auto|observe|strict|report|repair|quarantine|abort|[0-9]+(?:[./][0-9]+)?(?:\ ?%)?"
 _VALUE_ENDS = rf"(?:,\ {settings.PREFIX}|\ means\ nothing|\ is\ not\ a\ variable|['\"]\ on\ ranks?\ [0-9]|…$)"
 _MISTYPED = rf"""\b(?P<name>(?!{settings.STATUS_DIR}=)(?:NAMES))=(?:
       '(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"
       |(?!(?:{_WORDS}){_VALUE_ENDS}).{{0,200}}?(?={_VALUE_ENDS})
       |(?!(?:{_WORDS})(?![\w/:=+-]))[^\s,;]+)"""
-"""A value of ours that means nothing, of variables by a pattern: wherever it is quoted or said to, and any that is no
-word of ours."""
+"""Invalid value of one of our variables (by a pattern of names): where it is quoted or reported, and any other one that
+is no word of ours."""
 _NAMED = re.compile(r"\b\w+(?==)")
 _HOMES = re.compile(r"(?<![\w.])/(?:home|Users|export/home|var/home)/[^/\s'\"`]+")
 
 
 class Mask:
-    """Takes what is nobody's business out of texts."""
+    """Replaces secrets, model names, hosts and home folders in texts."""
 
     def __init__(self, environment: Mapping[str, str], hosts: Iterable[str], models: Iterable[str] = ()) -> None:
         known = {*settings.names(fix.name for fix in FIXES), "PWD", "OLDPWD", *(each.name for each in VARIABLES)}
@@ -111,14 +107,14 @@ class Mask:
             for name, value in environment.items()
             if name == ours or (name not in known and _is_secret_name(name))
         )
-        # Short ones are numbers and words that are in every text, and long ones in none: texts are cut.
+        # A short value would match in any text, and a longer one in none, since texts are cut.
         values = {value for value in (*named, *models) if 6 <= len(value) <= 4 * _LONGEST}
         self._values = sorted(values, key=lambda value: (-len(value), value))
         self._home = (environment.get("HOME") or "").rstrip("/")
-        told = sorted(
+        by_length = sorted(
             {host for host in hosts if len(host) > 3 and host != "localhost"}, key=lambda host: (-len(host), host)
         )
-        self._names = {host: f"host-{number}" for number, host in enumerate(told, 1)}
+        self._names = {host: f"host-{number}" for number, host in enumerate(by_length, 1)}
         self._hosts = [
             (re.compile(rf"(?<![\w.-]){re.escape(host)}(?:\.\w[\w-]*)*(?![\w-])"), name)
             for host, name in self._names.items()
@@ -129,7 +125,7 @@ class Mask:
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
     def whole_text(self, text: str) -> str:
-        """*text* on one line, however long it is."""
+        """Mask *text* without cutting it; the result is one line."""
         for value in self._values:
             text = text.replace(value, HIDDEN)
         text = _SECRETS.sub(_without_secret, text)
@@ -138,7 +134,7 @@ class Mask:
         text = _HOMES.sub("~", text)
         odd = {name for name in _NAMED.findall(text) if settings.is_ours(name) and not name.startswith(settings.PREFIX)}
         ours = "|".join((rf"{settings.PREFIX}\w*", *sorted(odd)))
-        text = re.sub(_MISTYPED.replace("NAMES", ours), rf"\g<name>={NOT_SHOWN}", text, flags=re.VERBOSE)
+        text = re.sub(_MISTYPED.replace("NAMES", ours), rf"\g<name>={WITHHELD}", text, flags=re.VERBOSE)
         for placed in _PLACED:
             text = placed.sub(self._without_host, text)
         for host, name in self._hosts:
@@ -150,9 +146,9 @@ class Mask:
         return f"{match[0][: match.start('host') - match.start()]}{name}"
 
     def everywhere(self, value: Any, *, of_records: bool = False) -> Any:
-        """*value* with all texts in it masked, and those keys that records have named.
+        """Mask all texts in *value*, and the keys that come from records.
 
-        The report's own keys are in every report: one that is also somebody's rollout key must still be found.
+        The report's own keys stay, even if one of them is also somebody's rollout key: JSON readers rely on them.
         """
         if isinstance(value, Mapping):
             return {
@@ -167,12 +163,12 @@ class Mask:
 
 
 def hosts_in(text: str) -> set[str]:
-    """Return the hosts that *text* names as those of processes."""
+    """Return the hosts of processes that *text* names."""
     return {match["host"] for placed in _PLACED for match in placed.finditer(text)}
 
 
-def _without_secret(found: re.Match[str]) -> str:
-    return f"{found['url']}{HIDDEN}@" if found["url"] else f"{found['named'] or ''}{HIDDEN}"
+def _without_secret(match: re.Match[str]) -> str:
+    return f"{match['url']}{HIDDEN}@" if match["url"] else f"{match['named'] or ''}{HIDDEN}"
 
 
 def _is_secret_name(name: str) -> bool:

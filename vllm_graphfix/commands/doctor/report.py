@@ -1,4 +1,4 @@
-"""The report as text: in the form of vLLM's own `collect-env`, and as Markdown for vLLM's bug reports or ours."""
+"""Doctor's report as text in the form of vLLM's `collect-env`, and as Markdown for bug reports to vLLM or to us."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from vllm_graphfix.fix import Verdict
 
 _RULE = "=" * 30
 _KEY = 29
-"""Columns of a key, as in vLLM's report."""
+"""Width of a key, as in vLLM's report."""
 
 
 def markdown(doctor: Doctor) -> str:
-    """The report for an issue: one line of verdict, the rest folded away and fenced.
+    """Return the report for an issue: a line of verdict, and the rest folded and fenced.
 
-    Within the fence nothing is a link, a mention or markup of somebody else's, and no line can end it.
+    In the fence no text of a third party becomes a link, a mention or markup, and no line can close it.
     """
     return (
         f"**vllm-graphfix {__version__}**: {_plain(doctor.verdict)}\n"
@@ -34,7 +34,7 @@ def markdown(doctor: Doctor) -> str:
 
 
 def text(doctor: Doctor) -> str:
-    """The report in plain text, without its last newline."""
+    """Return the report as plain text, without a final newline."""
     return "\n".join(_lines(doctor)).replace("`", "'")
 
 
@@ -44,8 +44,8 @@ def _lines(doctor: Doctor) -> Iterator[str]:
     for name, part in doctor.parts.items():
         yield ""
         yield f"{_TITLES.get(name, name.capitalize())}:"
-        told = _TELLERS.get(name, _pairs)(part) if "error" not in part else [f"not known: {part['error']}"]
-        yield from [f"  {line}" for line in told] or ["  nothing"]
+        lines = _LINES_OF_PART.get(name, _pairs)(part) if "error" not in part else [f"not known: {part['error']}"]
+        yield from [f"  {line}" for line in lines] or ["  nothing"]
 
 
 _TITLES = {
@@ -85,8 +85,8 @@ def _status(part: Mapping[str, Any]) -> Iterator[str]:
 def _fleet(part: Mapping[str, Any]) -> Iterator[str]:
     for engine in part["engines"]:
         yield f"engine {engine['engine']}: {engine['status']}, {engine['processes']} processes, {engine['ranks']}"
-        told = {key: engine[key] for key in ("vllm", "vllm-graphfix", "settings")}
-        yield from (f"  {line}" for line in _pairs(told | {"CUDA graphs": _GRAPHS[engine["graphs"]]}))
+        facts = {key: engine[key] for key in ("vllm", "vllm-graphfix", "settings")}
+        yield from (f"  {line}" for line in _pairs(facts | {"CUDA graphs": _GRAPHS[engine["graphs"]]}))
         for key in ("states", "events"):
             yield from (f"  {line}" for line in _lines_by_account(key, engine[key]))
         for key in ("wrong", "notes"):
@@ -98,7 +98,7 @@ _GRAPHS = {True: "yes", False: "no", None: "not known yet"}
 
 
 def _lines_by_account(key: str, of_fixes: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """A line for each account, with all fixes that it is given of."""
+    """Yield a line for each set of counts, with all fixes that have it."""
     fixes: dict[str, list[str]] = {}
     for fix, counts in of_fixes.items():
         fixes.setdefault(_words(counts), []).append(fix)
@@ -111,7 +111,7 @@ def _errors(part: Mapping[str, Any]) -> Iterator[str]:
         yield f"{each['of']} {each['state']}: {each['reason']}"
 
 
-_TELLERS: Mapping[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
+_LINES_OF_PART: Mapping[str, Callable[[Mapping[str, Any]], Iterable[str]]] = {
     "environment": _environment,
     "status": _status,
     "fleet": _fleet,
@@ -128,5 +128,5 @@ def _words(value: object) -> str:
 
 
 def _plain(verdict: str) -> str:
-    """*verdict* outside the fence: a vLLM may call its version what it likes."""
+    """Return *verdict* without markup, for outside the fence: a version of vLLM may be any text."""
     return "".join(letter if letter.isalnum() or letter in " .,:;+-()" else "?" for letter in verdict)
