@@ -1,4 +1,4 @@
-"""Whether the user's own model gives the same tokens with CUDA graphs as without."""
+"""Compares the answers of the user's own model with CUDA graphs and without."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 class CompareError(Exception):
-    """The question could not be put; the message says what to do."""
+    """The comparison could not be made; the message says what to do."""
 
     def __init__(self, message: str, log: Path | None = None) -> None:
         super().__init__(message if log is None else f"{message} (log: {log})")
         self.log = log
-        """The log of the engine that failed; it is worth keeping."""
+        """Log of the engine that failed, which is not deleted then."""

@@ -1,9 +1,8 @@
-"""What two references say about the answers with graphs: eager, and the same engine without graphs.
+"""Judges answers with graphs by two references: eager, and the same engine compiled but without graphs.
 
-Neither is enough alone. torch.compile fuses operations and rounds elsewhere than eager does, so that eager's answers
-may leave those with graphs beyond what eager's own noise explains, without any graph's doing; and where the two part at
-a tie, eager is no witness for what follows. The same engine without graphs is compiled alike and can say more in both
-cases.
+Neither is enough alone. torch.compile fuses operations and so rounds differently: eager's answers may differ from those
+with graphs by more than eager's own noise, although the graphs are right. And after a tie eager has another context,
+and cannot vouch for what follows. The compiled engine without graphs is a witness in both cases.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _judged_by_both(eager: Judgement, compiled: Judgement) -> Judgement:
 
 
 def _vouches(reference: Judgement, position: int | None) -> bool:
-    """Whether the reference had the same context at *position* and found nothing beyond rounding there."""
+    """True if the reference had the same context at *position* and differs there by no more than rounding."""
     if reference.position is None or position is None or position < reference.position:
         return True
     return reference.kind is Kind.TIE and position == reference.position

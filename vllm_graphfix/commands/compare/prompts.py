@@ -1,4 +1,4 @@
-"""Reads the prompts that a comparison asks."""
+"""Reads a file of prompts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from vllm_graphfix.commands.compare import CompareError
 
 Prompt = tuple[int, ...] | str
 _LARGEST_FILE = 64 * 1024 * 1024
-"""Bytes; prompts for one comparison have a few kilobytes."""
+"""Bytes; the prompts of a comparison are a few kilobytes."""
 _FORMS = 'a string, a list of token ids, {"prompt": …} or {"prompt_token_ids": …}'
 
 
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
-    """The prompts of a file, one a line; blank lines are none. Raises CompareError, which names the line.
+    """Return the prompts of a file, one per line; blank lines are skipped.
 
-    A line is text; in a file named `*.jsonl` a string, a list of token ids, or an object with ``prompt`` or
+    A line is text; in a file named `*.jsonl` it is a string, a list of token ids, or an object with ``prompt`` or
     ``prompt_token_ids``.
+
+    Raises CompareError, which names the line.
     """
-    if path.suffix.lower() == ".json":  # its lines would be taken for prompts
+    if path.suffix.lower() == ".json":  # else each of its lines would be a prompt
         raise CompareError(f"{path}: name the file .jsonl and give one of these per line: {_FORMS}")
-    # Not splitlines(): a form feed or U+2028 inside of a prompt ends no line.
+    # Not splitlines(), which also splits at a form feed or U+2028 within a prompt.
     lines = _text(path).replace("\r\n", "\n").split("\n")
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
@@ -35,7 +37,7 @@ def read_prompts(path: Path) -> tuple[Prompt, ...]:
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            data = file.read(_LARGEST_FILE + 1)  # a device has no size to ask for
+            data = file.read(_LARGEST_FILE + 1)  # stat() knows no size of a device or pipe
     except OSError as error:
         raise CompareError(f"{path} cannot be read: {error.strerror}") from error
     if len(data) > _LARGEST_FILE:
@@ -53,17 +55,17 @@ def _text(path: Path) -> str:
 
 def _from_json(line: str, place: str) -> Prompt:
     try:
-        found = json.loads(line)
+        prompt = json.loads(line)
     except json.JSONDecodeError as error:
         raise CompareError(f"{place}: is not JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
         raise CompareError(f"{place}: is not readable JSON: {error}") from error
-    if isinstance(found, dict):
-        found = _prompt_in(found)
-    if isinstance(found, str) and found.strip():
-        return _checked_encodable(found, place)
-    if isinstance(found, list) and found and all(type(token) is int and token >= 0 for token in found):
-        return tuple(found)
+    if isinstance(prompt, dict):
+        prompt = _prompt_in(prompt)
+    if isinstance(prompt, str) and prompt.strip():
+        return _checked_encodable(prompt, place)
+    if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
+        return tuple(prompt)
     raise CompareError(f"{place}: give {_FORMS}")
 
 

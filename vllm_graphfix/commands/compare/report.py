@@ -1,4 +1,4 @@
-"""What `compare` found, for eyes and for machines."""
+"""Report of `compare`, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 NO_GRAPHS = "NONE"
-"""vLLM's `cudagraph_mode` of an engine that captures none."""
-_LOUD = 0.33
-"""Eager's own noise, in log-probability: beyond it, rounding would end at more than 1, and corruption could pass for
-it."""
-_ENOUGH = 0.5
-"""The part of the tokens that must be compared; fewer say too little."""
-_FEWEST_DRAFTS, _ACCEPTED, _LOST = 100, 0.05, 0.5
-"""Drafts are lost if, with at least so many drafted tokens of which at least this part is accepted eager, the part
-accepted with graphs is less than half as large."""
+"""The `cudagraph_mode` of an engine that captures no graphs."""
+_MAX_NOISE = 0.33
+"""Limit of eager's own noise, in log-probability. Beyond it the tolerance would exceed 1, and hide corruption."""
+_MIN_COMPARED = 0.5
+"""Share of the tokens that must be compared for a verdict."""
+_MIN_DRAFTS, _MIN_ACCEPTED, _LOST_BELOW = 100, 0.05, 0.5
+"""Drafts are lost if eager accepts at least `_MIN_ACCEPTED` of at least `_MIN_DRAFTS` tokens, and the engine with
+graphs less than `_LOST_BELOW` times that share."""
 _BUCKETS = 8
 _BAR = 40
-_SHOWN = 20
-"""Prompts that get a line; JSON has all."""
+_LISTED_PROMPTS = 20
+"""Prompts with a line of their own; JSON has all."""
 
 _SHADES = {Kind.CORRUPT: ("red", "█"), Kind.COMPILED: ("cyan", "▒"), Kind.TIE: ("yellow", "░")}
 _VERDICTS = {
@@ -42,7 +41,7 @@ _VERDICTS = {
 
 @dataclass(frozen=True)
 class Report:
-    """One model, eager against graphs."""
+    """Comparison of one model with graphs and eager."""
 
     model: str
     flags: tuple[str, ...]
@@ -50,12 +49,12 @@ class Report:
     graphs: EngineResult | None
     comparison: Comparison | None
     error: str | None = None
-    """What the engine with graphs ended in; the same ran without."""
+    """Error of the engine with graphs; without graphs it ran."""
     note: str | None = None
     logs: str | None = None
-    """The folder with the engines' logs, if one of them ended in an error."""
+    """Folder with the engines' logs, if one of them failed."""
     poison: PoisonReport | None = None
-    """What poison showed, if it was asked for."""
+    """Report on poison, if it was asked for."""
 
     @property
     def wrong(self) -> bool:
@@ -64,22 +63,26 @@ class Report:
 
     @property
     def corrupt(self) -> bool:
-        """Tokens are, drafts are lost, or the engine crashed as graphs make it crash."""
+        """True if tokens are wrong, drafts are lost, or the engine crashed in a way that is typical of graphs."""
         if self.comparison is None:
             return bool(CRASH.search(self.error or ""))
         return self.comparison.corrupt or self.drafts_lost
 
     @property
     def drafts_lost(self) -> bool:
-        """The draft model's graphs are wrong: the target corrects its tokens, and nothing is gained by them."""
+        """True if the draft model's graphs are wrong: the target rejects its tokens, and drafting gains nothing."""
         if self.graphs is None or not self.graphs.drafts or not self.eager.drafts:
             return False
-        (right, of), (found, tried) = self.eager.drafts, self.graphs.drafts
-        return min(of, tried) >= _FEWEST_DRAFTS and right >= _ACCEPTED * of and found / tried < _LOST * right / of
+        (right, of), (accepted, tried) = self.eager.drafts, self.graphs.drafts
+        return (
+            min(of, tried) >= _MIN_DRAFTS
+            and right >= _MIN_ACCEPTED * of
+            and accepted / tried < _LOST_BELOW * right / of
+        )
 
     @property
     def inconclusive(self) -> str | None:
-        """Why it says nothing that no corruption was found; None if it does."""
+        """Reason why a report without corruption proves nothing; None if it does, or if there is corruption."""
         if self.wrong:
             return None
         if self.poison is not None and (why := self.poison.inconclusive):
@@ -90,12 +93,12 @@ class Report:
             return (
                 "no CUDA graphs were used (cudagraph_mode NONE): these flags, this model or this device switch them off"
             )
-        if self.comparison.noise > _LOUD:
+        if self.comparison.noise > _MAX_NOISE:
             return (
                 f"eager differs from itself by up to {self.comparison.noise:.3g}, "
                 "so corruption cannot be told apart from noise"
             )
-        if self.comparison.compared < _ENOUGH * self.comparison.tokens:
+        if self.comparison.compared < _MIN_COMPARED * self.comparison.tokens:
             return (
                 f"answers diverge early at ties, so only {self.comparison.compared} of {self.comparison.tokens} tokens "
                 "could be compared: give your own prompts (--prompts), or more prompts with shorter answers"
@@ -104,7 +107,7 @@ class Report:
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The stable interface; `SCHEMA` changes with it. A number that is not finite is null."""
+    """Return the stable interface, versioned by `SCHEMA`. Numbers that are not finite are null."""
     comparison, graphs = report.comparison, report.graphs
     return {
         "schema": SCHEMA,
@@ -151,17 +154,17 @@ def show(report: Report, console: Console) -> None:
     from rich.markup import escape
 
     facts = report.eager.facts
-    given = "".join(f" {escape(flag)}" for flag in report.flags)
+    flags = "".join(f" {escape(flag)}" for flag in report.flags)
     console.print(
-        f"[bold]{escape(report.model)}[/]{given}: vLLM {facts['vllm']}, vllm-graphfix {__version__}, torch "
+        f"[bold]{escape(report.model)}[/]{flags}: vLLM {facts['vllm']}, vllm-graphfix {__version__}, torch "
         f"{facts['torch']}, {escape(facts['device'])}, driver {facts['driver']}, {escape(facts['switches'])}, "
         f"seed {facts['seed']}",
         highlight=False,
         soft_wrap=True,
     )
     if report.graphs is not None:
-        told = f"graphs: {report.graphs.cudagraph_mode or 'unknown'}; fixes: {_fixes(report.graphs.states)}"
-        console.print(told, highlight=False, soft_wrap=True)
+        line = f"graphs: {report.graphs.cudagraph_mode or 'unknown'}; fixes: {_fixes(report.graphs.states)}"
+        console.print(line, highlight=False, soft_wrap=True)
     if report.comparison is None:
         error = f"[bold red]the engine runs without graphs and fails with them:[/] {escape(report.error or '')}"
         console.print(error, highlight=False, soft_wrap=True)
@@ -174,13 +177,13 @@ def show(report: Report, console: Console) -> None:
 def _fixes(ranks: Mapping[str, Mapping[str, str]]) -> str:
     if not ranks:
         return "unknown, the workers did not answer"
-    told = []
+    parts = []
     for name in dict.fromkeys(name for rank in ranks.values() for name in rank):
         states = sorted({rank.get(name, "unknown") for rank in ranks.values()})
         if states != ["not-needed"]:
-            told.append(f"{name} {' and '.join(states)}")
+            parts.append(f"{name} {' and '.join(states)}")
     on_ranks = f" ({len(ranks)} ranks)" if len(ranks) > 1 else ""
-    return (", ".join(told) or "none needed") + on_ranks
+    return (", ".join(parts) or "none needed") + on_ranks
 
 
 def _show_differences(comparison: Comparison, console: Console) -> None:
@@ -192,7 +195,7 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
         return
     headings = ("prompt", "first difference", "without graphs", "with graphs", "margin of the top two", "verdict")
     table = Table(*headings, box=None, pad_edge=False)
-    for number, judgement in sorted(differing, key=lambda pair: order.index(pair[1].kind))[:_SHOWN]:
+    for number, judgement in sorted(differing, key=lambda pair: order.index(pair[1].kind))[:_LISTED_PROMPTS]:
         table.add_row(
             str(number),
             f"token {judgement.position} of {judgement.length}",
@@ -202,8 +205,8 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
             _VERDICTS[judgement.kind],
         )
     console.print(table)
-    if len(differing) > _SHOWN:
-        console.print(f"… and {len(differing) - _SHOWN} more; --json lists all", highlight=False)
+    if len(differing) > _LISTED_PROMPTS:
+        console.print(f"… and {len(differing) - _LISTED_PROMPTS} more; --json lists all", highlight=False)
     _show_chart(comparison, console)
 
 
@@ -212,7 +215,7 @@ def _token(token: int | None) -> str:
 
 
 def _show_chart(comparison: Comparison, console: Console) -> None:
-    """Where first differences are: how many prompts in each part of the answers."""
+    """Print a bar chart of the positions of first differences."""
     rows = histogram(comparison)
     most = max(sum(counts.values()) for _, counts in rows)
     width = max(len(label) for label, _ in rows)
@@ -229,7 +232,7 @@ def _show_chart(comparison: Comparison, console: Console) -> None:
 
 
 def histogram(comparison: Comparison) -> list[tuple[str, dict[Kind, int]]]:
-    """Parts of the answers (``first-last`` token), with the prompts whose first difference is there, by its kind."""
+    """Return ranges of tokens (``first-last``), each with the number of prompts that first differ there, by kind."""
     longest = max((judgement.length for judgement in comparison.judgements), default=0) or 1
     step = math.ceil(longest / _BUCKETS)
     rows = [
@@ -244,8 +247,8 @@ def histogram(comparison: Comparison) -> list[tuple[str, dict[Kind, int]]]:
 def _show_drafts(report: Report, console: Console) -> None:
     if report.graphs is None or not report.graphs.drafts or not report.eager.drafts:
         return
-    (right, of), (found, tried) = report.eager.drafts, report.graphs.drafts
-    console.print(f"drafts accepted: eager {right} of {of}, with graphs {found} of {tried}", highlight=False)
+    (right, of), (accepted, tried) = report.eager.drafts, report.graphs.drafts
+    console.print(f"drafts accepted: eager {right} of {of}, with graphs {accepted} of {tried}", highlight=False)
 
 
 def _show_verdict(report: Report, comparison: Comparison, console: Console) -> None:

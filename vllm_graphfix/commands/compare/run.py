@@ -1,7 +1,4 @@
-"""Runs the user's model eager and with graphs and compares the answers.
-
-Each runs in a process of its own, one after the other.
-"""
+"""Runs the user's model eager and with graphs, in one process after the other, and compares the answers."""
 
 from __future__ import annotations
 
@@ -34,9 +31,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 POISON = "poison"
-"""The name of the engine that is poisoned."""
-_LEAST = 0.5
-"""The shortest answer, as a part of the longest: a batch that shrinks passes through sizes between those captured."""
+"""Name of the engine that is poisoned."""
+_SHORTEST = 0.5
+"""Length of the shortest answer, relative to the longest: the batch shrinks through sizes between those captured."""
 
 
 def run(
@@ -50,11 +47,12 @@ def run(
     *,
     poison: bool = False,
 ) -> Report:
-    """Asks *prompts*, or *generated* ones if there are none, for up to *max_tokens* tokens each.
+    """Ask *prompts*, or *generated* ones if there are none, for up to *max_tokens* tokens each.
 
     *flags* are vLLM's. *timeout*, in seconds, is for one engine. With *poison* the engine with graphs is asked once
-    more, in a process of its own, with poison in what must not matter. Raises CompareError if the engine does not run
-    without graphs.
+    more, in a process of its own, with poison in memory that belongs to no request.
+
+    Raises CompareError if the flags or settings make no comparison, or if the engine does not run without graphs.
     """
     if model[:1] in ("/", ".", "~") and not Path(model).expanduser().exists():
         raise CompareError(f"{model} does not exist; name a folder with a model, or one of the Hugging Face Hub")
@@ -63,8 +61,8 @@ def run(
     if importlib.util.find_spec("vllm") is None:
         raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
     count = len(prompts) or generated
-    lengths = tuple(max(2, round(max_tokens * (1 - (1 - _LEAST) * number / count))) for number in range(count))
-    named = f"./{model}" if model.startswith("-") else model  # else it would be read as a flag
+    lengths = tuple(max(2, round(max_tokens * (1 - (1 - _SHORTEST) * number / count))) for number in range(count))
+    named = f"./{model}" if model.startswith("-") else model  # else vLLM would parse it as a flag
     jobs = [
         Job(
             name=mode,
@@ -79,11 +77,11 @@ def run(
         for mode in (EAGER, GRAPHS, COMPILED)
     ]
     if poison:
-        # One process decides what runs together: with another one for the scheduler, batches would be of chance.
+        # With the scheduler in a process of its own, the batches of two passes would differ by timing.
         alone: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         jobs.append(replace(jobs[1], name=POISON, extra_passes=1, poison=True, environment=alone))
     folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
-    keep = True  # where somebody has to look into the logs
+    keep = True  # after any other error the logs are needed
     try:
         report = _compare(model, flags, jobs, folder, timeout, console)
         keep = report.logs is not None
@@ -109,7 +107,7 @@ def _refuse_flags(flags: Sequence[str], *, poison: bool) -> None:
 
 
 def _refuse_settings(environment: Mapping[str, str]) -> None:
-    """Where a variable of ours means nothing, fixes are off that were perhaps to be compared."""
+    """Raise CompareError if a setting is invalid: it may have turned off the fixes that were to be compared."""
     decision = rollout.decide(settings.read(environment, BY_NAME), "")
     if decision.misconfigured:
         named = ", ".join(f"{name}={value}" for name, value in decision.misconfigured.items())
@@ -131,27 +129,27 @@ def _compare(
             raise CompareError(
                 "without graphs some log-probabilities are not finite, so there is nothing to compare with"
             )
-        found = engines.run([graphs], 1)[graphs.name]
-        if found.result is None:
-            error = f"{found.error} (log: {found.log})"
+        graphed = engines.run([graphs], 1)[graphs.name]
+        if graphed.result is None:
+            error = f"{graphed.error} (log: {graphed.log})"
             return Report(model, tuple(flags), reference.result, None, None, error, logs=str(folder))
         poisoned = None
         for job in further:
             ended = engines.run([job], 1)[job.name]
             why = f"{ended.error} (log: {ended.log})" if ended.error else None
             poisoned = report_of(ended.result, why, ended.observed)
-        comparison = compare(reference.result.passes[0], found.result.passes[0], noise)
+        comparison = compare(reference.result.passes[0], graphed.result.passes[0], noise)
         arbiter = None
         if len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
             arbiter = engines.run([compiled], 1)[compiled.name]
             if arbiter.result is not None:
-                comparison = arbitrate(comparison, found.result.passes[0], arbiter.result.passes[0])
+                comparison = arbitrate(comparison, graphed.result.passes[0], arbiter.result.passes[0])
     failed = (arbiter is not None and arbiter.result is None) or (poisoned is not None and poisoned.result is None)
     return Report(
         model,
         tuple(flags),
         reference.result,
-        found.result,
+        graphed.result,
         comparison,
         note=_why_eager_alone(arbiter),
         logs=str(folder) if failed else None,

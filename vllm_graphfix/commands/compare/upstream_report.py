@@ -1,4 +1,4 @@
-"""A bug report for vLLM, in Markdown, from what `compare --json` has written: what poison showed, and wrong answers."""
+"""Bug report for vLLM, in Markdown, from the output of `compare --json`: effects of poison, and wrong answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import SCHEMA
 from vllm_graphfix.commands.doctor.redaction import Mask
+from vllm_graphfix.verify.engine.poison_report import LISTED_PROMPTS, gap_text, listed_prompts, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -30,25 +31,23 @@ _CORRUPT = (
     """The same prompts, greedy, with
 `--enforce-eager` and with CUDA graphs. Answers that go apart where two tokens are as likely count as rounding.""",
 )
-_SHOWN = 12
-"""Prompts that are named."""
 
 
 def of_comparison(file: Path) -> str | None:
-    """The report; None if the comparison has found nothing.
+    """Return the report, or None if the comparison detected nothing.
 
-    As in a report of records, the model's name and secrets are masked, in flags and errors, too.
+    The model's name and secrets are masked, in flags and errors too, as in a report of records.
 
-    Raises CompareError if *file* cannot be read or is not what `compare --json` writes.
+    Raises CompareError if *file* cannot be read or is not the output of `compare --json`.
     """
     try:
-        told = json.loads(file.read_text())
-        if told["schema"] != SCHEMA:
+        report = json.loads(file.read_text())
+        if report["schema"] != SCHEMA:
             raise CompareError(
-                f"{file} has schema {told['schema']!r}, and not {SCHEMA}: another release has written it"
+                f"{file} has schema {report['schema']!r}, and not {SCHEMA}: another release has written it"
             )
-        mask = Mask(os.environ, (), _names_of_model(told["model"], told["flags"]))
-        return "\n".join(map(mask.whole_text, "\n".join(_parts(told)).split("\n"))) or None
+        mask = Mask(os.environ, (), _names_of_model(report["model"], report["flags"]))
+        return "\n".join(map(mask.whole_text, "\n".join(_parts(report)).split("\n"))) or None
     except OSError as error:
         raise CompareError(f"cannot read {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -56,7 +55,7 @@ def of_comparison(file: Path) -> str | None:
 
 
 def _names_of_model(model: str, flags: Iterable[str]) -> Iterator[str]:
-    """Yield *model* as it was named, the last part of that, and the names that *flags* serve it under."""
+    """Yield *model*, the last part of its path, and the names under which *flags* serve it."""
     yield model
     yield model.rstrip("/").rpartition("/")[2]
     of_names = False
@@ -70,15 +69,15 @@ def _names_of_model(model: str, flags: Iterable[str]) -> Iterator[str]:
             yield flag
 
 
-def _parts(told: Mapping[str, Any]) -> Iterator[str]:
-    if told["poison"] is not None and told["poison"]["found"]:
-        yield _written(told, _POISON, {"noise": _apart(told["poison"])}, _of_poison(told["poison"]))
-    if told["corrupt"]:
-        yield _written(told, _CORRUPT, {}, _of_answers(told))
+def _parts(report: Mapping[str, Any]) -> Iterator[str]:
+    if report["poison"] is not None and report["poison"]["found"]:
+        yield _written(report, _POISON, {"noise": _apart(report["poison"])}, _of_poison(report["poison"]))
+    if report["corrupt"]:
+        yield _written(report, _CORRUPT, {}, _of_answers(report))
 
 
 def _apart(poison: Mapping[str, Any]) -> str:
-    """What is known of its two passes without poison."""
+    """Return the difference of the two passes without poison, in words."""
     if poison["noise"] is None:
         return "and has not come to tell whether its answers were equal" if poison["error"] else "with other tokens"
     if not poison["noise"]:
@@ -92,32 +91,29 @@ def _of_poison(poison: Mapping[str, Any]) -> Iterator[str]:
     for each in poison["passes"]:
         if not each["shows"]:
             continue
-        filled = ", ".join(each["inputs"] or each["kinds"])
-        yield f"\n## {filled}{' (large numbers, no NaN)' if each['finite'] else ''}\n"
+        yield f"\n## {place_of(each['inputs'] or each['kinds'], finite=each['finite'])}\n"
         if each["prompts"]:
-            gap = each["distance"]
-            how = "another token, or NaN" if gap is None else f"log-probabilities by up to {gap:.3g}"
-            yield f"- answers of prompts {_named(each['prompts'])} differ: {how}"
-        for rank, found in enumerate(each["ranks"]):
-            yield from (f"- rank {rank}, step {step}: {what}" for step, what, _ in found["findings"])
-            yield from (f"- rank {rank}: {note}" for note in found["notes"])
-            amounts = ", ".join(f"{kind} {number}" for kind, number in found["most"].items())
-            yield f"- rank {rank}: {found['steps']} steps poisoned, at most {amounts}"
+            yield f"- answers of prompts {listed_prompts(each['prompts'])} differ: {gap_text(each['distance'])}"
+        for rank, result in enumerate(each["ranks"]):
+            yield from (f"- rank {rank}, step {step}: {what}" for step, what, _ in result["findings"])
+            yield from (f"- rank {rank}: {note}" for note in result["notes"])
+            amounts = ", ".join(f"{kind} {number}" for kind, number in result["most"].items())
+            yield f"- rank {rank}: {result['steps']} steps poisoned, at most {amounts}"
 
 
-def _of_answers(told: Mapping[str, Any]) -> Iterator[str]:
-    prompts, drafts = told["prompts"], told["drafts"]
-    if told["error"] is not None:
-        yield f"- with graphs the engine ends: `{told['error']}`"
+def _of_answers(report: Mapping[str, Any]) -> Iterator[str]:
+    prompts, drafts = report["prompts"], report["drafts"]
+    if report["error"] is not None:
+        yield f"- with graphs the engine ends: `{report['error']}`"
     if drafts["lost"]:
         shares = (f"{accepted} of {proposed}" for accepted, proposed in (drafts["graphs"], drafts["eager"]))
         yield "- drafts that were accepted: {} with graphs, {} without".format(*shares)
     wrong = [each for each in prompts if each["kind"] == "corrupt"]
     if wrong:
-        named = _named([each["prompt"] for each in wrong])
+        named = listed_prompts([each["prompt"] for each in wrong])
         yield f"- {len(wrong)} of {len(prompts)} prompts have wrong answers: {named}"
-        yield f"- log-probabilities up to {_number(told['tolerance'])} apart count as rounding"
-    for each in wrong[:_SHOWN]:
+        yield f"- log-probabilities up to {_number(report['tolerance'])} apart count as rounding"
+    for each in wrong[:LISTED_PROMPTS]:
         tokens = f"token {each['expected']} without graphs, {each['found']} with them"
         yield f"- prompt {each['prompt']}, from position {each['position']} on: {tokens}, {_number(each['gap'])} apart"
 
@@ -126,14 +122,12 @@ def _number(number: float | None) -> str:
     return "infinitely far" if number is None else f"{number:.3g}"
 
 
-def _named(prompts: list[int]) -> str:
-    return ", ".join(map(str, prompts[:_SHOWN])) + (" …" if len(prompts) > _SHOWN else "")
-
-
-def _written(told: Mapping[str, Any], about: tuple[str, str], numbers: Mapping[str, Any], found: Iterator[str]) -> str:
+def _written(
+    report: Mapping[str, Any], about: tuple[str, str], numbers: Mapping[str, Any], lines: Iterator[str]
+) -> str:
     title, text = about
-    facts = {name: told[name] for name in ("vllm", "torch", "device", "driver", "graphfix", "switches")}
-    head = _HEAD.format(**facts, title=title, flags=" ".join(told["flags"]) or "none", text=text.format(**numbers))
-    states = {fix: state for rank in (told["fixes"] or {}).values() for fix, state in rank.items()}
+    facts = {name: report[name] for name in ("vllm", "torch", "device", "driver", "graphfix", "switches")}
+    head = _HEAD.format(**facts, title=title, flags=" ".join(report["flags"]) or "none", text=text.format(**numbers))
+    states = {fix: state for rank in (report["fixes"] or {}).values() for fix, state in rank.items()}
     fixes = ", ".join(f"`{fix}` {state}" for fix, state in states.items()) or "not known"
-    return f"{head}\n" + "\n".join(found).lstrip("\n") + f"\n\nFixes of vllm-graphfix in this engine: {fixes}.\n"
+    return f"{head}\n" + "\n".join(lines).lstrip("\n") + f"\n\nFixes of vllm-graphfix in this engine: {fixes}.\n"

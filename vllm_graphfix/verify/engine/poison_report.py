@@ -17,7 +17,7 @@ from vllm_graphfix.verify.poison.kinds import KINDS, NAN_IN_NULL_BLOCK
 _NO_FINDING = re.compile(rf"{HANG.pattern}|.*out of memory", re.IGNORECASE | re.DOTALL)
 """Errors that poison does not cause. An engine that ran into the time limit of a whole engine may be slow; one that
 hangs with poison is ended before that, with another error."""
-_LISTED_PROMPTS = 12
+LISTED_PROMPTS = 12
 """Prompts in a line for people; JSON has all."""
 
 
@@ -188,4 +188,4 @@ def gap_text(distance: float | None) -> str:
 
 
 def listed_prompts(prompts: Sequence[int]) -> str:
-    return ", ".join(map(str, prompts[:_LISTED_PROMPTS])) + (" …" if len(prompts) > _LISTED_PROMPTS else "")
+    return ", ".join(map(str, prompts[:LISTED_PROMPTS])) + (" …" if len(prompts) > LISTED_PROMPTS else "")
