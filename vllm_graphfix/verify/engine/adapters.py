@@ -1,8 +1,8 @@
-"""Tiny LoRA adapters with random weights, made on the spot: folders that vLLM loads like any adapter.
+"""Tiny LoRA adapters with random weights: folders that vLLM loads like any adapter.
 
-What an adapter adds to a matrix is as large as the matrix. `down_proj` is left alone: vLLM's kernels add up its 1024
-inputs in four parts or more, in whatever order these are done, and two runs differ by rounding. The 512 inputs of the
-other matrices are two parts in a step of fewer than 128 tokens.
+An adapter's addition to a matrix is as large as the matrix. `down_proj` has no adapter: vLLM's kernels sum its 1024
+inputs in four parts or more, in the order in which these finish, so that two runs would differ by rounding. The 512
+inputs of the other matrices are two parts in a step of fewer than 128 tokens, whose sum does not depend on the order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PARTS = ("A", "B")
 
 
 def save(name: str, shapes: dict[str, tuple[int, ...]], made: Path, modules: Sequence[str] = MODULES) -> Path:
-    """Makes the adapter *name* of these *modules* in the folder *made*, for a model with tensors of these *shapes*."""
+    """Make the adapter *name* of *modules* in the folder *made*, for a model of tensors with *shapes*."""
     import torch
 
     matrices: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -39,10 +39,10 @@ def save(name: str, shapes: dict[str, tuple[int, ...]], made: Path, modules: Seq
 
 
 def write(matrices: Mapping[str, tuple[torch.Tensor, ...]], made: Path, modules: Sequence[str] = MODULES) -> Path:
-    """Writes the folder *made* as PEFT does, in bfloat16: an adapter that is added as it is.
+    """Write an adapter to the folder *made* as PEFT does, in bfloat16, and return *made*.
 
-    *matrices* has, by the name of each matrix of the model that is one of *modules*, what is added to it in two
-    factors: (RANK, its inputs) and (its outputs, RANK).
+    *matrices* has the two factors of the addition to each matrix, of shapes (RANK, inputs) and (outputs, RANK), by the
+    matrix's name in the model. *modules* are the last parts of those names.
     """
     import torch
     from safetensors.torch import save_file
@@ -54,7 +54,7 @@ def write(matrices: Mapping[str, tuple[torch.Tensor, ...]], made: Path, modules:
         for part, values in zip(_PARTS, factors, strict=True)
     }
     save_file(tensors, made / "adapter_model.safetensors", metadata={"format": "pt"})
-    # An alpha as large as the rank: what is added is added once.
+    # vLLM scales the addition by alpha / rank, which is 1 here.
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": [*modules], "bias": "none"}
     (made / "adapter_config.json").write_text(json.dumps(config, indent=2))
     return made

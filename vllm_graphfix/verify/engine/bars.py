@@ -1,4 +1,4 @@
-"""Progress of engines, one bar each."""
+"""Progress bars of engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class EngineBars:
-    """Shows the last line of each engine's log. Where there is no terminal, one line for each engine that ended."""
+    """Shows the last line of each engine's log; without a terminal, a line for each engine that has ended."""
 
     def __init__(self, console: Console, jobs: Sequence[Job]) -> None:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -1,4 +1,4 @@
-"""Looks at the entries of DeepSeek V4's groups of 128 tokens: whether they are written, and which ones are read."""
+"""Probes of the entries of DeepSeek V4's groups of 128 tokens: unwritten entries, and foreign ones that are read."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _RATIO = 128
 
 class _Counted(CountedInGraphs):
     def in_the_engine(self, llm: LLM) -> None:
-        self._counts.zero_()  # batches that are made up while the engine starts
+        self._counts.zero_()  # without the dummy batches of the engine's start
         super().in_the_engine(llm)
 
 
 class UnwrittenEntries(_Counted):
-    """Entries whose group a step completes, and whose block in the cache is the same after it; and all such entries."""
+    """Entries of groups that a step completes whose block in the cache does not change, and all completed entries."""
 
     name = "unwritten-entries"
 
@@ -50,7 +50,7 @@ class UnwrittenEntries(_Counted):
 
 
 class ForeignSlots(_Counted):
-    """Rows of slots of a decode batch that hold a slot that is not their request's, and all rows with any slot."""
+    """Rows of a decode batch with a slot that is not their request's, and all rows with slots."""
 
     name = "foreign-slots"
 

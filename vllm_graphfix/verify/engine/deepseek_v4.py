@@ -1,8 +1,8 @@
 """A tiny DeepSeek V4: one layer that attends to groups of 128 tokens, one to groups of 4 with an indexer.
 
-Heads, their width, the window, the indexer and the streams of the residual are those of the real model: kernels take no
-others. Attention and shared experts are in fp8 with a scale for each block of 128 x 128, as in every checkpoint (up to
-0.29.0 vLLM has no other output projection); the experts are left in bf16.
+Heads, head width, window, indexer and residual streams are those of the real model, since kernels support no others.
+Attention and shared experts are in fp8 with a scale per block of 128 x 128, as in every checkpoint (up to 0.29.0 vLLM
+has no other output projection). The routed experts are in bf16.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ CONFIG: dict[str, Any] = {
     },
 }
 LOUD = {"layers.0.attn.compressor.norm.weight": 4.0}
-"""Norms that are not 1: what the first layer finds in its groups outweighs the window's 128 tokens, so that answers
-depend on it."""
+"""Norms that are not 1, so that the groups of the first layer outweigh the window's 128 tokens, and answers depend on
+them."""
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors; a matrix in fp8 is one whose scales are there, too."""
+    """Return the shapes of all tensors by name. A matrix with a ``.scale`` is in fp8."""
     hidden, streams, vocabulary = config["hidden_size"], config["hc_mult"], config["vocab_size"]
-    found: dict[str, tuple[int, ...]] = {
+    tensors: dict[str, tuple[int, ...]] = {
         "embed.weight": (vocabulary, hidden),
         "norm.weight": (hidden,),
         "head.weight": (vocabulary, hidden),
@@ -85,25 +85,25 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     for layer, ratio in enumerate(config["compress_ratios"]):
         prefix = f"layers.{layer}"
-        found |= _residual(prefix, config) | _attention(f"{prefix}.attn", config) | _experts(f"{prefix}.ffn", config)
-        found |= _compressor(f"{prefix}.attn.compressor", config, ratio, config["head_dim"])
+        tensors |= _residual(prefix, config) | _attention(f"{prefix}.attn", config) | _experts(f"{prefix}.ffn", config)
+        tensors |= _compressor(f"{prefix}.attn.compressor", config, ratio, config["head_dim"])
         if ratio == 4:
-            found |= _indexer(f"{prefix}.attn.indexer", config, ratio)
-    return found
+            tensors |= _indexer(f"{prefix}.attn.indexer", config, ratio)
+    return tensors
 
 
 def _residual(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, streams = config["hidden_size"], config["hc_mult"]
     mixed = streams * (streams + 2)
-    found: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, tuple[int, ...]] = {}
     for part in ("attn", "ffn"):
-        found |= {
+        tensors |= {
             f"{prefix}.{part}_norm.weight": (hidden,),
             f"{prefix}.hc_{part}_fn": (mixed, streams * hidden),
             f"{prefix}.hc_{part}_base": (mixed,),
             f"{prefix}.hc_{part}_scale": (3,),
         }
-    return found
+    return tensors
 
 
 def _attention(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -142,11 +142,11 @@ def _indexer(prefix: str, config: dict[str, Any], ratio: int) -> dict[str, tuple
 
 def _experts(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
-    found: dict[str, tuple[int, ...]] = {f"{prefix}.gate.weight": (count, hidden), f"{prefix}.gate.bias": (count,)}
+    tensors: dict[str, tuple[int, ...]] = {f"{prefix}.gate.weight": (count, hidden), f"{prefix}.gate.bias": (count,)}
     for name, rows, columns in (("w1", inner, hidden), ("w2", hidden, inner), ("w3", inner, hidden)):
-        found |= _in_fp8(f"{prefix}.shared_experts.{name}", rows, columns)
-        found |= {f"{prefix}.experts.{expert}.{name}.weight": (rows, columns) for expert in range(count)}
-    return found
+        tensors |= _in_fp8(f"{prefix}.shared_experts.{name}", rows, columns)
+        tensors |= {f"{prefix}.experts.{expert}.{name}.weight": (rows, columns) for expert in range(count)}
+    return tensors
 
 
 def _in_fp8(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:

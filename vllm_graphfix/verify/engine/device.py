@@ -1,4 +1,4 @@
-"""The GPU that torch would use here, asked in a process of its own: the parent stays without torch and CUDA.
+"""The GPU that torch uses here, queried in a process of its own: the parent imports neither torch nor CUDA.
 
     python -m vllm_graphfix.verify.engine.device [FOLDER MODEL…]
 
@@ -19,22 +19,22 @@ from pathlib import Path
 from vllm_graphfix.verify import VerifyError
 
 PACKAGE = Path(__file__).parents[3]
-"""The folder that this copy of the package is in."""
+"""Folder that contains this copy of the package."""
 GIB = 1 << 30
 _NOT_INITIALIZED = 3
 """CUDA_ERROR_NOT_INITIALIZED of the driver."""
 _TIMEOUT = 300.0
-"""Seconds to import torch, make some models and ask for the GPU; most machines take ten."""
+"""Seconds to import torch, make some models and query the GPU; most machines take ten."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU; or why there is none."""
+    """A GPU, or the reason why there is none."""
 
     name: str | None
     """None without a GPU."""
     why_not: str
-    """What torch says, if there is none."""
+    """Reason, if there is no GPU."""
     capability: tuple[int, int]
     free_gib: float
     total_gib: float
@@ -47,16 +47,16 @@ class Device:
 
 
 def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
-    """The GPU of this machine. Raises VerifyError without torch.
+    """Return the GPU of this machine; make the tiny models *names* in the folder *models* in the same process.
 
-    Makes the tiny models *names* in the folder *models* on the way.
+    Raises VerifyError without torch, or if the GPU does not answer in time.
     """
     arguments = [str(models), *names] if models is not None else []
     path = os.pathsep.join(filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH", "")]))
     try:
         done = subprocess.run(
             [sys.executable, "-m", "vllm_graphfix.verify.engine.device", *arguments],
-            cwd=models or PACKAGE,  # `-m` looks there first, and the user's folder may hold a json.py of its own
+            cwd=models or PACKAGE,  # `-m` imports from there first, and the user's folder may hold a json.py of its own
             env=os.environ | {"PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -75,7 +75,7 @@ def find(models: Path | None = None, names: tuple[str, ...] = ()) -> Device:
     return Device(**fields | {"capability": tuple(fields["capability"])})
 
 
-def _ask_torch() -> Device:
+def _query_torch() -> Device:
     import torch
 
     name, why_not, capability, free, total, count = None, "", (0, 0), 0, 0, 0
@@ -89,7 +89,7 @@ def _ask_torch() -> Device:
             capability = torch.cuda.get_device_capability()
             name = torch.cuda.get_device_name()
             count = torch.cuda.device_count()
-    except Exception as error:  # a driver that is too old, a GPU that has fallen off its bus
+    except Exception as error:  # a driver that is too old, a GPU that has dropped off the bus
         name, why_not = None, next(iter(str(error).splitlines()), type(error).__name__)
     return Device(
         name,
@@ -106,7 +106,7 @@ def _ask_torch() -> Device:
 
 
 def driver() -> str:
-    """The version of the driver, asked of NVML: torch does not ask for it."""
+    """Return the driver's version from NVML; torch does not report it."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         text = ctypes.create_string_buffer(80)
@@ -118,9 +118,9 @@ def driver() -> str:
 
 
 def is_touched() -> bool:
-    """Whether this process has begun with CUDA, which no process that it forks could use then.
+    """Return True if this process has initialised CUDA, which then fails in every process that it forks.
 
-    The driver is asked for a context: before it was initialised, it answers with an error, and stays as it is.
+    `cuCtxGetCurrent` returns an error before initialisation, and does not initialise.
     """
     try:
         code: int = ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(ctypes.c_void_p()))
@@ -135,4 +135,4 @@ if __name__ == "__main__":
 
         for model in sys.argv[2:]:
             tiny.write(model, Path(sys.argv[1]))
-    print(json.dumps(asdict(_ask_torch())))  # noqa: T201 - the result
+    print(json.dumps(asdict(_query_torch())))  # noqa: T201 - the result

@@ -56,10 +56,10 @@ class PoisonReport:
         if self.result is None:
             return self.passes_begun > 0 and not _NO_FINDING.match(self.error or "")
         first, *alone = self.passes
-        if not self._shows(first) or (self._multiplied_by_zero(first) and not self._engine_left_nan):
+        if not self._shows(first) or (self._multiplied_by_zero(first) and not self._nan_from_engine):
             return False
         harmful = any(self._shows(each) and not self._multiplied_by_zero(each) for each in alone)
-        return first.written or self._engine_left_nan or harmful or not any(map(self._shows, alone))
+        return first.written or self._nan_from_engine or harmful or not any(map(self._shows, alone))
 
     def _multiplied_by_zero(self, poisoned: PoisonPass) -> bool:
         """True if the same kinds with large numbers in place of NaN show nothing."""
@@ -67,7 +67,7 @@ class PoisonReport:
         return not poisoned.written and bool(finite) and not any(map(self._shows, finite))
 
     @property
-    def _engine_left_nan(self) -> bool:
+    def _nan_from_engine(self) -> bool:
         ranks = self.passes[0].ranks if self.passes else ()
         return any(note.startswith(NAN_IN_NULL_BLOCK) for rank in ranks for note in rank["notes"])
 

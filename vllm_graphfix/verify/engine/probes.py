@@ -1,6 +1,6 @@
-"""Looks inside an engine for what its tokens do not show.
+"""Probes: observe in an engine what its tokens do not show.
 
-The engine is in this process; nothing of vLLM's code is changed.
+The engine runs in this process. Probes wrap functions of vLLM and change no results.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ Observed = dict[str, list[float]]
 
 
 class Probe:
-    """Writes what it sees into *observed*, and calls *save* when something new is there.
-
-    It saves at once, since the engine may crash next.
-    """
+    """Writes numbers into *observed* and calls *save* after each change, since the engine may crash next."""
 
     name: str
 
@@ -34,20 +31,17 @@ class Probe:
         self._observed, self._save = observed, save
 
     def before_the_engine(self) -> None:
-        """Called when vLLM can be imported and no engine is there."""
+        """Hook before the engine is built; vLLM can be imported."""
 
     def in_the_engine(self, llm: LLM) -> None:
-        """Called when graphs are captured and nothing was asked."""
+        """Hook after graphs are captured, before the first prompt."""
 
     def after_the_answers(self) -> None:
-        """Called when everything was answered."""
+        """Hook after the last answer."""
 
 
 class PaddedRows(Probe):
-    """The lowest sequence length and block id that dense fp8 FlashMLA is given in a decode batch.
-
-    Both its planner and its kernel count.
-    """
+    """Lowest sequence length and block id in the arguments of dense fp8 FlashMLA's planner and kernel, in decodes."""
 
     name = "padded-rows"
 
@@ -62,7 +56,7 @@ class PaddedRows(Probe):
                 lowest[:] = min(lowest[0], length), min(lowest[1], block)
                 self._save()
 
-        # With functools.wraps, so that the plugin finds its own function below.
+        # With functools.wraps, through which the plugin recognises its own function.
         @functools.wraps(plan)
         def planned(cache_seqlens: Any, *args: Any, **kwargs: Any) -> Any:
             note(int(cache_seqlens.min()), float("inf"))
@@ -79,7 +73,7 @@ class PaddedRows(Probe):
 
 
 class IndexerLengths(Probe):
-    """The lowest length of a token that the builder of the sparse indexer's metadata prepares for a decode batch."""
+    """Lowest length of a token that the builder of the sparse indexer's metadata prepares for a decode batch."""
 
     name = "indexer-lengths"
 
@@ -89,7 +83,7 @@ class IndexerLengths(Probe):
         lowest = self._observed.setdefault(self.name, [float("inf")])
         prepare = DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors
 
-        # With functools.wraps, so that the plugin finds its own function below.
+        # With functools.wraps, through which the plugin recognises its own function.
         @functools.wraps(prepare)
         def prepared(*args: Any, **kwargs: Any) -> Any:
             tensors = prepare(*args, **kwargs)
@@ -103,7 +97,7 @@ class IndexerLengths(Probe):
 
 
 class CountedInGraphs(Probe):
-    """Two numbers, counted on the device, so that the graphs record it and every replay counts its own."""
+    """Two counters on the device: the graphs record the counting, and so every replay counts."""
 
     def before_the_engine(self) -> None:
         import torch
@@ -112,7 +106,7 @@ class CountedInGraphs(Probe):
         self.count_into(self._counts)
 
     def count_into(self, counts: Any) -> None:
-        """Puts what counts into *counts* around vLLM's function, with functools.wraps."""
+        """Wrap a function of vLLM, with functools.wraps, in one that adds to *counts*."""
         raise NotImplementedError
 
     def in_the_engine(self, llm: LLM) -> None:
@@ -132,7 +126,7 @@ class CountedInGraphs(Probe):
 
 
 class EmptyRows(CountedInGraphs):
-    """Rows of length 0 in which Triton's MLA decode left what is no finite number, and all rows of length 0."""
+    """Rows of length 0 with numbers that are not finite after Triton's MLA decode, and all rows of length 0."""
 
     name = "empty-rows"
 
@@ -154,7 +148,7 @@ class EmptyRows(CountedInGraphs):
 
 
 class PlannersInDraftGraphs(Probe):
-    """Full graphs of the draft's prefill: how many record FlashMLA's planner kernel, and how many there are."""
+    """Full graphs of the draft's prefill that record FlashMLA's planner kernel, and all of them."""
 
     name = "planners-in-draft-graphs"
     manager = "PrefillEagleCudaGraphManager"
@@ -166,8 +160,8 @@ class PlannersInDraftGraphs(Probe):
         seen = self._observed.setdefault(self.name, [0.0, 0.0])
         probe = self
 
-        class GraphThatKeepsItsNodes(torch.cuda.CUDAGraph):
-            """CUDA frees the nodes of a graph when it is instantiated, unless it is told to keep them."""
+        class GraphWithNodes(torch.cuda.CUDAGraph):
+            """Graph whose nodes survive instantiation, at which CUDA frees them by default."""
 
             def __init__(self, keep_graph: bool = False) -> None:
                 super().__init__(keep_graph=True)  # type: ignore[call-arg] # the compiled base class takes it
@@ -179,13 +173,13 @@ class PlannersInDraftGraphs(Probe):
                     probe._save()
                 self.instantiate()
 
-        torch.cuda.CUDAGraph = GraphThatKeepsItsNodes  # type: ignore[misc]
+        torch.cuda.CUDAGraph = GraphWithNodes  # type: ignore[misc]
 
 
 def nodes_of(graph: Any) -> list[str]:
-    """What CUDA says of each kernel node of a captured graph that keeps its nodes.
+    """Return CUDA's description of each kernel node of a captured graph made with `keep_graph`.
 
-    Raises RuntimeError if it says nothing.
+    Raises RuntimeError if CUDA describes none.
     """
     graph.enable_debug_mode()
     with tempfile.TemporaryDirectory() as folder:
@@ -197,7 +191,7 @@ def nodes_of(graph: Any) -> list[str]:
 
 
 def capturing() -> str | None:
-    """The class of the vLLM object whose `capture` is running: that of the innermost such call."""
+    """Return the name of the class whose `capture` method is the innermost one on the stack."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "capture" and "self" in frame.f_locals:
@@ -207,7 +201,7 @@ def capturing() -> str | None:
 
 
 class Drafts(Probe):
-    """Every draft token, in the order in which the speculator proposes them, the batch size before each batch."""
+    """Every draft token in the order of proposals, with the batch size before each batch."""
 
     name = "drafts"
 
@@ -230,9 +224,9 @@ class Drafts(Probe):
 
 
 class PiecewiseDraftDecodes(Probe):
-    """Draft decodes that ran in piecewise graphs with more tokens than requests, and all draft decodes.
+    """Draft decodes in piecewise graphs with more tokens than requests, and all draft decodes.
 
-    In the former, attention reads past what is valid for them.
+    In the former, attention reads entries beyond the valid ones.
     """
 
     name = "piecewise-draft-decodes"
@@ -258,16 +252,16 @@ class PiecewiseDraftDecodes(Probe):
 
 
 class OutgrownWorkspace(Probe):
-    """Makes the workspace grow, as a layer does that needs more, and puts tensors of its own where memory is free then.
+    """Grows the workspace, as a layer that needs more does, and allocates tensors in the memory that this frees.
 
-    Seen are bytes of these tensors that were written to by somebody else, and whether they were looked at. The engine
-    may end in an illegal memory access before.
+    Observes the bytes of these tensors that a kernel overwrote, and 1 once they were checked. The engine may crash with
+    an illegal memory access before.
     """
 
     name = "outgrown-workspace"
     PATTERN = 0xA5
     TENSORS = 8
-    """Each as large as the old workspace: one of them takes its place if it is free."""
+    """Number of tensors, each as large as the old workspace, so that one of them gets its memory."""
 
     def __init__(self, observed: Observed, save: Callable[[], None]) -> None:
         super().__init__(observed, save)
@@ -283,8 +277,10 @@ class OutgrownWorkspace(Probe):
         from vllm.v1.worker.workspace import current_workspace_manager
 
         manager = current_workspace_manager()
-        # No tensor of it may stay in a variable here.
-        sizes = {(found.device, found.nbytes) for found in manager._current_workspaces if found is not None}
+        # No variable may refer to an old workspace: its memory would not be freed.
+        sizes = {
+            (workspace.device, workspace.nbytes) for workspace in manager._current_workspaces if workspace is not None
+        }
         for device, size in sizes:
             manager.get_simultaneous(((2 * size,), torch.uint8))
             self._tensors += [torch.empty((size,), dtype=torch.uint8, device=device) for _ in range(self.TENSORS)]
@@ -299,15 +295,14 @@ class OutgrownWorkspace(Probe):
 
 
 class BlocksChangedByAnIdleStep(Probe):
-    """Blocks that the steps of a rank without work change, and blocks that were looked at.
+    """Blocks that steps of an idle rank change, and all compared blocks, in both cases without the null block.
 
-    The null block, which nothing reads, is neither. Such steps are made here, between those of the engine, since
-    without data parallelism it makes none.
+    The probe makes such steps between those of the engine, which makes none without data parallelism.
     """
 
     name = "blocks-changed-by-an-idle-step"
     every = 16
-    """Steps of the engine."""
+    """Steps of the engine between two idle steps."""
 
     def in_the_engine(self, llm: LLM) -> None:
         seen = self._observed.setdefault(self.name, [0.0, 0.0])
@@ -330,18 +325,18 @@ class BlocksChangedByAnIdleStep(Probe):
 
 
 def caches_of(worker: Any) -> list[Any]:
-    """Each tensor of the worker's cache as (blocks, bytes), without the null block, which is the first."""
+    """Return the tensors of the worker's cache as (blocks, bytes), without block 0, the null block."""
     import torch
 
     runner = worker.model_runner
     total = runner.kv_cache_config.num_blocks
-    found = []
+    caches = []
     for cache in runner.kv_caches:
         for tensor in cache if isinstance(cache, (list, tuple)) else (cache,):
             axis = next(axis for axis, size in enumerate(tensor.shape) if size and size % total == 0)
             blocks = tensor.movedim(axis, 0).reshape(total, -1).contiguous()
-            found.append(blocks.view(torch.uint8)[1:])  # bytes, for a NaN equals no number
-    return found
+            caches.append(blocks.view(torch.uint8)[1:])  # as bytes, since NaN does not equal itself
+    return caches
 
 
 PROBES: dict[str, type[Probe]] = {
