@@ -45,7 +45,7 @@ from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION
 from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine import adapters, models
-from vllm_graphfix.verify.engine.cases import Case
+from vllm_graphfix.verify.engine.case import Case
 from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import Engines, JobResult

@@ -46,7 +46,7 @@ from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.engine import device as devices
-from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES
+from vllm_graphfix.verify.engine.case import GIB_PER_ENGINE, MODES
 from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import Engines, terminated_like_interrupted

@@ -171,12 +171,12 @@ def test_a_draft_layer_computes_in_rows_what_an_engine_computes_token_by_token()
 @pytest.mark.slow  # transformers' modules are imported
 def test_a_checkpoint_with_a_draft_layer_has_the_tensors_that_engines_load() -> None:
     from measuring.trained_drafts import DraftLayer
-    from vllm_graphfix.verify.engine import models as tiny
+    from vllm_graphfix.verify.engine import model_shapes
 
     recipe, target = trained_recipes.RECIPES["mla-mtp"], toy_of_a_target()
     config = recipe.config | recipe.toy
     tensors = dict(target.state_dict()) | DraftLayer(target).tensors(f"model.layers.{config['num_hidden_layers']}")
-    assert set(tensors) == set(tiny._mla_mtp(config))
+    assert set(tensors) == set(model_shapes.mla_mtp(config))
 
 
 @pytest.mark.slow  # transformers' modules are imported

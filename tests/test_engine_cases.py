@@ -24,7 +24,7 @@ from vllm_graphfix.settings import environment
 from vllm_graphfix.source.files import Source, open_source
 from vllm_graphfix.verify import gpu_proof
 from vllm_graphfix.verify.engine import extension
-from vllm_graphfix.verify.engine.cases import MODES, Case
+from vllm_graphfix.verify.engine.case import MODES, Case
 from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.llm import start_engine
 from vllm_graphfix.verify.engine.models import MODELS, VOCABULARY

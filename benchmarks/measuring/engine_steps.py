@@ -17,6 +17,7 @@ from measuring.engine_cases import LAYERS, OBSERVED, PATCHED, SIZES, Case, Confi
 from measuring.engine_figures import CaseResult, Figures, engine_of
 from measuring.engine_process import EngineProcess
 from measuring.wrappers import Ratio, judged
+from vllm_graphfix.verify.engine import case as verified_case
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine import models
 
@@ -42,7 +43,7 @@ def _case(
     name: str,
     title: str,
     model: models.Config,
-    case: verified.Case,
+    case: verified_case.Case,
     graphs: str,
     rows: int = 1,
     target: float | None = TARGET,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.verify.engine import adapters
-from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, Case, full_decodes
+from vllm_graphfix.verify.engine.case import Case
+from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, full_decodes
 from vllm_graphfix.verify.trial import further_cases, trial_of
 
 _DEFAULTS = {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}

@@ -10,7 +10,7 @@ from typing import Any
 from measuring import trained_questions as questions
 from measuring.trained_questions import Questions
 from vllm_graphfix.verify.engine import cases as verified
-from vllm_graphfix.verify.engine.cases import Case
+from vllm_graphfix.verify.engine.case import Case
 from vllm_graphfix.verify.engine.job import EAGER, Job
 from vllm_graphfix.verify.trials import compressor_skip
 
@@ -286,7 +286,7 @@ CASES = (
     ),
     Trained(
         "dcp-context-lens",
-        verified.Case(
+        Case(
             "llama-dcp-sort",
             "llama-one-head",
             "V1",

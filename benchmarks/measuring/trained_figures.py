@@ -10,7 +10,7 @@ from typing import Any
 from measuring.trained_cases import EXACT, SCORED, Trained
 from measuring.trained_questions import Question
 from vllm_graphfix.verify.comparison import Answer, Kind, compare, noise_between
-from vllm_graphfix.verify.engine.cases import MODES
+from vllm_graphfix.verify.engine.case import MODES
 from vllm_graphfix.verify.engine.processes import JobResult
 
 _LONGEST = 400

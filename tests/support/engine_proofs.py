@@ -1,4 +1,4 @@
-"""How three engines may have ended, and what `verify` concludes from it: for the tests of that."""
+"""Results of three engines, and the proofs that `verify` makes of them, for tests."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from vllm_graphfix.verify import VerifyError, cpu_proof
 from vllm_graphfix.verify.comparison import compare, comparison_lines, noise_between
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.bars import EngineBars
-from vllm_graphfix.verify.engine.cases import GIB_PER_ENGINE, MODES, WATCHED, Case
+from vllm_graphfix.verify.engine.case import GIB_PER_ENGINE, MODES, WATCHED, Case
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.job import EAGER, EngineResult, Job
 from vllm_graphfix.verify.engine.poison_report import report_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
-    from vllm_graphfix.verify.engine.cases import Case
+    from vllm_graphfix.verify.engine.case import Case
     from vllm_graphfix.verify.measurement import Measurement
 
 _HERE = "vllm_graphfix.verify"

@@ -1,206 +1,27 @@
-"""What is run on a GPU for each fix: a tiny model, an engine, a workload, and where its defect shows."""
+"""Cases that run on a GPU: for each, a tiny model and the engine in which a defect of CUDA graphs shows."""
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-from vllm_graphfix.fix import variable
-from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.settings import environment as settings
-from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify.engine import adapters
-from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
-from vllm_graphfix.verify.engine.llm import EXTENSION
-from vllm_graphfix.verify.engine.models import VOCABULARY
-from vllm_graphfix.verify.engine.probe_verdict import Judge
-from vllm_graphfix.verify.engine.questions import SEED
-
-MODES = ("eager", "stock", "patched")
-WATCHED = {"watched stock": "stock", "watched patched": "patched"}
-"""Two more in which every replay is checked, and whose they are otherwise."""
-
-
-@dataclass(frozen=True, eq=False)  # cases are told apart by which they are
-class Case:
-    """One tiny model on one engine; it is run eager, with graphs stock, and with graphs and the fixes."""
-
-    name: str
-    model: str
-    runner: str
-    """``V1`` or ``V2``."""
-    graphs: dict[str, Any]
-    """vLLM's `compilation_config`."""
-    workload: tuple[tuple[int, int], ...]
-    """Tokens of each prompt and of its answer."""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Further keywords of `vllm.LLM`."""
-    supported_arguments: dict[str, Any] = field(default_factory=dict)
-    """More of them, for releases that know them."""
-    conditional_arguments: tuple[str, str, dict[str, Any]] | None = None
-    """A file of vLLM, a word in it, and what takes the place of *arguments* of that name where the word is."""
-    draft: str | None = None
-    adapters: tuple[str | None, ...] = ()
-    """The LoRA adapter of each prompt, a name of `adapters.NAMES` or None for none; or nothing at all."""
-    probes: tuple[str, ...] = ()
-    """What looks inside the engine: a name of `probes.PROBES`, or ``module:class`` of a
-    `Probe`."""
-    prompt_logprobs: bool = False
-    """The prompts are scored too, and their tokens count as the answers' do."""
-    sampled: bool = False
-    """Answers and drafts are drawn, with seeds, and not the likeliest tokens."""
-    environment: dict[str, str | None] = field(default_factory=dict)
-    """Further variables."""
-    capability: int | None = None
-    """Major compute capability that the attention kernels need."""
-
-    needs: str | None = None
-    """A package that its kernels come from, and that vLLM may be without."""
-    shows_with: tuple[str, str, str] | None = None
-    """A file of vLLM, and a word in it without which this case is right on stock too; and what is wrong there
-    instead."""
-    shows_on: Callable[[Source], bool] | None = None
-    """Whether a given vLLM can run this further case of a fix and gets it wrong. On another one the case is not
-    mentioned."""
-    seconds: float | None = None
-    """From the last thing that a probe saw to the end of the stock engine, if its defect is a hang."""
-    judge: Judge | None = None
-    """What it makes of what its probes saw, if its defect shows in something else than tokens."""
-    padded: bool = False
-    """Some batches lie between the sizes of the graphs: the defect is about padding."""
-    watched: bool = False
-    """Whether the defect shows in what a replay puts out: the shadow check then has to see it in a fourth engine, and
-    nothing in a fifth with the fixes."""
-    poisoned: bool = False
-    """Whether poison is to show the defect: stock and patched are asked once more with it, after all else."""
-    poison_in_padding: bool = False
-    """It then shows as NaN in padded rows of the model's output, which reach no other row."""
-    compiles: bool = False
-    """Kernels of it are compiled for minutes the first time, FlashInfer's, DeepGEMM's or Triton's: it begins first."""
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """The tiny models and adapters that it takes."""
-        return tuple(filter(None, dict.fromkeys((self.model, self.draft, *self.adapters))))
-
-    def on(self, source: Source) -> Case:
-        """The case as it is run with the vLLM of *source*."""
-        if self.conditional_arguments is None or not source.contains_word(*self.conditional_arguments[:2]):
-            return self
-        return replace(self, arguments=self.arguments | self.conditional_arguments[2], conditional_arguments=None)
-
-    def jobs(self, models: Path) -> list[Job]:
-        """Eager twice in one process, for its own noise; stock and patched once each.
-
-        *models* holds the models' folders.
-        """
-        chance = random.Random(SEED)  # noqa: S311 - the same prompts in every run
-        prompts = tuple(tuple(chance.choices(range(1, VOCABULARY), k=length)) for length, _ in self.workload)
-        arguments = _ENGINE | {"model": str(models / self.model)} | self.arguments
-        if self.draft is not None:
-            arguments["speculative_config"] = {**arguments["speculative_config"], "model": str(models / self.draft)}
-        return [
-            Job(
-                name=f"{self.name} {mode}",
-                mode=EAGER if mode == "eager" else GRAPHS,
-                arguments=arguments | {"compilation_config": self.graphs},
-                supported_arguments=_SUPPORTED_ARGUMENTS | self.supported_arguments,
-                environment=_ENVIRONMENT
-                | (_NOTHING_COMPILED if self.graphs.get("mode") == 0 else {})
-                | self.environment
-                # What the user has set would decide about fixes in place of the proof.
-                | dict.fromkeys((*settings.names(BY_NAME), *filter(settings.is_ours, os.environ)))
-                | dict.fromkeys(map(variable, BY_NAME), "auto")  # also those that are observed by default
-                | {settings.PREFIX: "on" if mode == "patched" else "off"}
-                | {"VLLM_USE_V2_MODEL_RUNNER": "1" if self.runner == "V2" else "0"},
-                prompts=prompts,
-                max_tokens=tuple(count for _, count in self.workload),
-                adapters=tuple(name and str(models / name) for name in self.adapters),
-                prompt_logprobs=self.prompt_logprobs,
-                sampled=self.sampled,
-                extra_passes=int(mode == "eager"),
-                probes=self.probes,
-                poison_last=self.poisoned and mode != "eager",
-                untuned=True,
-                # Without graphs, kernels are compiled after a probe saw the first batch.
-                seconds=self.seconds * _PATIENCE[mode] if self.seconds and mode in _PATIENCE else None,
-            )
-            for mode in MODES
-        ]
-
-    def watched_jobs(self, models: Path) -> list[Job]:
-        """The jobs of stock and patched, but with every replay checked.
-
-        The plugin is there on stock too, with every fix off.
-        """
-        jobs = dict(zip(MODES, self.jobs(models), strict=True))
-        checked: dict[str, str | None] = {settings.PREFIX: "on", settings.SHADOW: "1/1"}
-        off: dict[str, str | None] = dict.fromkeys(map(variable, BY_NAME), "off")
-        return [
-            replace(
-                jobs[mode],
-                name=f"{self.name} {name}",
-                probes=(),
-                poison_last=False,
-                environment=jobs[mode].environment | checked | (off if mode == "stock" else {}),
-            )
-            for name, mode in WATCHED.items()
-        ]
-
-
-_ENGINE: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "max_model_len": 2048,
-    "max_num_seqs": 8,
-    "kv_cache_memory_bytes": 1 << 30,  # keeps vLLM's memory profiling out of a GPU that several engines share
-    "gpu_memory_utilization": 0.05,  # with the above, only what vLLM asks to be free at the start
-    "enable_prefix_caching": False,
-    "disable_log_stats": False,  # counts drafts
-    "worker_extension_cls": EXTENSION,
-    "seed": 0,
-}
-_SUPPORTED_ARGUMENTS = {
-    "enable_flashinfer_autotune": False
-}  # nothing here uses what it would tune, in a batch of 8192 tokens
-GIB_PER_ENGINE = 5
-"""GPU memory for one engine: the cache, CUDA's context, FlashInfer's workspace, graphs."""
-
-_ENVIRONMENT: dict[str, str | None] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that probes see the engine
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    # From 0.21.0 on, an engine would compile FlashInfer's top-k and top-p for two minutes when it starts, and nothing
-    # here uses them.
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "OMP_NUM_THREADS": "2",  # engines share the machine
-    "TQDM_DISABLE": "1",
-}
-
-
-_PATIENCE = {"stock": 1.0, "patched": 2.5}
-"""With the fixes, an engine that is merely slow must not pass for one that hangs."""
-_NOTHING_COMPILED: dict[str, str | None] = {"TORCHDYNAMO_DISABLE": "1"}
-"""What vLLM compiles beside the model, as a count of better tokens for log-probabilities, is not compiled either:
-torch.compile takes longer for it than an engine for all answers."""
+from vllm_graphfix.verify.engine.case import Case
 
 
 def full_decodes(sizes: list[int]) -> dict[str, Any]:
-    """Full graphs of decodes, of batches of so many tokens; nothing is compiled."""
+    """Return the `compilation_config` of full graphs for decodes of *sizes* tokens, without torch.compile."""
     return {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
 
 
 MIXED_FULL = {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
-"""Full graphs of prompts and decodes together; nothing is compiled."""
+"""Full graphs of prompts and decodes together, without torch.compile."""
 FLASHMLA: dict[str, Any] = {"block_size": 64, "attention_config": {"backend": "FLASHMLA"}}
 _LENGTHS = (5, 33, 64, 65, 130, 257, 400, 511)
 TOGETHER = tuple((length, 65) for length in _LENGTHS)
-"""Answers of one length: the batch is full, or there is none."""
+"""Answers of one length: all requests of the batch end together."""
 ONE_BY_ONE = tuple((length, 20 + 9 * number) for number, length in enumerate(_LENGTHS))
-"""Answers of different lengths: the batch shrinks through every size, and most are between capture sizes."""
+"""Answers of different lengths: the batch shrinks through every size, most of them between capture sizes."""
 
 MLA = Case(
     name="mla",
@@ -265,8 +86,8 @@ MLA_MTP = Case(
     probes=("planners-in-draft-graphs", "drafts"),
     capability=9,
 )
-# The long prompt is prefilled in chunks in the last slot, the first request finishes meanwhile, and the decode batch
-# that follows is padded over the slot left behind.
+# The long prompt is prefilled in chunks in the last slot while the first request finishes; the next decode batch is
+# padded over the slot that it leaves.
 MAMBA2 = Case(
     name="mamba2",
     model="mamba2",
@@ -279,7 +100,7 @@ MAMBA2 = Case(
     compiles=True,
     watched=True,
 )
-# Steps of a rank without work between those of its requests: one row, which is that of a request that waits.
+# Steps of an idle rank, between those of its requests, use one row, which belongs to a waiting request.
 MAMBA2_IDLE = Case(
     name="mamba2-idle",
     model="mamba2",
@@ -291,7 +112,7 @@ MAMBA2_IDLE = Case(
     poisoned=True,
     compiles=True,
 )
-# The batch shrinks through every size, and drafts are made in graphs with more rows than it has.
+# The batch shrinks through every size, so that drafts are made in graphs with more rows than requests.
 MLA_MTP_SAMPLED = replace(
     MLA_MTP, name="mla-mtp-sampled", workload=ONE_BY_ONE, probes=("drafts",), sampled=True, padded=True, watched=True
 )
@@ -300,7 +121,7 @@ LLAMA_EAGLE = Case(
     model="llama",
     draft="eagle",
     runner="V2",
-    # Cut into pieces and compiled, which rounds otherwise than eager does: answers may go apart at ties.
+    # Piecewise graphs of compiled code, which rounds differently from eager: answers may diverge at ties.
     graphs={"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [4, 8, 16, 32]},
     workload=ONE_BY_ONE,
     arguments={
@@ -312,9 +133,8 @@ LLAMA_EAGLE = Case(
     padded=True,
     compiles=True,
 )
-# Every layer works in the shared workspace. The probe makes it grow when graphs are captured, in place of a batch that
-# does: what grows it while serving is another layer than the one that profiling has seen, such as sparse attention, and
-# needs a larger model.
+# Every layer uses the shared workspace. The probe grows it after graphs are captured. While serving, a layer would do
+# so that profiling has not seen, such as sparse attention, which needs a larger model.
 MIXTRAL = Case(
     name="mixtral",
     model="mixtral",
@@ -328,8 +148,8 @@ MIXTRAL = Case(
     probes=("outgrown-workspace",),
 )
 
-# A state for each block of 128 tokens, which most prompts or their answers go beyond. All prompts in one step, and then
-# a batch of one size: a padded row would be another fix's.
+# A state for each block of 128 tokens, more than one for most requests. All prompts are in one step, and the batch
+# keeps its size: a padded row would show the defect of another fix.
 GRANITE_ALL_MODE = Case(
     name="granite-all-mode",
     model="granite",
@@ -341,7 +161,7 @@ GRANITE_ALL_MODE = Case(
     compiles=True,
     watched=True,
 )
-# The first step has the shape of a decode, and all of it is prompts.
+# The first step has the shape of a decode but consists of prompts.
 MAMBA2_ONE_TOKEN = Case(
     name="mamba2-one-token",
     model="mamba2",
@@ -356,7 +176,7 @@ MAMBA2_ONE_TOKEN = Case(
     ),
     watched=True,
 )
-# The same on model runner V2, which serves recurrent layers in hybrids alone.
+# The same on model runner V2, which supports recurrent layers in hybrids only.
 LFM2_ONE_TOKEN = Case(
     name="lfm2-one-token",
     model="lfm2",
@@ -365,9 +185,9 @@ LFM2_ONE_TOKEN = Case(
     workload=((1, 48),) * 8,
     watched=True,
 )
-# GDN layers take a one-token prompt for a decode without graphs too. With drafts, a prompt of as many tokens as a
-# request of a decode has is told from one, but by the graph: `prefill-dispatch`. No case of that fix, which has
-# others that compile less; benchmarks/shadow_check.py runs it.
+# GDN layers treat a one-token prompt as a decode without graphs too. With drafts, eager distinguishes a prompt with as
+# many tokens as a decode from a decode, and the graph does not: `prefill-dispatch`. That fix has other cases, which
+# compile less; benchmarks/shadow_check.py runs this one.
 GDN_MTP = Case(
     name="gdn-mtp",
     model="qwen3-next",
@@ -376,16 +196,16 @@ GDN_MTP = Case(
     workload=((3, 48),) * 8,
     arguments={
         "speculative_config": {"method": "mtp", "num_speculative_tokens": 2},
-        "additional_config": {"gdn_prefill_backend": "triton"},  # FlashInfer's is compiled for longer still
+        "additional_config": {"gdn_prefill_backend": "triton"},  # FlashInfer's takes even longer to compile
         "max_num_batched_tokens": 2048,
     },
     supported_arguments={"moe_backend": "triton"},
     compiles=True,
 )
-# On 0.25.1 its stock engine ends while graphs of the draft's prefill are captured, in FlashAttention 3's kernel that
-# combines splits; a Llama with an Eagle head starts there.
+# On 0.25.1 its stock engine crashes during the capture of the draft's prefill, in FlashAttention 3's kernel that
+# combines splits; a Llama with an Eagle head does not.
 GDN_MTP_V2 = replace(GDN_MTP, name="gdn-mtp-v2", runner="V2", capability=9)
-# Answers of different lengths, so that padded rows come and go: two tokens a request, one of them a draft.
+# Answers of different lengths, so that padded rows come and go. A request has two tokens in a step, one a draft.
 SPARSE_MTP = Case(
     name="sparse-mtp",
     model="sparse-mtp",
@@ -403,8 +223,8 @@ SPARSE_MTP = Case(
     padded=True,
     compiles=True,
 )
-# One prompt a step, in one chunk, as long as a graph is large: eager computes in the same shapes. Cut into pieces,
-# without which the drafter has no graphs, and not compiled further, so that the same kernels run as in eager.
+# One prompt per step, in one chunk, as long as a graph: eager then computes in the same shapes. The drafter has graphs
+# only if they are piecewise; the backend `eager` makes them run the same kernels as eager.
 LLAMA_EAGLE_SCORED = Case(
     name="llama-eagle-scored",
     model="llama",
@@ -419,8 +239,8 @@ LLAMA_EAGLE_SCORED = Case(
     },
     workload=((8, 8), (16, 8), (32, 8), (64, 8)),
     arguments={"max_num_seqs": 1, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
-    # There a drafter of more than one token counts up, on the host, the very lengths that are still to be copied to the
-    # GPU: where that is busy, the target attends to tokens that come later, without graphs too.
+    # There a drafter of more than one token increments lengths on the host while they still wait to be copied to a busy
+    # GPU: the target then attends to later tokens, without graphs too.
     conditional_arguments=(
         "vllm/v1/worker/gpu_model_runner.py",
         "_seq_lens_cpu=self.seq_lens.cpu",
@@ -429,8 +249,8 @@ LLAMA_EAGLE_SCORED = Case(
     environment={"VLLM_DISABLE_COMPILE_CACHE": "1"},
     prompt_logprobs=True,
 )
-# Full graphs of prompts and decodes together, and FlashAttention 3: each decode is in a graph that was captured for a
-# prompt.
+# Full graphs of prompts and decodes together, with FlashAttention 3: decodes replay graphs that were captured for
+# prompts.
 LLAMA_FULL_FLASH_V1 = Case(
     name="llama-full-flash-v1",
     model="llama",
@@ -441,16 +261,16 @@ LLAMA_FULL_FLASH_V1 = Case(
     capability=9,
     watched=True,
 )
-# Model runner V2 captures short queries: it takes prompts in a graph, some of them next to decodes.
+# Model runner V2 captures short queries, and so replays graphs for prompts, some of them next to decodes.
 LLAMA_FULL_FLASH_V2 = replace(
     LLAMA_FULL_FLASH_V1,
     name="llama-full-flash-v2",
     runner="V2",
     arguments=LLAMA_FULL_FLASH_V1.arguments | {"max_num_batched_tokens": 256, "enable_chunked_prefill": True},
 )
-# No step has more than 32 tokens: DeepGEMM and TileLang compile kernels for sizes of steps, one after the other, for
-# seconds each. Every request begins with a group of 128 tokens or more, and all end in the same step, the 129th that
-# computes no prompt: so each completes another group in a graph, and no batch is padded, which eager's would not be.
+# No step has more than 32 tokens: DeepGEMM and TileLang compile kernels for each size of a step, for seconds each.
+# Every prompt has a group of 128 tokens or more, and all requests end in the same step, the 129th without a prompt:
+# each one completes another group in a graph, and no batch is padded, as eager's would not be.
 DEEPSEEK_V4 = Case(
     name="deepseek-v4",
     model="deepseek-v4",
@@ -460,16 +280,17 @@ DEEPSEEK_V4 = Case(
     arguments={"block_size": 256, "kv_cache_dtype": "fp8", "max_num_batched_tokens": 32},
     supported_arguments={"moe_backend": "triton", "kernel_config": {"enable_jit_warmup": False}},
     environment={
-        "VLLM_DEEP_GEMM_WARMUP": "skip",  # as the JIT warm-up: of every size of a batch that there may be
-        # FlashInfer compiles a kernel for 80 s that takes the place of DeepGEMM's where a batch is small.
+        "VLLM_DEEP_GEMM_WARMUP": "skip",  # like the JIT warm-up, it compiles kernels for every size of a batch
+        # FlashInfer takes 80 s to compile a kernel that replaces DeepGEMM's in small batches.
         "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0",
     },
     probes=("vllm_graphfix.verify.engine.compressed:UnwrittenEntries",),
     capability=9,
     compiles=True,
 )
-# With more than 16384 tokens rows are wider in a capture than these requests need. The default there is V1. All prompts
-# are in one step, and answers of one length, as it was proven: in small steps it was not tried.
+# With a context of more than 16384 tokens, rows are wider in a capture than these requests need. vLLM's default there
+# is V1. All prompts are in one step and answers have one length, as in the run that proved the fix; small steps are
+# untested.
 DEEPSEEK_V4_LONG = replace(
     DEEPSEEK_V4,
     name="deepseek-v4-long",
@@ -478,9 +299,9 @@ DEEPSEEK_V4_LONG = replace(
     arguments=DEEPSEEK_V4.arguments | {"max_model_len": 32768, "max_num_batched_tokens": 2048},
     probes=("vllm_graphfix.verify.engine.compressed:ForeignSlots",),
 )
-# A graph for each number of adapters. A batch of two of them and of rows without one is in the graph for two, which
-# leaves out the adapter that was loaded last. Chance decides which one that is: as many prompts have the one as the
-# other. No step has 128 tokens, so that all engines come to the same sums (see `adapters`).
+# A graph for each number of adapters. A batch with two adapters and rows without one replays the graph for two, which
+# drops the adapter that was loaded last. Which one that is varies, so both have as many prompts. No step has 128
+# tokens, so that all engines compute the same sums (see `adapters`).
 LLAMA_LORA = Case(
     name="llama-lora",
     model="llama",

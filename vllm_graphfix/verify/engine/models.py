@@ -1,8 +1,8 @@
-"""Tiny models with random weights, made on the spot: folders that vLLM loads like any checkpoint.
+"""Tiny models with random weights: folders that vLLM loads like any checkpoint.
 
-Two layers each, and three of Granite 4. Norms are 1 (but for one of DeepSeek V4's) and matrices
-normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero, every output is the same. Each tensor has
-a seed of its own, so that two folders made anywhere hold the same numbers.
+They have two layers, Granite 4 has three. Norms are 1 (except for one of DeepSeek V4) and matrices
+normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero, every output would be the same. Each
+tensor has its own seed, so that folders made on different machines hold the same numbers.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ import math
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from vllm_graphfix.verify.engine import adapters, deepseek_v4
+from vllm_graphfix.verify.engine import adapters, deepseek_v4, model_shapes
+from vllm_graphfix.verify.engine.model_shapes import Config, Shapes
 
 if TYPE_CHECKING:
     import torch
 
+__all__ = ["LAYERS", "MODELS", "VOCABULARY", "Config", "Shapes", "in_blocks", "save", "write"]
 VOCABULARY = 1024
 LAYERS = 2
-
-Config = dict[str, Any]
-Shapes = dict[str, tuple[int, ...]]
 
 _COMMON: Config = {
     "hidden_size": 512,
@@ -111,8 +110,8 @@ GRANITE: Config = _COMMON | {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
 }
-"""Two Mamba-2 layers and one of attention: layers of a kind are in groups of as many as there are of the rarer kind,
-so that each is in a group of its own. With keys and values of this size a state fits in a block of 128 tokens."""
+"""Two Mamba-2 layers and one of attention. vLLM groups layers of a kind by the number of the rarer kind, so that each
+layer is a group of its own. With keys and values of this size a state fits in a block of 128 tokens."""
 LLAMA: Config = _COMMON | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -132,7 +131,7 @@ LFM2: Config = _COMMON | {
     "conv_L_cache": 3,
     "conv_bias": False,
     "block_dim": 512,
-    "block_ff_dim": 1024,  # another name of the next but three, in transformers 4
+    "block_ff_dim": 1024,  # the name of `intermediate_size` in transformers 4
     "block_multiple_of": 256,
     "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False,
@@ -142,10 +141,10 @@ LFM2: Config = _COMMON | {
     "max_position_embeddings": 4096,
     "norm_eps": 1e-6,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": True,  # vLLM ties them whatever is said here
+    "tie_word_embeddings": True,  # vLLM ties them anyway
 }
-"""A short convolution and an attention layer: the smallest hybrid. Model runner V2 takes recurrent models as hybrids
-alone."""
+"""A short convolution and an attention layer: the smallest hybrid. Model runner V2 supports recurrent layers in hybrids
+only."""
 MIXTRAL: Config = LLAMA | {
     "architectures": ["MixtralForCausalLM"],
     "model_type": "mixtral",
@@ -179,309 +178,37 @@ QWEN3_NEXT: Config = _COMMON | {
     "partial_rotary_factor": 0.25,
     "num_nextn_predict_layers": 1,
 }
-"""A gated delta net and an attention layer, each with experts, and a draft layer."""
+"""A gated delta net layer and an attention layer, each with experts, and a draft layer."""
 EAGLE: Config = LLAMA | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
-"""The draft head of a Llama; vLLM gives it the target's embeddings and output matrix."""
-
-
-def _embeddings(config: Config, layers: str = "model.layers", norm: str = "model.norm") -> Shapes:
-    hidden = config["hidden_size"]
-    outer = layers.rpartition(".")[0]
-    return {
-        f"{outer}.{'embeddings' if outer == 'backbone' else 'embed_tokens'}.weight": (VOCABULARY, hidden),
-        f"{norm}.weight": (hidden,),
-        "lm_head.weight": (VOCABULARY, hidden),
-    }
-
-
-def _mlp(prefix: str, config: Config) -> Shapes:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    return {
-        f"{prefix}.input_layernorm.weight": (hidden,),
-        f"{prefix}.post_attention_layernorm.weight": (hidden,),
-        f"{prefix}.mlp.gate_proj.weight": (inner, hidden),
-        f"{prefix}.mlp.up_proj.weight": (inner, hidden),
-        f"{prefix}.mlp.down_proj.weight": (hidden, inner),
-    }
-
-
-def _latent_attention(prefix: str, config: Config) -> Shapes:
-    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
-    nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-    return {
-        f"{prefix}.self_attn.q_proj.weight": (heads * (nope + rope), hidden),
-        f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": (latent + rope, hidden),
-        f"{prefix}.self_attn.kv_a_layernorm.weight": (latent,),
-        f"{prefix}.self_attn.kv_b_proj.weight": (heads * (nope + value), latent),
-        f"{prefix}.self_attn.o_proj.weight": (hidden, heads * value),
-    }
-
-
-def _sparse_attention(prefix: str, config: Config) -> Shapes:
-    """Latent attention with queries of low rank, and the indexer that chooses what it sees."""
-    hidden, rank, head = config["hidden_size"], config["q_lora_rank"], config["index_head_dim"]
-    shapes = _latent_attention(prefix, config)
-    (queries, _) = shapes.pop(f"{prefix}.self_attn.q_proj.weight")
-    return shapes | {
-        f"{prefix}.self_attn.q_a_proj.weight": (rank, hidden),
-        f"{prefix}.self_attn.q_a_layernorm.weight": (rank,),
-        f"{prefix}.self_attn.q_b_proj.weight": (queries, rank),
-        f"{prefix}.self_attn.indexer.wq_b.weight": (config["index_n_heads"] * head, rank),
-        f"{prefix}.self_attn.indexer.wk.weight": (head, hidden),
-        f"{prefix}.self_attn.indexer.k_norm.weight": (head,),
-        f"{prefix}.self_attn.indexer.k_norm.bias": (head,),
-        f"{prefix}.self_attn.indexer.weights_proj.weight": (config["index_n_heads"], hidden),
-    }
-
-
-def _grouped_attention(prefix: str, config: Config) -> Shapes:
-    hidden, head = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    return {
-        f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
-        f"{prefix}.self_attn.k_proj.weight": (keys, hidden),
-        f"{prefix}.self_attn.v_proj.weight": (keys, hidden),
-        f"{prefix}.self_attn.o_proj.weight": (hidden, queries),
-    }
-
-
-def _mla(config: Config) -> Shapes:
-    attention = _sparse_attention if "index_topk" in config else _latent_attention
-    shapes = _embeddings(config)
-    for layer in range(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)):
-        prefix = f"model.layers.{layer}"
-        shapes |= _mlp(prefix, config) | attention(prefix, config)
-    return shapes
-
-
-def _mla_mtp(config: Config) -> Shapes:
-    hidden = config["hidden_size"]
-    prefix = f"model.layers.{config['num_hidden_layers']}"
-    return _mla(config) | {
-        f"{prefix}.embed_tokens.weight": (VOCABULARY, hidden),
-        f"{prefix}.enorm.weight": (hidden,),
-        f"{prefix}.hnorm.weight": (hidden,),
-        f"{prefix}.eh_proj.weight": (hidden, 2 * hidden),
-        f"{prefix}.shared_head.norm.weight": (hidden,),
-        f"{prefix}.shared_head.head.weight": (VOCABULARY, hidden),
-    }
-
-
-def _mamba2(config: Config) -> Shapes:
-    hidden, heads = config["hidden_size"], config["num_heads"]
-    shapes = _embeddings(config, "backbone.layers", "backbone.norm_f")
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"backbone.layers.{layer}"
-        shapes[f"{prefix}.norm.weight"] = (hidden,)
-        shapes |= _mixer(f"{prefix}.mixer", config, heads, config["n_groups"] * config["state_size"])
-    return shapes
-
-
-def _mixer(prefix: str, config: Config, heads: int, states: int) -> Shapes:
-    """Mamba-2 with a convolution of four tokens, twice as wide inside as outside. *states* of all groups."""
-    hidden = config["hidden_size"]
-    inner = 2 * hidden
-    convolved = inner + 2 * states
-    return {
-        f"{prefix}.in_proj.weight": (inner + convolved + heads, hidden),
-        f"{prefix}.conv1d.weight": (convolved, 1, 4),
-        f"{prefix}.conv1d.bias": (convolved,),
-        f"{prefix}.A_log": (heads,),
-        f"{prefix}.D": (heads,),
-        f"{prefix}.dt_bias": (heads,),
-        f"{prefix}.norm.weight": (inner,),
-        f"{prefix}.out_proj.weight": (hidden, inner),
-    }
-
-
-def _granite(config: Config) -> Shapes:
-    hidden, inner = config["hidden_size"], config["shared_intermediate_size"]
-    head = hidden // config["num_attention_heads"]
-    shapes = _embeddings(config)
-    for layer, kind in enumerate(config["layer_types"]):
-        prefix = f"model.layers.{layer}"
-        shapes |= {
-            f"{prefix}.input_layernorm.weight": (hidden,),
-            f"{prefix}.post_attention_layernorm.weight": (hidden,),
-            f"{prefix}.shared_mlp.input_linear.weight": (2 * inner, hidden),  # gate and up
-            f"{prefix}.shared_mlp.output_linear.weight": (hidden, inner),
-        }
-        if kind == "mamba":
-            states = config["mamba_n_groups"] * config["mamba_d_state"]
-            shapes |= _mixer(f"{prefix}.mamba", config, config["mamba_n_heads"], states)
-        else:
-            shapes |= _grouped_attention(prefix, config | {"head_dim": head})
-    return shapes
-
-
-def _lfm2(config: Config) -> Shapes:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    heads = config["num_attention_heads"], config["num_key_value_heads"], config["num_key_value_heads"]
-    head = hidden // heads[0]
-    shapes: Shapes = {
-        "model.embed_tokens.weight": (VOCABULARY, hidden),
-        "model.embedding_norm.weight": (hidden,),
-    }
-    for layer, kind in enumerate(config["layer_types"]):
-        prefix = f"model.layers.{layer}"
-        shapes |= {
-            f"{prefix}.operator_norm.weight": (hidden,),
-            f"{prefix}.ffn_norm.weight": (hidden,),
-            f"{prefix}.feed_forward.w1.weight": (inner, hidden),
-            f"{prefix}.feed_forward.w2.weight": (hidden, inner),
-            f"{prefix}.feed_forward.w3.weight": (inner, hidden),
-        }
-        if kind == "conv":
-            shapes |= {
-                f"{prefix}.conv.in_proj.weight": (3 * hidden, hidden),
-                f"{prefix}.conv.conv.weight": (hidden, 1, config["conv_L_cache"]),
-                f"{prefix}.conv.out_proj.weight": (hidden, hidden),
-            }
-        else:
-            shapes |= {
-                f"{prefix}.self_attn.{name}_proj.weight": (count * head, hidden)
-                for name, count in zip("qkv", heads, strict=True)
-            }
-            shapes |= {
-                f"{prefix}.self_attn.out_proj.weight": (hidden, heads[0] * head),
-                f"{prefix}.self_attn.q_layernorm.weight": (head,),
-                f"{prefix}.self_attn.k_layernorm.weight": (head,),
-            }
-    return shapes
-
-
-def _mixture(prefix: str, config: Config) -> Shapes:
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    shapes: Shapes = {
-        f"{prefix}.input_layernorm.weight": (hidden,),
-        f"{prefix}.post_attention_layernorm.weight": (hidden,),
-        f"{prefix}.block_sparse_moe.gate.weight": (config["num_local_experts"], hidden),
-    }
-    for expert in range(config["num_local_experts"]):
-        name = f"{prefix}.block_sparse_moe.experts.{expert}"
-        shapes |= {
-            f"{name}.w1.weight": (inner, hidden),
-            f"{name}.w2.weight": (hidden, inner),
-            f"{name}.w3.weight": (inner, hidden),
-        }
-    return shapes
-
-
-def _qwen3_next(config: Config) -> Shapes:
-    hidden, value_heads, value_head = (
-        config["hidden_size"],
-        config["linear_num_value_heads"],
-        config["linear_value_head_dim"],
-    )
-    of_keys, of_values = config["linear_num_key_heads"] * config["linear_key_head_dim"], value_heads * value_head
-    shapes = _embeddings(config)
-    for layer, kind in enumerate(config["layer_types"]):
-        prefix = f"model.layers.{layer}"
-        if kind == "linear_attention":
-            shapes |= _shared_mixture(prefix, config) | {
-                f"{prefix}.linear_attn.in_proj_qkvz.weight": (2 * of_keys + 2 * of_values, hidden),
-                f"{prefix}.linear_attn.in_proj_ba.weight": (2 * value_heads, hidden),
-                f"{prefix}.linear_attn.conv1d.weight": (2 * of_keys + of_values, 1, config["linear_conv_kernel_dim"]),
-                f"{prefix}.linear_attn.A_log": (value_heads,),
-                f"{prefix}.linear_attn.dt_bias": (value_heads,),
-                f"{prefix}.linear_attn.norm.weight": (value_head,),
-                f"{prefix}.linear_attn.out_proj.weight": (hidden, of_values),
-            }
-        else:
-            shapes |= _shared_mixture(prefix, config) | _gated_attention(prefix, config)
-    draft = "mtp.layers.0"
-    return (
-        shapes
-        | _shared_mixture(draft, config)
-        | _gated_attention(draft, config)
-        | {
-            "mtp.fc.weight": (hidden, 2 * hidden),
-            "mtp.norm.weight": (hidden,),
-            "mtp.pre_fc_norm_embedding.weight": (hidden,),
-            "mtp.pre_fc_norm_hidden.weight": (hidden,),
-        }
-    )
-
-
-def _gated_attention(prefix: str, config: Config) -> Shapes:
-    hidden, head = config["hidden_size"], config["head_dim"]
-    return _grouped_attention(prefix, config) | {
-        f"{prefix}.self_attn.q_proj.weight": (2 * config["num_attention_heads"] * head, hidden),  # and the gate
-        f"{prefix}.self_attn.q_norm.weight": (head,),
-        f"{prefix}.self_attn.k_norm.weight": (head,),
-    }
-
-
-def _shared_mixture(prefix: str, config: Config) -> Shapes:
-    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
-    shapes: Shapes = {
-        f"{prefix}.input_layernorm.weight": (hidden,),
-        f"{prefix}.post_attention_layernorm.weight": (hidden,),
-        f"{prefix}.mlp.gate.weight": (config["num_experts"], hidden),
-        f"{prefix}.mlp.shared_expert_gate.weight": (1, hidden),
-    }
-    for expert in ("shared_expert", *(f"experts.{number}" for number in range(config["num_experts"]))):
-        shapes |= {
-            f"{prefix}.mlp.{expert}.gate_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.{expert}.up_proj.weight": (inner, hidden),
-            f"{prefix}.mlp.{expert}.down_proj.weight": (hidden, inner),
-        }
-    return shapes
-
-
-def _mixtral(config: Config) -> Shapes:
-    shapes = _embeddings(config)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        shapes |= _mixture(prefix, config) | _grouped_attention(prefix, config)
-    return shapes
-
-
-def _llama(config: Config) -> Shapes:
-    shapes = _embeddings(config)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        shapes |= _mlp(prefix, config) | _grouped_attention(prefix, config)
-    return shapes
-
-
-def _eagle(config: Config) -> Shapes:
-    shapes: Shapes = {"fc.weight": (config["hidden_size"], 2 * config["hidden_size"])}
-    for layer in range(config["num_hidden_layers"]):
-        shapes |= _mlp(f"layers.{layer}", config) | _grouped_attention(f"layers.{layer}", config)
-    del shapes["layers.0.input_layernorm.weight"]  # an Eagle head begins without
-    return shapes
+"""Draft head of a Llama, which uses the target's embeddings and output matrix."""
 
 
 MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
-    "mla": (MLA, _mla),
-    "mla-mtp": (MLA_MTP, _mla_mtp),
-    "sparse-mtp": (SPARSE_MTP, _mla_mtp),
-    "mamba2": (MAMBA2, _mamba2),
-    "granite": (GRANITE, _granite),
-    "lfm2": (LFM2, _lfm2),
-    "llama": (LLAMA, _llama),
-    "mixtral": (MIXTRAL, _mixtral),
-    "qwen3-next": (QWEN3_NEXT, _qwen3_next),
-    "eagle": (EAGLE, _eagle),
+    "mla": (MLA, model_shapes.mla),
+    "mla-mtp": (MLA_MTP, model_shapes.mla_mtp),
+    "sparse-mtp": (SPARSE_MTP, model_shapes.mla_mtp),
+    "mamba2": (MAMBA2, model_shapes.mamba2),
+    "granite": (GRANITE, model_shapes.granite),
+    "lfm2": (LFM2, model_shapes.lfm2),
+    "llama": (LLAMA, model_shapes.llama),
+    "mixtral": (MIXTRAL, model_shapes.mixtral),
+    "qwen3-next": (QWEN3_NEXT, model_shapes.qwen3_next),
+    "eagle": (EAGLE, model_shapes.eagle),
     "deepseek-v4": (deepseek_v4.CONFIG, deepseek_v4.shapes),
 }
-"""Name of a model: its configuration, and the names and shapes of its tensors in a checkpoint."""
+"""Configuration of a model, and the function that returns the shapes of its tensors, by the model's name."""
 
 
 def write(name: str, folder: Path) -> Path:
-    """Makes the model or adapter *name* in *folder*, in a folder of its name, and returns that.
-
-    Needs torch and safetensors.
-    """
+    """Make the model or adapter *name* in *folder*/*name*, and return that folder. Needs torch and safetensors."""
     if name in adapters.NAMES:
-        return adapters.save(name, _llama(LLAMA), folder / name)
+        return adapters.save(name, model_shapes.llama(LLAMA), folder / name)
     config, described = MODELS[name]
     return save(config, described(config), folder / name)
 
 
 def save(config: Config, shapes: Shapes, made: Path) -> Path:
-    """Makes a model of this *config*, with tensors of these *shapes*, in the folder *made*."""
+    """Make a model with *config* and tensors of *shapes* in the folder *made*, and return it."""
     import torch
     from safetensors.torch import save_file
 
@@ -503,7 +230,10 @@ def save(config: Config, shapes: Shapes, made: Path) -> Path:
 
 
 def in_blocks(matrix: str, values: torch.Tensor, blocks: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """A matrix in fp8, and a scale for each of its *blocks*: a power of two, which vLLM changes nowhere."""
+    """Return *values* in fp8 with a scale per block, for (rows, columns) of *blocks*.
+
+    Scales are powers of two, which vLLM never rounds.
+    """
     import torch
 
     (rows, columns), (down, across) = values.shape, blocks
@@ -519,7 +249,7 @@ def in_blocks(matrix: str, values: torch.Tensor, blocks: tuple[int, ...]) -> dic
 def _values(name: str, shape: tuple[int, ...], tied: bool) -> torch.Tensor:
     import torch
 
-    if name.endswith("A_log"):  # decay rates of a state, from slow to fast
+    if name.endswith("A_log"):  # decay rates, from slow to fast
         return torch.linspace(0.5, 4.0, math.prod(shape)).log().view(shape)
     if name.endswith("bias"):
         return torch.zeros(shape)
@@ -527,6 +257,6 @@ def _values(name: str, shape: tuple[int, ...], tied: bool) -> torch.Tensor:
         return torch.full(shape, deepseek_v4.LOUD.get(name, 1.0))
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(shape, generator=generator)
-    # Embeddings that are the output matrix too, and of size 1, would make every token its own successor.
+    # Tied embeddings of size 1 would make every token its own successor.
     fan_in = 1 if "embed" in name and not tied else values[0].numel()
     return values.mul_(fan_in**-0.5)
