@@ -135,7 +135,7 @@ def test_a_tie_at_the_very_position_vouches_for_it() -> None:
     assert judged(compiled, graphs, answer())[0].kind is Kind.TIE
 
 
-def test_the_second_reference_is_given_eagers_noise() -> None:
+def test_the_second_reference_is_judged_by_eagers_noise() -> None:
     graphs = answer({5: OTHER})
     compiled = replace(graphs, top=({BEST: -0.22, SECOND: -4.0, OTHER: -6.0}, *graphs.top[1:]))
     kinds = {
@@ -153,7 +153,7 @@ def test_numbers_that_are_none_are_not_vouched_for() -> None:
 def test_each_prompt_is_judged_on_its_own() -> None:
     eager = [answer(), answer(), answer()]
     graphs = [answer(), answer({5: OTHER}), answer({4: OTHER})]
-    found = arbitrate(compare(eager, graphs, 0.02), graphs, [answer(), answer({5: OTHER}), answer()])
-    assert [judgement.kind for judgement in found.judgements] == [Kind.EQUAL, Kind.COMPILED, Kind.CORRUPT]
-    assert [judgement.compared for judgement in found.judgements] == [8, 8, 4]
-    assert found.noise == 0.02
+    comparison = arbitrate(compare(eager, graphs, 0.02), graphs, [answer(), answer({5: OTHER}), answer()])
+    assert [judgement.kind for judgement in comparison.judgements] == [Kind.EQUAL, Kind.COMPILED, Kind.CORRUPT]
+    assert [judgement.compared for judgement in comparison.judgements] == [8, 8, 4]
+    assert comparison.noise == 0.02

@@ -53,8 +53,8 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     draft = json.dumps({"method": "eagle", "model": "./eagle", "num_speculative_tokens": 2})
     flags = (*SMALL, "-tp", "2", "--speculative-config", draft)
     every_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    given = ("./llama", "--prompts", "texts.txt", "--max-tokens", "16", "--json", *flags)
-    return report(compare(folder, *given, env=every_process, code=3)) | {"flags given": list(flags)}
+    command = ("./llama", "--prompts", "texts.txt", "--max-tokens", "16", "--json", *flags)
+    return report(compare(folder, *command, env=every_process, code=3)) | {"flags given": list(flags)}
 
 
 @pytest.mark.slow
@@ -99,16 +99,16 @@ def test_an_engine_without_graphs_is_no_proof(two_ranks: dict[str, Any]) -> None
 
 @pytest.mark.slow
 @on_two_ranks
-def test_it_is_told_what_was_compared(two_ranks: dict[str, Any]) -> None:
-    told = {
+def test_the_report_names_what_was_compared(two_ranks: dict[str, Any]) -> None:
+    output = {
         name: two_ranks[name] for name in ("schema", "model", "flags", "vllm", "device", "switches", "error", "logs")
     }
-    assert told == {
+    assert output == {
         "schema": 1,
         "model": "./llama",
         "flags": two_ranks["flags given"],
         "vllm": "0.27.0",
-        "device": told["device"],
+        "device": output["device"],
         "switches": "VLLM_GRAPHFIX=on",
         "error": None,
         "logs": None,
@@ -119,17 +119,19 @@ def corrupted(folder: Path, modes: str, *arguments: str, code: int) -> Done:
     path = folder / "planted"
     if not path.exists():
         planted_plugin.install(path, "planted_corruption")
-    given = ("./llama", "--max-tokens", str(TOKENS[0]), *SMALL, *arguments)
-    return compare(folder, *given, env={planted_corruption.VARIABLE: modes}, path=(path,), code=code)
+    command = ("./llama", "--max-tokens", str(TOKENS[0]), *SMALL, *arguments)
+    return compare(folder, *command, env={planted_corruption.VARIABLE: modes}, path=(path,), code=code)
 
 
 @planted
-def test_corruption_with_graphs_alone_is_found_where_it_begins(folder: Path) -> None:
+def test_corruption_with_graphs_alone_is_detected_where_it_begins(folder: Path) -> None:
     done = corrupted(folder, "graphs", "--prompts", "ids.jsonl", "--skip-tokenizer-init", code=1)
     *_, verdict = done.stdout.splitlines()
     rows = [line.split() for line in done.stdout.splitlines() if line.endswith("corrupt") and "token" in line]
     assert [row[:5] for row in rows] == [[str(i), "token", str(FIRST), "of", str(TOKENS[i])] for i in range(3)]
-    assert all(int(found) == (int(expected) + 1) % models.VOCABULARY for expected, found in (row[5:7] for row in rows))
+    assert all(
+        int(actual) == (int(expected) + 1) % models.VOCABULARY for expected, actual in (row[5:7] for row in rows)
+    )
     bars = [line.split() for line in done.stdout.splitlines() if "█" in line and "compiled" not in line]
     assert bars == [["10-11", "█" * 40, "3"]]
     assert "4 prompts: 1 equal, 0 diverge at a tie, 3 corrupt; 40 of 52 tokens compared" in done.stdout
@@ -148,9 +150,9 @@ def test_what_is_there_without_graphs_too_is_not_called_corruption(folder: Path)
     extension = ("--worker-extension-cls", "planted_corruption.WorkerExtension")
     # How many log-probabilities a user may ask for, and of what, is not what is compared.
     limits = ("--max-logprobs", "0", "--logprobs-mode", "processed_logits")
-    found = report(corrupted(folder, "graphs,no graphs", "--num-prompts", "4", *extension, *limits, "--json", code=3))
-    assert [prompt["kind"] for prompt in found["prompts"]] == ["compiled"] * 3 + ["equal"]
-    assert (found["corrupt"], found["fixes"], found["cudagraph_mode"]) == (False, {}, "NONE")
+    actual = report(corrupted(folder, "graphs,no graphs", "--num-prompts", "4", *extension, *limits, "--json", code=3))
+    assert [prompt["kind"] for prompt in actual["prompts"]] == ["compiled"] * 3 + ["equal"]
+    assert (actual["corrupt"], actual["fixes"], actual["cudagraph_mode"]) == (False, {}, "NONE")
 
 
 WRONG = [

@@ -40,14 +40,14 @@ def compare(environment: dict[str, str], tmp_path: Path) -> Compare:
     """`compare` of engines that do what is said for their mode: `eager`, `graphs`, `compiled`."""
 
     def call(*arguments: str, code: int, **behaviours: str) -> subprocess.CompletedProcess[str]:
-        told = {f"ENGINE_DOUBLE_{mode.upper()}": behaviour for mode, behaviour in behaviours.items()}
+        extra = {f"ENGINE_DOUBLE_{mode.upper()}": behaviour for mode, behaviour in behaviours.items()}
         model = ("the/model", "--num-prompts", "3", "--max-tokens", "8")
-        return engine.called(tmp_path, *model, *arguments, env=environment | told, code=code)
+        return engine.called(tmp_path, *model, *arguments, env=environment | extra, code=code)
 
     return call
 
 
-def kept(folder: Path) -> list[str]:
+def logs_in(folder: Path) -> list[str]:
     """Names of the logs that are left."""
     return sorted(path.name for path in (folder / "temporary").glob("graphfix-compare-*/*.log"))
 
@@ -79,20 +79,20 @@ def test_a_setting_that_means_nothing_is_one_line_before_any_engine_starts(
 def test_corruption_is_exit_code_1(compare: Compare) -> None:
     done = compare("--json", code=1, graphs="wrong")
     assert engines(done) == ["eager", "graphs", "no graphs"]
-    found = report(done)
-    assert found["corrupt"]
-    assert [(prompt["kind"], prompt["position"]) for prompt in found["prompts"]] == [("corrupt", 2)] * 3
+    output = report(done)
+    assert output["corrupt"]
+    assert [(prompt["kind"], prompt["position"]) for prompt in output["prompts"]] == [("corrupt", 2)] * 3
 
 
 def test_what_the_engine_gives_without_graphs_too_is_not_corruption(compare: Compare) -> None:
-    found = report(compare("--json", code=0, graphs="wrong", compiled="wrong"))
-    assert [prompt["kind"] for prompt in found["prompts"]] == ["compiled"] * 3
-    assert "no graphs" not in (found["error"] or "")
+    output = report(compare("--json", code=0, graphs="wrong", compiled="wrong"))
+    assert [prompt["kind"] for prompt in output["prompts"]] == ["compiled"] * 3
+    assert "no graphs" not in (output["error"] or "")
 
 
 def test_numbers_that_are_none_are_corruption_and_null_in_json(compare: Compare) -> None:
-    found = report(compare("--json", code=1, graphs="no numbers"))
-    assert {prompt["distance"] for prompt in found["prompts"]} == {None}
+    output = report(compare("--json", code=1, graphs="no numbers"))
+    assert {prompt["distance"] for prompt in output["prompts"]} == {None}
 
 
 def test_eager_without_numbers_is_nothing_to_compare_with(compare: Compare) -> None:
@@ -114,7 +114,7 @@ def test_an_engine_that_fails_without_graphs_is_one_line_with_its_own_error_and_
     assert engines(done) == ["eager"]
 
 
-def test_an_engine_that_fails_with_graphs_alone_is_corruption_and_its_log_is_kept(
+def test_an_engine_that_fails_with_graphs_alone_is_corruption_and_its_log_stays(
     compare: Compare, tmp_path: Path
 ) -> None:
     done = compare(code=1, graphs="illegal access")
@@ -125,20 +125,20 @@ def test_an_engine_that_fails_with_graphs_alone_is_corruption_and_its_log_is_kep
 
 
 def test_an_engine_that_fails_with_graphs_alone_is_so_in_json(compare: Compare, tmp_path: Path) -> None:
-    found = report(compare("--json", code=1, graphs="aborts"))
-    assert "illegal memory access" in found["error"]
-    assert (found["corrupt"], found["prompts"], found["tokens"]) == (True, [], None)
-    assert kept(tmp_path) == ["eager.log", "graphs.log"]
-    assert found["logs"] in found["error"]
+    output = report(compare("--json", code=1, graphs="aborts"))
+    assert "illegal memory access" in output["error"]
+    assert (output["corrupt"], output["prompts"], output["tokens"]) == (True, [], None)
+    assert logs_in(tmp_path) == ["eager.log", "graphs.log"]
+    assert output["logs"] in output["error"]
 
 
 def test_without_the_third_engine_eager_is_the_only_witness(compare: Compare, tmp_path: Path) -> None:
     done = compare("--json", code=1, graphs="wrong", compiled="out of memory")
-    found = report(done)
-    assert "the compiled engine without graphs did not run" in found["note"]
-    assert "CUDA error: out of memory" in found["note"]
-    assert found["logs"] in found["note"]
-    assert kept(tmp_path) == ["eager.log", "graphs.log", "no-graphs.log"]
+    output = report(done)
+    assert "the compiled engine without graphs did not run" in output["note"]
+    assert "CUDA error: out of memory" in output["note"]
+    assert output["logs"] in output["note"]
+    assert logs_in(tmp_path) == ["eager.log", "graphs.log", "no-graphs.log"]
 
 
 def test_an_engine_that_does_not_end_is_ended(compare: Compare, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_flag_that_vllm_does_not_know_is_one_line_with_vllms_message(compare: 
     *_, line = done.stderr.splitlines()
     message = "unrecognized arguments: --tensor-paralel-size 2"
     assert line == f"vllm-graphfix: vLLM rejects these flags: {message}"
-    assert kept(tmp_path) == [], "its log has nothing more to say"
+    assert logs_in(tmp_path) == [], "its log has nothing more to say"
 
 
 def running(folder: Path) -> list[int]:
@@ -181,9 +181,9 @@ def test_interrupting_it_is_exit_code_130_and_leaves_no_process(environment: dic
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     *_, line = err.splitlines()
-    told = re.fullmatch(r"vllm-graphfix: interrupted; all processes it had started have ended \(logs: (.*)\)", line)
-    assert told, err
-    assert (Path(told[1]) / "graphs.log").exists(), "whoever waited too long wants to know for what"
+    extra = re.fullmatch(r"vllm-graphfix: interrupted; all processes it had started have ended \(logs: (.*)\)", line)
+    assert extra, err
+    assert (Path(extra[1]) / "graphs.log").exists(), "whoever waited too long wants to know for what"
     assert not running(tmp_path)
 
 

@@ -32,7 +32,7 @@ class NotStartedError(CompareError):
 
 @pytest.fixture
 def caught(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What the command would run: model, flags, prompts, how many to make up, tokens, seconds."""
+    """Arguments of the run: model, flags, prompts, number of generated ones, tokens, seconds."""
     calls: list[tuple[Any, ...]] = []
 
     def run(*arguments: Any, poison: bool) -> None:
@@ -140,7 +140,7 @@ def test_a_second_model_is_refused(flags: list[str]) -> None:
 
 
 def jobs_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Sequence[Job]:
-    """What the engines would be asked to do."""
+    """Return the jobs of the engines."""
     made: list[Sequence[Job]] = []
 
     def compare(model: str, flags: Sequence[str], jobs: Sequence[Job], *rest: object) -> None:
@@ -257,7 +257,7 @@ PARSED = """
                 "quiet": args.disable_log_stats, "extension": args.worker_extension_cls,
             }}))
 """  # noqa: E501
-GIVEN = [
+FLAGS = [
     *("-tp", "2", "-O3", "-cc.cudagraph_mode=FULL", "-cc.cudagraph_capture_sizes+=1,2", "--speculative-config", DRAFT),
     *("--kv-cache-dtype", "fp8", "--max_model_len", "1k", "--hf-overrides", '{"a": 1}', "--no-enable-prefix-caching"),
     *("--kv-transfer-config", '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}', "--enable-log-requests"),
@@ -289,9 +289,9 @@ REACHED = {
 
 
 @pytest.mark.parametrize("release", slow_but_for(("0.15.0", "0.33.0"), ("0.15.0", "0.18.1", "0.29.0", "0.33.0")))
-def test_stock_vllm_takes_a_command_line_of_its_server_as_it_was_given(release: str) -> None:
+def test_stock_vllm_takes_a_command_line_of_its_server_as_it_is(release: str) -> None:
     """Runs on the oldest release affected, the last without `LLM.from_engine_args`, one between, and the newest."""
-    done = run_in_fork(release, PARSED.format(flags=GIVEN))
+    done = run_in_fork(release, PARSED.format(flags=FLAGS))
     lines = done.stdout.splitlines()
     assert [line for line in lines if line.startswith("unrecognized")] == [
         "unrecognized arguments: a stray word",
@@ -304,7 +304,7 @@ def test_stock_vllm_takes_a_command_line_of_its_server_as_it_was_given(release: 
 
 
 @pytest.mark.parametrize("model", ["/nowhere/model", "./nowhere", "~/nowhere/model"])
-def test_a_folder_that_is_not_there_is_said_before_an_engine_starts(model: str) -> None:
+def test_a_missing_folder_is_reported_before_an_engine_starts(model: str) -> None:
     done = CliRunner().invoke(app, ["compare", model])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == (

@@ -123,9 +123,9 @@ def test_a_file_without_an_end_is_not_read_to_it(tmp_path: Path) -> None:
     path = tmp_path / "large.txt"
     with path.open("wb") as file:
         os.truncate(file.fileno(), 64 * MEBIBYTE + 1)  # a hole, which takes no room
-    told = "has more than 64 MiB; give a file with fewer prompts"
-    assert error(path) == f"{path} {told}"
-    assert error(Path("/dev/zero")) == f"/dev/zero {told}"
+    message = "has more than 64 MiB; give a file with fewer prompts"
+    assert error(path) == f"{path} {message}"
+    assert error(Path("/dev/zero")) == f"/dev/zero {message}"
 
 
 def test_a_pipe_can_be_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `compare` tells: the chart, JSON, and the page for eyes."""
+"""Output of `compare`: the chart, JSON, and the page for people."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ FACTS = {
     "switches": "VLLM_GRAPHFIX=on",
     "seed": "7",
 }
-SAID = EngineResult((), {"0": {"mamba-padding": "active"}}, {}, None, FACTS, 1.0, cudagraph_mode="FULL")
+RESULT = EngineResult((), {"0": {"mamba-padding": "active"}}, {}, None, FACTS, 1.0, cudagraph_mode="FULL")
 EQUAL = judgement(Kind.EQUAL)
 
 
 def report(
-    *judgements: Judgement, eager: EngineResult = SAID, graphs: EngineResult | None = SAID, **more: Any
+    *judgements: Judgement, eager: EngineResult = RESULT, graphs: EngineResult | None = RESULT, **more: Any
 ) -> Report:
     return Report("the/model", ("-tp", "2"), eager, graphs, comparison(*judgements or (EQUAL,)), **more)
 
@@ -77,15 +77,15 @@ def test_the_chart_is_short_and_covers_every_token(length: int, parts: int) -> N
 
 
 def test_the_chart_takes_what_lies_beyond_the_reference() -> None:
-    """Where an answer goes on after the reference's has ended, or the reference has none."""
+    """A difference behind the reference's end counts in the last range, also if the reference is empty."""
     assert histogram(comparison(judgement(Kind.CORRUPT, 8, 8)))[-1][1][Kind.CORRUPT] == 1
     assert histogram(comparison(judgement(Kind.CORRUPT, 0, 0)))[-1][1][Kind.CORRUPT] == 1
 
 
 def test_json_has_the_fields_of_its_schema() -> None:
-    found = as_json(report(EQUAL, judgement(Kind.CORRUPT, 16), note="a note", logs="/logs"))
-    prompts = found.pop("prompts")
-    assert found == {
+    output = as_json(report(EQUAL, judgement(Kind.CORRUPT, 16), note="a note", logs="/logs"))
+    prompts = output.pop("prompts")
+    assert output == {
         "schema": 1,
         **FACTS,
         "model": "the/model",
@@ -120,28 +120,28 @@ def test_json_has_the_fields_of_its_schema() -> None:
 
 
 def test_json_of_an_engine_that_failed_has_the_same_fields() -> None:
-    found = as_json(FAILED)
-    assert found.keys() == as_json(report()).keys()
-    assert (found["corrupt"], found["error"], found["fixes"], found["prompts"]) == (True, FAILED.error, None, [])
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    output = as_json(FAILED)
+    assert output.keys() == as_json(report()).keys()
+    assert (output["corrupt"], output["error"], output["fixes"], output["prompts"]) == (True, FAILED.error, None, [])
+    assert json.loads(json.dumps(output, allow_nan=False)) == output
 
 
 def test_json_has_null_where_a_number_is_none() -> None:
     broken = replace(judgement(Kind.CORRUPT, 0), margin=nan, gap=inf, distance=inf)
-    found = as_json(Report("m", (), SAID, SAID, comparison(broken, noise=inf)))
-    json.dumps(found, allow_nan=False)
-    assert (found["noise"], found["distance"]) == (None, None)
-    assert [found["prompts"][0][name] for name in ("margin", "gap", "distance")] == [None, None, None]
+    output = as_json(Report("m", (), RESULT, RESULT, comparison(broken, noise=inf)))
+    json.dumps(output, allow_nan=False)
+    assert (output["noise"], output["distance"]) == (None, None)
+    assert [output["prompts"][0][name] for name in ("margin", "gap", "distance")] == [None, None, None]
 
 
-def page(shown: Report) -> str:
+def page(rendered: Report) -> str:
     out = io.StringIO()
-    show(shown, Console(file=out, width=140))
+    show(rendered, Console(file=out, width=140))
     return out.getvalue()
 
 
-def last(shown: Report) -> str:
-    return page(shown).splitlines()[-1]
+def last(rendered: Report) -> str:
+    return page(rendered).splitlines()[-1]
 
 
 def test_the_page_names_what_was_compared_and_on_what() -> None:
@@ -155,46 +155,46 @@ def test_the_page_names_what_was_compared_and_on_what() -> None:
 
 
 def test_the_page_of_equal_answers_is_short() -> None:
-    shown = page(report(EQUAL, EQUAL))
-    assert "2 prompts: 2 equal, 0 diverge at a tie, 0 corrupt; 128 of 128 tokens compared" in shown
+    rendered = page(report(EQUAL, EQUAL))
+    assert "2 prompts: 2 equal, 0 diverge at a tie, 0 corrupt; 128 of 128 tokens compared" in rendered
     assert (
         "eager differs from itself by up to 0.01, graphs from eager by up to 0; up to 0.0625 counts as rounding"
-        in shown
+        in rendered
     )
-    assert "prompt " not in shown
+    assert "prompt " not in rendered
     assert last(report(EQUAL, EQUAL)) == "no corruption"
 
 
 def test_the_page_shows_where_a_corrupt_answer_begins_to_differ() -> None:
-    shown = page(report(EQUAL, judgement(Kind.CORRUPT, 16)))
-    (row,) = [line.split() for line in shown.splitlines() if line.startswith("1 ")]
+    rendered = page(report(EQUAL, judgement(Kind.CORRUPT, 16)))
+    (row,) = [line.split() for line in rendered.splitlines() if line.startswith("1 ")]
     assert row == ["1", "token", "16", "of", "64", "5", "6", "0.5", "corrupt"]
-    (bar,) = [line.split() for line in shown.splitlines() if line.startswith("16-23")]
+    (bar,) = [line.split() for line in rendered.splitlines() if line.startswith("16-23")]
     assert bar == ["16-23", "█" * 40, "1"]
-    assert shown.splitlines()[-1] == "corruption"
+    assert rendered.splitlines()[-1] == "corruption"
 
 
 def test_the_page_of_ties_alone_shows_no_corruption() -> None:
-    shown = page(report(judgement(Kind.TIE, 60), judgement(Kind.TIE, 60)))
-    assert shown.count("tie, rounding") == 2
-    assert f"56-63 {'░' * 40} 2" in shown
-    assert shown.splitlines()[-1] == "no corruption"
+    rendered = page(report(judgement(Kind.TIE, 60), judgement(Kind.TIE, 60)))
+    assert rendered.count("tie, rounding") == 2
+    assert f"56-63 {'░' * 40} 2" in rendered
+    assert rendered.splitlines()[-1] == "no corruption"
 
 
 def test_the_page_tells_what_is_compiled_from_what_is_corrupt() -> None:
-    shown = page(report(judgement(Kind.COMPILED, 60)))
-    assert "compiled, without graphs too" in shown
-    assert "0 diverge at a tie, 1 equal to compiled without graphs, 0 corrupt" in shown
-    assert shown.splitlines()[-1] == "no corruption"
+    rendered = page(report(judgement(Kind.COMPILED, 60)))
+    assert "compiled, without graphs too" in rendered
+    assert "0 diverge at a tie, 1 equal to compiled without graphs, 0 corrupt" in rendered
+    assert rendered.splitlines()[-1] == "no corruption"
 
 
 def test_an_answer_that_ended_early_has_no_token_there() -> None:
-    shown = page(report(replace(judgement(Kind.CORRUPT, 16), actual=None, margin=None)))
-    (row,) = [line.split() for line in shown.splitlines() if line.startswith("0 ")]
+    rendered = page(report(replace(judgement(Kind.CORRUPT, 16), actual=None, margin=None)))
+    (row,) = [line.split() for line in rendered.splitlines() if line.startswith("0 ")]
     assert row == ["0", "token", "16", "of", "64", "5", "none", "corrupt"]
 
 
-def test_of_many_prompts_the_worst_are_shown_and_the_rest_counted() -> None:
+def test_of_many_prompts_the_worst_are_listed_and_the_rest_counted() -> None:
     many = [*[judgement(Kind.TIE, 60)] * 500, judgement(Kind.COMPILED, 60), judgement(Kind.CORRUPT, 1)]
     lines = page(report(*many)).splitlines()
     rows = [line for line in lines if "token " in line and " of 64" in line]
@@ -204,10 +204,10 @@ def test_of_many_prompts_the_worst_are_shown_and_the_rest_counted() -> None:
     assert bar.split() == ["0-7", "█", "1"], "one of five hundred is still to be seen"
 
 
-def test_states_are_told_once_if_all_ranks_agree_and_as_they_are_if_not() -> None:
+def test_states_are_printed_once_if_all_ranks_agree_and_one_by_one_if_not() -> None:
     def fixes(*ranks: dict[str, str]) -> str:
         states = {str(rank): states for rank, states in enumerate(ranks)}
-        return page(report(graphs=replace(SAID, states=states))).splitlines()[1].partition("fixes: ")[2]
+        return page(report(graphs=replace(RESULT, states=states))).splitlines()[1].partition("fixes: ")[2]
 
     assert fixes({"a": "active", "b": "off", "c": "not-needed"}) == "a active, b off"
     assert fixes({"a": "active"}, {"a": "active"}) == "a active (2 ranks)"
@@ -227,7 +227,7 @@ def test_an_engine_that_fails_with_graphs_alone_is_corrupt_and_says_its_error() 
 
 
 def drafts(eager: tuple[int, int] | None, graphs: tuple[int, int] | None, *judgements: Judgement) -> Report:
-    return report(*judgements, eager=replace(SAID, drafts=eager), graphs=replace(SAID, drafts=graphs))
+    return report(*judgements, eager=replace(RESULT, drafts=eager), graphs=replace(RESULT, drafts=graphs))
 
 
 def test_drafts_are_counted() -> None:
@@ -252,22 +252,22 @@ LOST = [
 def test_drafts_are_lost_if_less_than_half_as_many_are_accepted(
     eager: tuple[int, int] | None, graphs: tuple[int, int] | None, lost: bool
 ) -> None:
-    shown = drafts(eager, graphs)
-    assert (shown.drafts_lost, shown.corrupt, as_json(shown)["drafts"]["lost"]) == (lost, lost, lost)
-    assert last(shown).startswith("drafts lost") == lost
+    rendered = drafts(eager, graphs)
+    assert (rendered.drafts_lost, rendered.corrupt, as_json(rendered)["drafts"]["lost"]) == (lost, lost, lost)
+    assert last(rendered).startswith("drafts lost") == lost
 
 
 def test_no_corruption_says_nothing_where_no_graphs_were_used() -> None:
-    without = report(graphs=replace(SAID, cudagraph_mode="NONE"))
+    without = report(graphs=replace(RESULT, cudagraph_mode="NONE"))
     assert "no CUDA graphs were used" in (without.inconclusive or "")
     assert last(without) == f"inconclusive: {without.inconclusive}"
     assert as_json(without)["inconclusive"] == without.inconclusive
-    assert report(graphs=replace(SAID, cudagraph_mode="NONE and FULL")).inconclusive is None
+    assert report(graphs=replace(RESULT, cudagraph_mode="NONE and FULL")).inconclusive is None
 
 
 def test_no_corruption_says_nothing_where_eager_is_as_far_from_itself() -> None:
-    assert Report("m", (), SAID, SAID, comparison(EQUAL, noise=0.3)).inconclusive is None
-    loud = Report("m", (), SAID, SAID, comparison(EQUAL, noise=0.4))
+    assert Report("m", (), RESULT, RESULT, comparison(EQUAL, noise=0.3)).inconclusive is None
+    loud = Report("m", (), RESULT, RESULT, comparison(EQUAL, noise=0.4))
     assert "eager differs from itself by up to 0.4" in (loud.inconclusive or "")
 
 
@@ -278,7 +278,7 @@ def test_no_corruption_says_nothing_where_little_could_be_compared() -> None:
 
 
 @pytest.mark.parametrize("error", ["OutOfMemoryError: CUDA out of memory", "did not finish in 3600 s"])
-def test_an_engine_that_fails_with_graphs_as_graphs_do_not_make_it_fail_is_no_corruption(error: str) -> None:
+def test_an_error_with_graphs_that_is_untypical_of_graphs_is_no_corruption(error: str) -> None:
     """Graphs take memory and time to capture."""
     failed = replace(FAILED, error=error)
     assert (failed.corrupt, as_json(failed)["corrupt"]) == (False, False)
@@ -287,10 +287,10 @@ def test_an_engine_that_fails_with_graphs_as_graphs_do_not_make_it_fail_is_no_co
 
 
 @pytest.mark.parametrize(
-    "found", [FAILED, report(judgement(Kind.CORRUPT, 0), graphs=replace(SAID, cudagraph_mode="NONE"))]
+    "output", [FAILED, report(judgement(Kind.CORRUPT, 0), graphs=replace(RESULT, cudagraph_mode="NONE"))]
 )
-def test_corruption_is_never_inconclusive(found: Report) -> None:
-    assert (found.corrupt, found.inconclusive) == (True, None)
+def test_corruption_is_never_inconclusive(output: Report) -> None:
+    assert (output.corrupt, output.inconclusive) == (True, None)
 
 
 @pytest.mark.parametrize("text", ["[/red]", "[bold", "a\\", "[/]"])
@@ -305,10 +305,10 @@ def test_what_others_wrote_is_printed_as_it_is(text: str) -> None:
 # -- `vllm-graphfix report --compared`
 
 
-def reported(told: Report, folder: Path) -> tuple[int, str]:
+def reported(compared: Report, folder: Path) -> tuple[int, str]:
     """Exit code and Markdown, of a comparison that was written as `compare --json` writes it."""
     file = folder / "compared.json"
-    file.write_text(json.dumps(as_json(told)))
+    file.write_text(json.dumps(as_json(compared)))
     done = CliRunner().invoke(app, ["report", "--compared", str(file)])
     return done.exit_code, done.stdout
 
@@ -334,7 +334,7 @@ UNHARMED = replace(
 )
 
 
-def test_a_comparison_that_has_found_nothing_is_not_reported(tmp_path: Path) -> None:
+def test_a_comparison_without_corruption_is_not_reported(tmp_path: Path) -> None:
     assert reported(report(EQUAL, judgement(Kind.TIE, 3)), tmp_path) == (3, "")
 
 
@@ -374,14 +374,14 @@ def test_an_engine_that_ends_as_graphs_make_it_end_is_reported(tmp_path: Path) -
 
 
 def test_drafts_that_graphs_lose_are_reported(tmp_path: Path) -> None:
-    told = report(eager=replace(SAID, drafts=(90, 100)), graphs=replace(SAID, drafts=(5, 100)))
-    code, text = reported(told, tmp_path)
+    compared = report(eager=replace(RESULT, drafts=(90, 100)), graphs=replace(RESULT, drafts=(5, 100)))
+    code, text = reported(compared, tmp_path)
     assert (code, "- drafts that were accepted: 5 of 100 with graphs, 90 of 100 without" in text) == (0, True)
 
 
-def test_what_poison_has_shown_is_reported_and_what_it_has_not_is_left_out(tmp_path: Path) -> None:
-    said = replace(SAID, passes=((), ()), poisoned=(POISONED, UNHARMED))
-    code, text = reported(report(EQUAL, poison=report_of(said, None, {})), tmp_path)
+def test_passes_in_which_poison_shows_are_reported_and_others_omitted(tmp_path: Path) -> None:
+    result = replace(RESULT, passes=((), ()), poisoned=(POISONED, UNHARMED))
+    code, text = reported(report(EQUAL, poison=report_of(result, None, {})), tmp_path)
     assert code == 0
     for part in (
         "# What must not matter to an answer reaches one",
@@ -407,7 +407,7 @@ def test_poison_that_ends_an_engine_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "told"),
+    ("written", "compared"),
     [
         (None, "cannot read "),
         ("no JSON", "is not what `vllm-graphfix compare MODEL --json` prints"),
@@ -416,13 +416,13 @@ def test_poison_that_ends_an_engine_is_reported(tmp_path: Path) -> None:
         ('{"schema": 2}', "has schema 2, and not 1: another release has written it"),
     ],
 )
-def test_a_file_that_is_no_comparison_is_one_clear_error(tmp_path: Path, written: str | None, told: str) -> None:
+def test_a_file_that_is_no_comparison_is_one_clear_error(tmp_path: Path, written: str | None, compared: str) -> None:
     file = tmp_path / "compared.json"
     if written is not None:
         file.write_text(written)
     done = CliRunner().invoke(app, ["report", "--compared", str(file)])
     assert (done.exit_code, done.stdout) == (2, "")
-    assert told in done.stderr
+    assert compared in done.stderr
     assert str(file) in done.stderr
 
 

@@ -43,9 +43,9 @@ def test_equal_answers_are_equal() -> None:
     assert judge(REFERENCE, REFERENCE, ROUNDING) == Judgement(Kind.EQUAL, 4, None)
 
 
-def test_log_probabilities_within_the_tolerance_are_equal_and_their_distance_is_told() -> None:
-    found = replace(REFERENCE, top=tuple(moved(top, 0.05) for top in REFERENCE.top))
-    judgement = judge(REFERENCE, found, ROUNDING)
+def test_log_probabilities_within_the_tolerance_are_equal_with_a_distance() -> None:
+    actual = replace(REFERENCE, top=tuple(moved(top, 0.05) for top in REFERENCE.top))
+    judgement = judge(REFERENCE, actual, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.EQUAL, None, 4)
     assert judgement.distance == pytest.approx(0.05)
 
@@ -57,13 +57,13 @@ def test_log_probabilities_may_differ_by_the_tolerance_and_no_more(distance: flo
 
 @pytest.mark.parametrize(("gap", "kind"), [(0.249, Kind.TIE), (0.25, Kind.TIE), (0.251, Kind.CORRUPT)])
 def test_the_best_two_may_change_places_up_to_the_tolerance_and_no_more(gap: float, kind: Kind) -> None:
-    reference, found = answer([A], {A: -1.0, B: -1.0 - gap}), answer([B], {B: -1.0, A: -1.0})
-    assert judge(reference, found, 0.25).kind is kind
+    reference, actual = answer([A], {A: -1.0, B: -1.0 - gap}), answer([B], {B: -1.0, A: -1.0})
+    assert judge(reference, actual, 0.25).kind is kind
 
 
 def test_two_best_that_are_close_may_change_places() -> None:
-    found = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.71, C: -4.0}, {D: -0.2, E: -2.0})
-    judgement = judge(REFERENCE, found, ROUNDING)
+    actual = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.71, C: -4.0}, {D: -0.2, E: -2.0})
+    judgement = judge(REFERENCE, actual, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.expected, judgement.actual) == (Kind.TIE, 2, A, B)
     assert judgement.margin == pytest.approx(0.02)
     assert judgement.gap == pytest.approx(0.02)
@@ -72,56 +72,56 @@ def test_two_best_that_are_close_may_change_places() -> None:
 
 def test_three_best_that_are_close_may_change_places() -> None:
     level = {A: -1.00, B: -1.01, C: -1.02}
-    reference, found = answer([A], level), answer([C], {C: -1.00, A: -1.01, B: -1.02})
-    assert judge(reference, found, ROUNDING).kind is Kind.TIE
+    reference, actual = answer([A], level), answer([C], {C: -1.00, A: -1.01, B: -1.02})
+    assert judge(reference, actual, ROUNDING).kind is Kind.TIE
 
 
 def test_what_follows_a_tie_is_not_compared() -> None:
     """The two engines have seen other tokens by then."""
-    found = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.71}, {D: nan})
-    judgement = judge(REFERENCE, found, ROUNDING)
+    actual = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.71}, {D: nan})
+    judgement = judge(REFERENCE, actual, ROUNDING)
     assert judgement.kind is Kind.TIE
     assert judgement.distance == pytest.approx(0.02)
 
 
 def test_another_token_where_the_reference_was_sure_is_corrupt() -> None:
-    found = answer([A, B, A, A], CLEAR, {B: -0.1, A: -3.0}, CLOSE, CLEAR)
-    judgement = judge(REFERENCE, found, ROUNDING)
+    actual = answer([A, B, A, A], CLEAR, {B: -0.1, A: -3.0}, CLOSE, CLEAR)
+    judgement = judge(REFERENCE, actual, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 1, 1)
     assert judgement.gap == pytest.approx(2.9)
 
 
-def test_another_token_although_the_log_probabilities_are_those_of_the_reference_is_corrupt() -> None:
+def test_another_token_is_corrupt_even_with_the_log_probabilities_of_the_reference() -> None:
     """An engine that does not take its own best token; only the gap shows it."""
     assert judge(REFERENCE, answer([A, B], CLEAR, CLEAR), ROUNDING).kind is Kind.CORRUPT
 
 
 def test_a_tie_of_the_reference_with_other_log_probabilities_is_corrupt() -> None:
     """The found token was nearly as good; the numbers it was chosen by are not of the same distribution."""
-    found = answer([A, A, B, A], CLEAR, CLEAR, {B: -0.01, A: -5.0}, CLEAR)
-    judgement = judge(REFERENCE, found, ROUNDING)
+    actual = answer([A, A, B, A], CLEAR, CLEAR, {B: -0.01, A: -5.0}, CLEAR)
+    judgement = judge(REFERENCE, actual, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 2, 2)
     assert judgement.distance == pytest.approx(4.3)
 
 
-def test_log_probabilities_that_drift_under_equal_tokens_are_corrupt_where_they_leave_the_tolerance() -> None:
+def test_drifting_log_probabilities_are_corrupt_where_they_leave_the_tolerance() -> None:
     reference = answer([A] * 5, *[CLEAR] * 5)
-    found = replace(reference, top=tuple(moved(CLEAR, -0.03 * step) for step in range(5)))
-    judgement = judge(reference, found, ROUNDING)
+    actual = replace(reference, top=tuple(moved(CLEAR, -0.03 * step) for step in range(5)))
+    judgement = judge(reference, actual, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 3, 3)
     assert (judgement.expected, judgement.actual, judgement.gap) == (A, A, 0.0)
     assert judgement.distance == pytest.approx(0.09)
 
 
 def test_a_drift_before_a_tie_is_corrupt_at_the_drift() -> None:
-    found = answer([A, A, B, A], CLEAR, moved(CLEAR, -1.0), {B: -0.70, A: -0.71}, CLEAR)
-    judgement = judge(REFERENCE, found, ROUNDING)
+    actual = answer([A, A, B, A], CLEAR, moved(CLEAR, -1.0), {B: -0.70, A: -0.71}, CLEAR)
+    judgement = judge(REFERENCE, actual, ROUNDING)
     assert (judgement.kind, judgement.position) == (Kind.CORRUPT, 1)
 
 
 def test_a_token_that_is_not_among_the_best_of_the_reference_is_corrupt() -> None:
-    found = answer([A, ELSEWHERE], CLEAR, {ELSEWHERE: -0.1, D: -2.0})
-    judgement = judge(REFERENCE, found, ROUNDING)
+    actual = answer([A, ELSEWHERE], CLEAR, {ELSEWHERE: -0.1, D: -2.0})
+    judgement = judge(REFERENCE, actual, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.actual) == (Kind.CORRUPT, 1, ELSEWHERE)
     assert judgement.gap == pytest.approx(3.9), "at least as far as the last of the best"
     assert judgement.distance == pytest.approx(3.9)
@@ -129,14 +129,14 @@ def test_a_token_that_is_not_among_the_best_of_the_reference_is_corrupt() -> Non
 
 def test_a_token_just_below_the_best_of_a_level_reference_is_a_tie() -> None:
     level = {token: -1.0 - token / 100 for token in (A, B, C, D, E)}
-    found = {ELSEWHERE: -1.0, A: -1.01, B: -1.02, C: -1.03, D: -1.04}
-    assert judge(answer([A], level), answer([ELSEWHERE], found), ROUNDING).kind is Kind.TIE
+    actual = {ELSEWHERE: -1.0, A: -1.01, B: -1.02, C: -1.03, D: -1.04}
+    assert judge(answer([A], level), answer([ELSEWHERE], actual), ROUNDING).kind is Kind.TIE
 
 
 @pytest.mark.parametrize("number", [nan, inf, -inf])
 def test_a_log_probability_that_is_no_number_is_corrupt_at_any_tolerance(number: float) -> None:
-    found = replace(REFERENCE, top=(CLEAR, {**CLEAR, A: number}, CLOSE, CLEAR))
-    judgement = judge(REFERENCE, found, 1e9)
+    actual = replace(REFERENCE, top=(CLEAR, {**CLEAR, A: number}, CLOSE, CLEAR))
+    judgement = judge(REFERENCE, actual, 1e9)
     assert (judgement.kind, judgement.position) == (Kind.CORRUPT, 1)
     assert isinf(judgement.distance)
 
@@ -153,8 +153,8 @@ def test_a_reference_without_log_probabilities_agrees_with_nothing() -> None:
 
 
 def test_an_answer_that_ends_early_is_corrupt_where_it_ends() -> None:
-    found = Answer(REFERENCE.tokens[:3], REFERENCE.top[:3])
-    judgement = judge(REFERENCE, found, ROUNDING)
+    actual = Answer(REFERENCE.tokens[:3], REFERENCE.top[:3])
+    judgement = judge(REFERENCE, actual, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 3, 3)
     assert (judgement.expected, judgement.actual) == (A, None)
     assert isinf(judgement.gap or 0)
@@ -193,9 +193,9 @@ def test_noise_is_not_taken_from_beyond_a_tie_between_the_two() -> None:
 def test_noise_of_eager_against_itself_raises_the_tolerance_for_graphs() -> None:
     """The same answer: corrupt beside a reference that repeats itself, rounding beside one that does not."""
     noisy = replace(REFERENCE, top=(moved(CLEAR, 0.1), *REFERENCE.top[1:]))
-    found = replace(REFERENCE, top=(moved(CLEAR, 0.2), *REFERENCE.top[1:]))
-    strict = compare([REFERENCE], [found], noise_between([REFERENCE], [REFERENCE]))
-    lenient = compare([REFERENCE], [found], noise_between([REFERENCE], [noisy]))
+    actual = replace(REFERENCE, top=(moved(CLEAR, 0.2), *REFERENCE.top[1:]))
+    strict = compare([REFERENCE], [actual], noise_between([REFERENCE], [REFERENCE]))
+    lenient = compare([REFERENCE], [actual], noise_between([REFERENCE], [noisy]))
     assert (strict.tolerance, strict.corrupt) == (ROUNDING, True)
     assert lenient.tolerance == pytest.approx(0.1 * NOISE_FACTOR)
     assert not lenient.corrupt
@@ -231,12 +231,12 @@ def test_no_prompts_are_no_corruption_and_no_tokens() -> None:
     assert (comparison.tokens, comparison.agreed, comparison.distance, comparison.corrupt) == (0, 0, 0.0, False)
 
 
-@pytest.mark.parametrize(("reference", "found"), [(2, 1), (1, 2), (0, 1)])
-def test_answers_to_another_number_of_prompts_are_an_error(reference: int, found: int) -> None:
+@pytest.mark.parametrize(("reference", "actual"), [(2, 1), (1, 2), (0, 1)])
+def test_answers_to_another_number_of_prompts_are_an_error(reference: int, actual: int) -> None:
     with pytest.raises(ValueError, match=r"zip"):
-        compare([REFERENCE] * reference, [REFERENCE] * found, 0.0)
+        compare([REFERENCE] * reference, [REFERENCE] * actual, 0.0)
     with pytest.raises(ValueError, match=r"zip"):
-        noise_between([REFERENCE] * reference, [REFERENCE] * found)
+        noise_between([REFERENCE] * reference, [REFERENCE] * actual)
 
 
 def any_answer(chance: random.Random, length: int) -> Answer:

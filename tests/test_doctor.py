@@ -58,12 +58,12 @@ def _nothing_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("VLLM_GRAPHFIX_STATUS_DIR", str(tmp_path / "records"))
     (tmp_path / "records").mkdir()
-    monkeypatch.setattr("vllm_graphfix.commands.fleet.survey.without_record", lambda *given: ((), ()))
+    monkeypatch.setattr("vllm_graphfix.commands.fleet.survey.without_record", lambda *args: ((), ()))
 
 
 def examined(release: str = "0.18.1", **environment: str) -> dict[str, Any]:
-    found = doctor.examine(release_root(release), dict(os.environ) | environment)
-    return json.loads(json.dumps(found.as_json()))  # type: ignore[no-any-return]
+    report = doctor.examine(release_root(release), dict(os.environ) | environment)
+    return json.loads(json.dumps(report.as_json()))  # type: ignore[no-any-return]
 
 
 def pasted(release: str = "0.18.1", **environment: str) -> str:
@@ -71,7 +71,7 @@ def pasted(release: str = "0.18.1", **environment: str) -> str:
 
 
 def whole(text: str) -> bool:
-    """Whether *text* is a line of verdict and one fenced block of all parts that nothing in it ends."""
+    """Return True if *text* is a line of verdict and one fenced block of all parts, which nothing in it closes."""
     verdict, empty, folded = text.split("\n", 2)
     titles = [line for line in folded.splitlines() if re.fullmatch(r"[A-Z][^:]*:", line)]
     return (
@@ -91,12 +91,12 @@ def whole(text: str) -> bool:
 def test_json_is_an_interface_with_a_schema() -> None:
     done = CliRunner().invoke(app, ["doctor", "--json", "--vllm", str(release_root("0.18.1"))])
     assert done.exit_code == 0
-    found = json.loads(done.stdout)
-    assert found["schema"] == 1
-    assert list(found) == ["schema", "graphfix", "verdict", *PARTS]
-    assert found["versions"]["vllm"].startswith("0.18.1 in ")
-    assert [row["name"] for row in found["status"]["fixes"]] == list(BY_NAME)
-    assert found["plugin"] | {"others": []} == {
+    report = json.loads(done.stdout)
+    assert report["schema"] == 1
+    assert list(report) == ["schema", "graphfix", "verdict", *PARTS]
+    assert report["versions"]["vllm"].startswith("0.18.1 in ")
+    assert [row["name"] for row in report["status"]["fixes"]] == list(BY_NAME)
+    assert report["plugin"] | {"others": []} == {
         "entry_point": "vllm_graphfix:register",
         "times_found": 1,
         "others": [],
@@ -105,7 +105,7 @@ def test_json_is_an_interface_with_a_schema() -> None:
     }
 
 
-def test_the_paste_is_a_line_of_verdict_and_the_rest_folded_as_in_the_template_of_vllm() -> None:
+def test_the_paste_is_a_line_of_verdict_and_the_rest_folded_as_in_vllms_template() -> None:
     done = CliRunner().invoke(app, ["doctor", "--vllm", str(release_root("0.18.1"))])
     assert done.exit_code == 0
     assert "\x1b" not in done.stdout
@@ -122,14 +122,14 @@ def test_the_paste_is_a_line_of_verdict_and_the_rest_folded_as_in_the_template_o
 
 
 def test_nothing_is_imported_or_started_and_nothing_written(tmp_path: Path) -> None:
-    seen, shown = run_command(["doctor", "--vllm", str(release_root("0.18.1"))], tmp_path, {"PATH": str(tmp_path)})
+    seen, printed = run_command(["doctor", "--vllm", str(release_root("0.18.1"))], tmp_path, {"PATH": str(tmp_path)})
     assert (seen.harm, seen.wrote) == ([], [])
     assert set(seen.signals) <= {0}
     assert not {"vllm", "torch"} & set(seen.modules)
-    assert "vllm-graphfix doctor" in shown
+    assert "vllm-graphfix doctor" in printed
 
 
-def test_a_plugin_that_is_filtered_out_is_told() -> None:
+def test_a_plugin_that_is_filtered_out_is_reported() -> None:
     assert "does not name it" in examined(VLLM_PLUGINS="another")["plugin"]["loaded"]
     assert examined(VLLM_PLUGINS="graphfix,another")["plugin"] | {"others": []} == {
         "entry_point": "vllm_graphfix:register",
@@ -140,8 +140,8 @@ def test_a_plugin_that_is_filtered_out_is_told() -> None:
     }
 
 
-def test_variables_are_shown_if_they_have_a_form_that_their_name_is_known_for() -> None:
-    found = examined(
+def test_variables_are_printed_if_their_values_have_the_expected_form() -> None:
+    report = examined(
         VLLM_GRAPHFIX="strict",
         VLLM_GRAPHFIX_MAMBA_PADDING="sometimes",
         VLLM_GRAPHFIX_ROLLOUT="5",
@@ -152,19 +152,19 @@ def test_variables_are_shown_if_they_have_a_form_that_their_name_is_known_for() 
         VLLM_API_KEY="of-somebody",
         SOME_SETTING="of-somebody",
     )
-    told = {each["name"]: each["value"] for each in found["environment"]["variables"]}
-    told.pop("VLLM_GRAPHFIX_STATUS_DIR")
-    assert told == {
+    listed = {each["name"]: each["value"] for each in report["environment"]["variables"]}
+    listed.pop("VLLM_GRAPHFIX_STATUS_DIR")
+    assert listed == {
         "VLLM_GRAPHFIX": "strict",
         "VLLM_GRAPHFIX_MAMBA_PADDING": "(set, not shown)",
         "VLLM_GRAPHFIX_ROLLOUT": "5 %",
-        "VLLM_GRAPHFIX_ROLLOUT_KEY": f"(set, not shown), bucket {told['VLLM_GRAPHFIX_ROLLOUT_KEY'].split()[-1]}",
+        "VLLM_GRAPHFIX_ROLLOUT_KEY": f"(set, not shown), bucket {listed['VLLM_GRAPHFIX_ROLLOUT_KEY'].split()[-1]}",
         "VLLM_GRAPHFIX…": "1 unknown names (not shown)",
         "VLLM_USE_V2_MODEL_RUNNER": "1",
         "VLLM_LOGGING_LEVEL": "(set, not shown)",
     }
-    assert "tenant-of-ours" not in json.dumps(found)
-    assert "of-somebody" not in json.dumps(found)
+    assert "tenant-of-ours" not in json.dumps(report)
+    assert "of-somebody" not in json.dumps(report)
 
 
 def test_what_this_environment_does_to_the_fixes_is_what_status_says() -> None:
@@ -177,26 +177,26 @@ def test_what_this_environment_does_to_the_fixes_is_what_status_says() -> None:
     assert {row["would_be"] for row in examined(VLLM_PLUGINS="other")["status"]["fixes"]} == {"off"}
 
 
-def test_a_value_that_means_nothing_counts_and_is_not_shown(tmp_path: Path) -> None:
+def test_an_invalid_value_counts_and_is_withheld(tmp_path: Path) -> None:
     wrong = {"VLLM_GRAPHFIX": "hunter-22", "VLLM_GRAPHFIX_SHADOW_ACTION": "hunter-23"}
     leave(tmp_path / "records", record(misconfigured=wrong), record(rank=0, misconfigured=wrong))
-    found = examined(**wrong)
-    assert {row["would_be"] for row in found["status"]["fixes"]} == {"off"}
-    assert found["status"]["misconfigured"] == dict.fromkeys(wrong, "(set, not shown)")
-    assert "misconfigured: VLLM_GRAPHFIX=(set, not shown) means nothing" in str(found["fleet"]["engines"][0]["wrong"])
-    assert "hunter" not in json.dumps(found)
+    report = examined(**wrong)
+    assert {row["would_be"] for row in report["status"]["fixes"]} == {"off"}
+    assert report["status"]["misconfigured"] == dict.fromkeys(wrong, "(set, not shown)")
+    assert "misconfigured: VLLM_GRAPHFIX=(set, not shown) means nothing" in str(report["fleet"]["engines"][0]["wrong"])
+    assert "hunter" not in json.dumps(report)
     assert "misconfigured                : VLLM_GRAPHFIX (set, not shown)" in pasted(**wrong)
 
 
-def test_a_name_that_means_nothing_counts_and_is_not_shown(tmp_path: Path) -> None:
+def test_an_unknown_name_counts_and_is_withheld(tmp_path: Path) -> None:
     wrong = {"VLLM_GRAPFIX": "hunter 22", "VLLM_GRAPHFIX_TENANT": "hunter-23"}
     leave(tmp_path / "records", record(misconfigured=wrong), record(rank=0, misconfigured=wrong))
-    found = examined(**wrong)
-    assert {row["would_be"] for row in found["status"]["fixes"]} == {"off"}
-    assert found["status"]["misconfigured"].keys() == {"VLLM_GRAPHFIX_ROLLOUT_OR_OFF", "VLLM_GRAPHFIX_UNKNOWN"}
-    assert "misconfigured: VLLM_GRAPFIX=(set, not shown) means nothing" in str(found["fleet"]["engines"][0]["wrong"])
-    assert "hunter" not in json.dumps(found)
-    assert "TENANT" not in json.dumps(found["status"])
+    report = examined(**wrong)
+    assert {row["would_be"] for row in report["status"]["fixes"]} == {"off"}
+    assert report["status"]["misconfigured"].keys() == {"VLLM_GRAPHFIX_ROLLOUT_OR_OFF", "VLLM_GRAPHFIX_UNKNOWN"}
+    assert "misconfigured: VLLM_GRAPFIX=(set, not shown) means nothing" in str(report["fleet"]["engines"][0]["wrong"])
+    assert "hunter" not in json.dumps(report)
+    assert "TENANT" not in json.dumps(report["status"])
 
 
 def test_every_variable_of_vllm_that_is_looked_at_is_one_of_some_release() -> None:
@@ -210,19 +210,19 @@ def test_every_variable_of_vllm_that_is_looked_at_is_one_of_some_release() -> No
     assert [name for name in ours if f'"{name}"' not in known] == []
 
 
-def test_engines_and_the_reasons_of_what_went_wrong_are_told(tmp_path: Path) -> None:
+def test_engines_and_the_reasons_of_their_errors_are_reported(tmp_path: Path) -> None:
     failed = {"capture-state": FixReport("auto", "failed", "ValueError: it has another shape")}
     leave(tmp_path / "records", record(), record(rank=0, fixes=failed))
-    found = examined()
-    (engine,) = found["fleet"]["engines"]
+    report = examined()
+    (engine,) = report["fleet"]["engines"]
     assert engine["states"] == {"capture-state": {"failed": 1}}
-    assert found["errors"]["last"] == [
+    assert report["errors"]["last"] == [
         {"of": "capture-state", "state": "failed", "reason": "ValueError: it has another shape"}
     ]
     assert "  capture-state failed: ValueError: it has another shape" in pasted()
 
 
-def test_a_running_engine_is_told_with_its_own_settings_and_counters_beside_what_this_environment_would_do(
+def test_a_running_engine_is_reported_with_its_own_settings_and_counters(
     tmp_path: Path,
 ) -> None:
     """Beside an engine that only observes, `would be active` alone reads as if it were."""
@@ -239,15 +239,15 @@ def test_a_running_engine_is_told_with_its_own_settings_and_counters_beside_what
     }
     engine = record(rank=0, decision=decided, fixes=observing, events=events, graphs=True)
     leave(tmp_path / "records", engine)
-    (told,) = examined()["fleet"]["engines"]
-    assert told["settings"] == {
+    (listed,) = examined()["fleet"]["engines"]
+    assert listed["settings"] == {
         "VLLM_GRAPHFIX": "observe",
         "rollout": "in, of 25 %",
         "observe": "capture-state, mamba-padding",
         "off": "flashmla-fp8",
     }
-    assert told["graphs"] is True
-    assert told["events"] == {"capture-state": {"state-consumed": 3}, "mamba-padding": {"padded-row-prefilling": 0}}
+    assert listed["graphs"] is True
+    assert listed["events"] == {"capture-state": {"state-consumed": 3}, "mamba-padding": {"padded-row-prefilling": 0}}
     text = pasted()
     assert text.splitlines()[0].endswith(" 1 engine running here: 1 counting.")
     assert "capture-state: affected; mode auto, would be active" in text
@@ -258,7 +258,7 @@ def test_a_running_engine_is_told_with_its_own_settings_and_counters_beside_what
     assert "    events: padded-row-prefilling 0: mamba-padding" in text
 
 
-def test_an_engine_outside_the_rollout_or_without_graphs_is_told_as_such(tmp_path: Path) -> None:
+def test_an_engine_outside_the_rollout_or_without_graphs_is_reported_as_such(tmp_path: Path) -> None:
     decided = Decided(canary=False, bucket=9000, percentage=5.0, master="on", inherited=False)
     fixes = {"capture-state": FixReport("auto", "not-in-canary", "bucket 9000")}
     leave(tmp_path / "records", record(rank=0, decision=decided, fixes=fixes, graphs=False))
@@ -268,39 +268,39 @@ def test_an_engine_outside_the_rollout_or_without_graphs_is_told_as_such(tmp_pat
     assert "1 engine running here: 1 without graphs." in text.splitlines()[0]
 
 
-def test_parts_that_are_left_out_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: object) -> None:
+def test_parts_to_omit_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: object) -> None:
         raise AssertionError
 
     monkeypatch.setattr(collect, "_gpu", fails)
-    found = doctor.examine(release_root("0.18.1"), dict(os.environ), without=("gpu", "versions"))
-    assert list(found.parts) == [part for part in PARTS if part not in ("gpu", "versions")]
+    report = doctor.examine(release_root("0.18.1"), dict(os.environ), without=("gpu", "versions"))
+    assert list(report.parts) == [part for part in PARTS if part not in ("gpu", "versions")]
 
 
-def test_of_engines_that_have_ended_the_last_ones_are_told_and_the_others_counted(tmp_path: Path) -> None:
+def test_the_last_ended_engines_are_listed_and_the_others_counted(tmp_path: Path) -> None:
     gone = [record(engine=f"{number:016x}", pid=2**22 + number) for number in range(12)]
     leave(tmp_path / "records", *gone, record(engine="f" * 16))
-    told = examined()["fleet"]
-    assert len(told["engines"]) == 6
-    assert told["engines"][0]["engine"] == "f" * 16
-    assert told["more_engines"] == 7
+    listed = examined()["fleet"]
+    assert len(listed["engines"]) == 6
+    assert listed["engines"][0]["engine"] == "f" * 16
+    assert listed["more_engines"] == 7
 
 
 # -- what is missing ----------------------------------------------------------------------------------------------
 
 
-def test_no_vllm_and_no_folder_of_records_are_told_and_the_rest_is_there(tmp_path: Path) -> None:
-    found = doctor.examine(tmp_path, {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path / "nowhere")}).as_json()
-    assert "holds no vllm/__init__.py" in found["versions"]["vllm"]
-    assert "holds no vllm/__init__.py" in found["status"]["error"]
-    assert "is not a folder" in found["fleet"]["error"]
-    assert found["platform"]["system"].startswith("Linux")
+def test_without_vllm_and_records_the_other_parts_are_there(tmp_path: Path) -> None:
+    report = doctor.examine(tmp_path, {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path / "nowhere")}).as_json()
+    assert "holds no vllm/__init__.py" in report["versions"]["vllm"]
+    assert "holds no vllm/__init__.py" in report["status"]["error"]
+    assert "is not a folder" in report["fleet"]["error"]
+    assert report["platform"]["system"].startswith("Linux")
     assert CliRunner().invoke(app, ["doctor", "--vllm", str(tmp_path)]).exit_code == 0
 
 
 @pytest.mark.parametrize("part", ["_versions", "_gpu", "_platform", "_plugin", "_variables", "_status", "_fleet"])
 def test_a_part_that_fails_says_so_and_the_others_are_there(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: object) -> None:
+    def fails(*args: object) -> None:
         raise RuntimeError("this part is broken")
 
     monkeypatch.setattr(collect, part, fails)
@@ -309,7 +309,7 @@ def test_a_part_that_fails_says_so_and_the_others_are_there(part: str, monkeypat
     assert whole(text)
 
 
-def test_metadata_that_cannot_be_read_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unreadable_metadata_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch-2.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert "torch" in examined()["versions"]
@@ -329,7 +329,7 @@ def test_what_stands_in_the_place_of_a_file_about_the_driver_is_not_waited_for(
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a stand-in for nvidia-smi goes; it is waited for for a second."""
+    """Return the path of a stand-in for nvidia-smi, with a time limit of a second."""
     monkeypatch.setattr("vllm_graphfix.commands.doctor.nvidia_smi._PATIENCE", 1.0)
     return tmp_path / "bin" / "nvidia-smi"
 
@@ -341,15 +341,15 @@ def script(path: Path, text: str) -> None:
 
 def test_gpus_are_those_that_nvidia_smi_names(smi: Path) -> None:
     script(smi, "echo 'NVIDIA H100 80GB HBM3, 550.54.15, 81559 MiB, 9.0'; echo something else")
-    found = examined()["gpu"]
-    assert found["nvidia-smi"] == "answered"
-    assert found["seen"] == [
+    report = examined()["gpu"]
+    assert report["nvidia-smi"] == "answered"
+    assert report["seen"] == [
         {"name": "NVIDIA H100 80GB HBM3", "driver": "550.54.15", "memory": "81559 MiB", "compute_capability": "9.0"}
     ]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "listed"),
     [
         ("sleep 60", "did not answer within 1 s"),
         ("trap '' TERM INT; sleep 60 & sleep 60", "did not answer within 1 s"),
@@ -367,14 +367,14 @@ def test_gpus_are_those_that_nvidia_smi_names(smi: Path) -> None:
         "leaves a child",
     ],
 )
-def test_a_broken_nvidia_smi_is_told_and_waited_for_no_longer_than_it_may(text: str, told: str, smi: Path) -> None:
+def test_a_broken_nvidia_smi_is_reported_within_its_time_limit(text: str, listed: str, smi: Path) -> None:
     script(smi, f"{text}\n")
     started = time.monotonic()
-    assert examined()["gpu"]["nvidia-smi"] == told
+    assert examined()["gpu"]["nvidia-smi"] == listed
     assert time.monotonic() - started < 30, "sixty is how long it would take"
 
 
-def test_nothing_that_nvidia_smi_has_started_is_left(smi: Path, tmp_path: Path) -> None:
+def test_children_of_nvidia_smi_are_killed(smi: Path, tmp_path: Path) -> None:
     script(smi, f"sleep 60 & echo $! > {tmp_path / 'pid'}; wait")
     examined()
     pid = int((tmp_path / "pid").read_text())
@@ -386,7 +386,7 @@ def test_nothing_that_nvidia_smi_has_started_is_left(smi: Path, tmp_path: Path) 
     pytest.fail("it still runs")
 
 
-def test_an_nvidia_smi_that_cannot_be_started_is_told(smi: Path) -> None:
+def test_an_nvidia_smi_that_cannot_be_started_is_reported(smi: Path) -> None:
     smi.write_bytes(b"\x7fELF broken")
     smi.chmod(0o755)
     assert examined()["gpu"]["nvidia-smi"].startswith("cannot be started: ")
@@ -433,8 +433,8 @@ PLAIN = [
 
 @pytest.mark.parametrize("text", PLAIN)
 def test_what_a_report_is_for_is_not_masked(text: str) -> None:
-    shown = Mask({}, ()).text(text)
-    assert shown == text or shown == text[:299] + "…"
+    printed = Mask({}, ()).text(text)
+    assert printed == text or printed == text[:299] + "…"
 
 
 def test_hosts_and_the_home_folder_have_no_names(tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_hosts_and_the_home_folder_have_no_names(tmp_path: Path) -> None:
     assert "~/x" in Mask({"HOME": "/srv/people/alice"}, ()).text("/srv/people/alice/x")
 
 
-def test_hosts_and_values_of_ranks_without_a_record_are_not_shown(tmp_path: Path) -> None:
+def test_hosts_and_values_of_ranks_without_a_record_are_withheld(tmp_path: Path) -> None:
     mistyped = {"VLLM_GRAPHFIX_SHADOW": "hunter 'a' 22", "VLLM_GRAPHFIX_MAMBA_PADDING": "of; hunter, on x"}
     reports = {
         0: report("n0"),
@@ -472,7 +472,7 @@ def test_hosts_and_values_of_ranks_without_a_record_are_not_shown(tmp_path: Path
     assert not re.findall(r"hunter|gpu-1\d|corp|10\.1\.2\.3|\bn[0-5]\b|of; |of x", output)
 
 
-def test_the_host_of_a_record_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
+def test_the_host_of_an_unreadable_record_is_withheld(tmp_path: Path) -> None:
     broken = [record(host="gpu-17", pid=78, rank=1, world_size=2), record(host="n7", engine="f" * 16, pid=79)]
     leave(tmp_path / "records", record(rank=0, world_size=2), *broken)
     for one in broken:
@@ -530,12 +530,12 @@ VALUES = st.builds("{}{}{}".format, TEXT, st.just(SECRET), TEXT) | st.sampled_fr
 
 @share(50)
 @given(environment=st.dictionaries(NAMES, VALUES, max_size=8))
-def test_no_value_of_an_environment_is_shown_that_is_not_known(environment: Mapping[str, str]) -> None:
+def test_unknown_values_of_an_environment_are_withheld(environment: Mapping[str, str]) -> None:
     """But the folder of the records and the home, which are no secrets: left out."""
     environment = {name: value for name, value in environment.items() if name not in (settings.STATUS_DIR, "HOME")}
-    found = doctor.examine(release_root("0.18.1"), environment)
-    assert SECRET not in json.dumps(found.as_json())
-    text = doctor.markdown(found)
+    report = doctor.examine(release_root("0.18.1"), environment)
+    assert SECRET not in json.dumps(report.as_json())
+    text = doctor.markdown(report)
     assert SECRET not in text
     assert all(line.isprintable() for line in text.split("\n"))
 
@@ -555,8 +555,8 @@ def test_no_text_of_a_record_breaks_the_paste(texts: list[str], tmp_path_factory
 @pytest.mark.parametrize("key", ["vllm-graphfix", "settings", "processes", "states"])
 def test_a_rollout_key_may_be_a_key_of_the_report(key: str, tmp_path: Path) -> None:
     leave(tmp_path, record(fixes={f"{key}-of-a-newer-one": FixReport("auto", "active", "")}))
-    found = doctor.examine(release_root("0.18.1"), {settings.STATUS_DIR: str(tmp_path), settings.ROLLOUT_KEY: key})
-    (engine,) = found.parts["fleet"]["engines"]
+    report = doctor.examine(release_root("0.18.1"), {settings.STATUS_DIR: str(tmp_path), settings.ROLLOUT_KEY: key})
+    (engine,) = report.parts["fleet"]["engines"]
     assert "settings" in engine
     assert [*engine["states"]] == ["(hidden)-of-a-newer-one"]
-    assert doctor.markdown(found).count("running here") > 0
+    assert doctor.markdown(report).count("running here") > 0

@@ -1,4 +1,4 @@
-"""What is run for each fix: three engines that differ only in what they should.
+"""Jobs of each case: three engines that differ only in graphs and fixes.
 
 They are described in words that every affected release knows.
 """
@@ -48,7 +48,7 @@ def stock_source(release: str) -> Source:
     return open_source(release_root(release))
 
 
-def shown_on(name: str, release: str) -> bool:
+def shows_on(name: str, release: str) -> bool:
     shows_on = CASES[name].shows_on
     return shows_on is None or shows_on(stock_source(release))
 
@@ -59,7 +59,7 @@ ON_RELEASES = pytest.mark.parametrize(
         (name, release)
         for name in CASES
         for fix, release in PAIRS
-        if fix == fix_of(name).name and shown_on(name, release)
+        if fix == fix_of(name).name and shows_on(name, release)
     ],
 )
 
@@ -118,7 +118,7 @@ def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(
 
 
 @FIXES
-def test_engines_whose_replays_are_checked_are_stock_and_patched_and_stock_has_the_plugin_with_every_fix_off(
+def test_watched_engines_are_stock_and_patched_and_stock_has_every_fix_off(
     name: str,
 ) -> None:
     case = CASES[name]
@@ -133,9 +133,9 @@ def test_engines_whose_replays_are_checked_are_stock_and_patched_and_stock_has_t
 @FIXES
 def test_what_the_user_has_set_about_fixes_does_not_reach_the_engines(name: str) -> None:
     for job in jobs_of(CASES[name]).values():
-        left_out = {variable for variable, value in job.environment.items() if value is None}
+        omitted = {variable for variable, value in job.environment.items() if value is None}
         modes = {fix.variable for fix in BY_NAME.values()}
-        assert left_out == set(environment.names(BY_NAME)) - {environment.PREFIX} - modes
+        assert omitted == set(environment.names(BY_NAME)) - {environment.PREFIX} - modes
         assert {job.environment[variable] for variable in modes} == {"auto"}
 
 
@@ -162,7 +162,7 @@ def test_the_extension_that_is_named_is_there(name: str) -> None:
 
 
 @FIXES
-def test_model_and_draft_are_folders_below_the_one_that_is_given(name: str) -> None:
+def test_model_and_draft_are_folders_below_the_folder_of_models(name: str) -> None:
     case = CASES[name]
     for job in jobs_of(case).values():
         assert job.arguments["model"] == str(FOLDER / case.model)
@@ -177,7 +177,7 @@ def test_the_folder_of_one_call_does_not_stay_in_the_next() -> None:
 
 
 @FIXES
-def test_prompts_are_token_ids_of_the_lengths_asked_for_and_the_same_every_time(name: str) -> None:
+def test_prompts_are_token_ids_of_the_workloads_lengths_and_reproducible(name: str) -> None:
     case = CASES[name]
     job = case.jobs(FOLDER)[0]
     assert [(len(prompt), count) for prompt, count in zip(job.prompts, job.max_tokens, strict=True)] == [*case.workload]
@@ -206,23 +206,23 @@ def _ends(case: Case) -> list[int]:
 def _computed(case: Case) -> list[int]:
     """The step in which each prompt is computed to its end, and its first token is there."""
     budget = case.arguments.get("max_num_batched_tokens", sum(length for length, _ in case.workload))
-    left = [length for length, _ in case.workload]
-    found = [0] * len(left)
+    remaining = [length for length, _ in case.workload]
+    completed = [0] * len(remaining)
     for step in itertools.count(1):
-        room = budget - sum(map(bool, found))
-        for number, length in enumerate(left):
+        room = budget - sum(map(bool, completed))
+        for number, length in enumerate(remaining):
             taken = min(room, length)
-            left[number] -= taken
+            remaining[number] -= taken
             room -= taken
-            if length and not left[number]:
-                found[number] = step
-        if not any(left):
-            return found
+            if length and not remaining[number]:
+                completed[number] = step
+        if not any(remaining):
+            return completed
     raise AssertionError
 
 
 @pytest.mark.parametrize("name", ["c128a-stride", "compressor-skip"])
-def test_each_request_completes_a_group_of_128_tokens_in_a_step_that_computes_no_prompt(name: str) -> None:
+def test_each_request_completes_a_group_of_128_tokens_in_a_step_without_prompts(name: str) -> None:
     case = CASES[name]
     computed, ends = _computed(case), _ends(case)
     for (length, _), first, end in zip(case.workload, computed, ends, strict=True):
@@ -233,7 +233,7 @@ def test_each_request_completes_a_group_of_128_tokens_in_a_step_that_computes_no
 
 @FIXES
 def test_some_batches_are_between_the_sizes_of_the_graphs(name: str) -> None:
-    """Where padding is the defect. Elsewhere, batches have a graph of their size."""
+    """Cases of a padding defect have padded batches; in others every batch has a graph of its size."""
     case = CASES[name]
     arguments = case.jobs(FOLDER)[0].arguments
     drafts = arguments.get("speculative_config", {}).get("num_speculative_tokens", 0)
@@ -264,7 +264,7 @@ def test_scored_prompts_are_as_long_as_graphs_are_large_and_each_is_alone() -> N
         assert (case.graphs["cudagraph_mode"], case.graphs["backend"]) == ("PIECEWISE", "eager")
 
 
-def test_prompts_are_scored_with_one_draft_token_where_more_of_them_change_the_targets_own_lengths() -> None:
+def test_prompts_are_scored_with_one_draft_token_where_more_change_the_lengths() -> None:
     """Up to 0.18.1 eager is not the same twice with more draft tokens.
 
     What the drafter counts up is what the target's lengths are copied from.
@@ -304,22 +304,18 @@ def test_a_release_on_which_a_case_is_right_on_stock_too_skips_it(name: str, rel
         assert skipped is None
 
 
-def test_prompts_of_one_token_run_on_model_runner_v2_where_it_takes_recurrent_models_and_does_not_ask_for_their_phase() -> (  # noqa: E501
-    None
-):
+def test_one_token_prompts_run_on_model_runner_v2_where_it_ignores_the_phase() -> None:
     """0.21.0 - 0.22.1 have the code and refuse such models, 0.28.0 has the remedy."""
     (name,) = (name for name in FURTHER if fix_of(name).name == "prefill-dispatch" and CASES[name].runner == "V2")
-    shown = [release for release in ALL_RELEASES if shown_on(name, release)]
-    assert shown == ["0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1"]
+    releases = [release for release in ALL_RELEASES if shows_on(name, release)]
+    assert releases == ["0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1"]
 
 
-def test_mixed_graphs_of_flash_attention_run_on_model_runner_v2_where_it_pads_a_batch_before_its_schedule_is_made() -> (
-    None
-):
+def test_mixed_graphs_run_on_model_runner_v2_where_it_pads_before_scheduling() -> None:
     (name,) = (each for each in FURTHER if fix_of(each).name == "flash-mixed-schedule")
     assert CASES[name].runner == "V2"
-    shown = [release for release in ALL_RELEASES if shown_on(name, release)]
-    assert shown == list(ALL_RELEASES[ALL_RELEASES.index("0.18.0") :])
+    releases = [release for release in ALL_RELEASES if shows_on(name, release)]
+    assert releases == list(ALL_RELEASES[ALL_RELEASES.index("0.18.0") :])
 
 
 def test_a_job_with_flags_and_text_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -330,9 +326,9 @@ def test_a_job_with_flags_and_text_is_read_as_it_was_written(tmp_path: Path) -> 
     assert Job.read(tmp_path / "job") == job
 
 
-def test_of_what_is_for_releases_that_know_it_the_rest_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_that_a_release_does_not_support_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a double of vLLM that hands back what its engine is given."""
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **given: given))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda **arguments: arguments))
     monkeypatch.setitem(sys.modules, "vllm.engine", SimpleNamespace())
     fields = [("moe_backend", str, "auto"), ("kernel_config", dict, field(default_factory=dict))]
     arguments = make_dataclass("EngineArgs", fields)
@@ -396,7 +392,7 @@ def test_every_affected_release_knows_the_variables(release: str) -> None:
 
 
 @ON_RELEASES
-def test_what_the_engines_are_asked_with_exists(name: str, release: str) -> None:
+def test_methods_that_are_called_in_workers_exist(name: str, release: str) -> None:
     sampling = parameters(release, "vllm/sampling_params.py", "SamplingParams")
     assert {"temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "prompt_logprobs"} <= sampling
     generate = parameters(release, "vllm/entrypoints/llm.py", "LLM.generate")
@@ -406,7 +402,7 @@ def test_what_the_engines_are_asked_with_exists(name: str, release: str) -> None
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.adapters])
-def test_a_batch_has_rows_of_every_adapter_and_of_none_and_the_graph_for_its_adapters_lacks_one(name: str) -> None:
+def test_a_batch_has_rows_of_every_adapter_and_of_none_and_its_graph_lacks_one(name: str) -> None:
     """vLLM has graphs for 1, 2, 4, … adapters, captured with as many, and one for more than there are."""
     case = CASES[name]
     assert len(case.adapters) == len(case.workload)
@@ -428,11 +424,11 @@ def test_jobs_name_the_folders_of_the_adapters_prompt_by_prompt(name: str) -> No
 def test_model_runner_v2_counts_adapters_from_0_24_0_on() -> None:
     (name,) = (each for each in FURTHER if fix_of(each).name == "active-lora-count")
     assert CASES[name].runner == "V2"
-    shown = [release for release in ALL_RELEASES if shown_on(name, release)]
-    assert shown == list(ALL_RELEASES[ALL_RELEASES.index("0.24.0") :])
+    releases = [release for release in ALL_RELEASES if shows_on(name, release)]
+    assert releases == list(ALL_RELEASES[ALL_RELEASES.index("0.24.0") :])
 
 
-def test_what_may_hang_begins_first_then_one_engine_of_each_case_that_compiles_then_of_the_others() -> None:
+def test_engines_that_may_hang_start_first_then_one_of_each_compiling_case() -> None:
     cases = [CASES[name] for name in ("capture-state", "indexer-padding", "mamba-padding")]
     jobs = [job for case in cases for job in case.jobs(Path("models"))]
     compiling = {case.name for case in cases if case.compiles}

@@ -1,4 +1,4 @@
-"""What the probes of DeepSeek V4's entries see: on vLLM's own compressor, builder and attention layer, on the CPU."""
+"""Observations of the probes of DeepSeek V4's entries, on vLLM's own compressor, builder and attention, on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a proof runs: what torch says of a GPU, asked in a process of its own, and what is done about it."""
+"""Choice of the device of a proof, by a query of torch in a process of its own."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def with_torch(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_a_gpu_torch_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real torch, which is not to see what this machine may have."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = devices.find()
-    assert found.name is None
-    assert found.why_not in ("torch was built without CUDA", "torch sees no GPU")
-    assert (found.capability, found.free_gib, found.total_gib) == ((0, 0), 0, 0)
-    assert found.torch.startswith("2.")
-    assert sys.version.startswith(found.python)
+    gpu = devices.find()
+    assert gpu.name is None
+    assert gpu.why_not in ("torch was built without CUDA", "torch sees no GPU")
+    assert (gpu.capability, gpu.free_gib, gpu.total_gib) == ((0, 0), 0, 0)
+    assert gpu.torch.startswith("2.")
+    assert sys.version.startswith(gpu.python)
 
 
 def test_models_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +70,9 @@ def test_models_are_made_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_gpu_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_torch(tmp_path, "return 'Double of an H200'", monkeypatch)
-    found = devices.find()
-    assert replace(found, driver="unknown", python="3.11.7") == replace(H200, count=2)
-    assert found.driver
+    gpu = devices.find()
+    assert replace(gpu, driver="unknown", python="3.11.7") == replace(H200, count=2)
+    assert gpu.driver
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_gpu_that_cannot_be_used_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str, why_not: str
 ) -> None:
     with_torch(tmp_path, statement, monkeypatch)
-    found = devices.find()
-    assert (found.name, found.why_not) == (None, why_not)
+    gpu = devices.find()
+    assert (gpu.name, gpu.why_not) == (None, why_not)
 
 
 def test_without_torch_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,21 +131,21 @@ def wheel_in(folder: Path) -> Path:
 
 
 class Chosen:
-    """What was asked and where the proof ran, without running it."""
+    """Records of queries and of the device of a proof, which is not run."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, found: Device | VerifyError) -> None:
-        self.asked = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gpu: Device | VerifyError) -> None:
+        self.queries = 0
         self.ran: list[str] = []
-        self._found = found
+        self._gpu = gpu
         monkeypatch.setattr(devices, "find", self._find)
         monkeypatch.setattr(double, "run", self._on("CPU double"))
         monkeypatch.setattr(engine, "run", self._on("GPU"))
 
     def _find(self) -> Device:
-        self.asked += 1
-        if isinstance(self._found, VerifyError):
-            raise self._found
-        return self._found
+        self.queries += 1
+        if isinstance(self._gpu, VerifyError):
+            raise self._gpu
+        return self._gpu
 
     def _on(self, device: str) -> Any:
         def ran(source: Source, *rest: Any, **how: Any) -> Report:
@@ -168,7 +168,7 @@ def test_a_gpu_that_is_there_is_used(compiled: Source, monkeypatch: pytest.Monke
 def test_without_a_gpu_the_double_is_used(compiled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Chosen(monkeypatch, NO_GPU)
     assert proof_runs_on(compiled, None) == "CPU double"
-    assert chosen.asked == 1
+    assert chosen.queries == 1
 
 
 def test_a_vllm_without_kernels_runs_on_the_double_without_asking_for_a_gpu(
@@ -176,7 +176,7 @@ def test_a_vllm_without_kernels_runs_on_the_double_without_asking_for_a_gpu(
 ) -> None:
     chosen = Chosen(monkeypatch, H200)
     assert proof_runs_on(python_alone, None) == "CPU double"
-    assert chosen.asked == 0
+    assert chosen.queries == 0
 
 
 def test_a_wheel_file_runs_on_the_double_without_asking_for_a_gpu(
@@ -184,16 +184,16 @@ def test_a_wheel_file_runs_on_the_double_without_asking_for_a_gpu(
 ) -> None:
     chosen = Chosen(monkeypatch, H200)
     assert proof_runs_on(open_source(wheel_in(tmp_path)), None) == "CPU double"
-    assert chosen.asked == 0
+    assert chosen.queries == 0
 
 
-def test_who_insists_on_the_double_is_never_asked_for_a_gpu(compiled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_option_never_looks_for_a_gpu(compiled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Chosen(monkeypatch, VerifyError("no torch"))
     assert proof_runs_on(compiled, "cpu") == "CPU double"
-    assert chosen.asked == 0
+    assert chosen.queries == 0
 
 
-def test_who_insists_on_a_gpu_is_told_that_there_is_none(compiled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_option_fails_without_a_gpu(compiled: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = Chosen(monkeypatch, NO_GPU)
     with pytest.raises(VerifyError) as caught:
         proof_runs_on(compiled, "gpu")
@@ -203,7 +203,7 @@ def test_who_insists_on_a_gpu_is_told_that_there_is_none(compiled: Source, monke
     assert chosen.ran == []
 
 
-def test_who_insists_on_a_gpu_is_told_that_a_vllm_has_no_kernels(
+def test_the_gpu_option_fails_with_a_vllm_without_kernels(
     python_alone: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Chosen(monkeypatch, H200)
@@ -221,7 +221,7 @@ def test_a_vllm_that_no_python_path_can_name_is_not_looked_for_under_another_nam
         proof_runs_on(open_source(moved), "gpu")
 
 
-def test_who_insists_on_a_gpu_is_told_to_install_a_wheel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_option_fails_with_a_wheel_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Chosen(monkeypatch, H200)
     with pytest.raises(VerifyError, match=r"cannot verify on a GPU: the wheel file is not installed\. "):
         proof_runs_on(open_source(wheel_in(tmp_path)), "gpu")

@@ -1,4 +1,4 @@
-"""What a probe sees in captured graphs: kernels, and who captures; on a double of CUDA's graphs."""
+"""Probes of captured graphs, for kernels and the capturing class, on a double of CUDA's graphs."""
 
 from __future__ import annotations
 
@@ -59,25 +59,25 @@ class GraphDouble:
         Path(path).write_text(f'digraph dot {{\nsubgraph cluster_1 {{\nlabel="graph_1"\n{nodes}\n{memset}\n}}\n}}\n')
 
 
-def kept(*kernels: str) -> GraphDouble:
+def with_nodes(*kernels: str) -> GraphDouble:
     graph = GraphDouble(keep_graph=True)
     graph.kernels += kernels
     graph.captured = True
     return graph
 
 
-def test_the_kernels_of_a_kept_graph_are_named() -> None:
-    told = "\n".join(nodes_of(kept(OTHER, PLANNER)))
-    assert OTHER in told
-    assert PLANNER in told
+def test_the_kernels_of_a_graph_with_nodes_are_named() -> None:
+    text = "\n".join(nodes_of(with_nodes(OTHER, PLANNER)))
+    assert OTHER in text
+    assert PLANNER in text
 
 
 def test_what_is_no_kernel_is_none() -> None:
-    assert not any("MEMSET" in line or "metadata}" in line for line in nodes_of(kept(OTHER)))
+    assert not any("MEMSET" in line or "metadata}" in line for line in nodes_of(with_nodes(OTHER)))
 
 
 def test_a_graph_without_kernels_has_none() -> None:
-    assert nodes_of(kept()) == []
+    assert nodes_of(with_nodes()) == []
 
 
 def test_a_graph_that_cannot_be_looked_at_is_an_error() -> None:
@@ -143,7 +143,7 @@ def test_nobody_captures_where_no_object_does() -> None:
 
 @pytest.fixture
 def observed(_graph_double: None) -> tuple[dict[str, list[float]], list[str]]:
-    """What a probe of the draft's graphs has seen, and what it has saved."""
+    """Return what a probe of the draft's graphs observed, and what it saved."""
     seen: dict[str, list[float]] = {}
     saved: list[str] = []
     PlannersInDraftGraphs(seen, lambda: saved.append(json.dumps(seen))).before_the_engine()

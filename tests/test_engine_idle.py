@@ -33,7 +33,7 @@ def worker_with(*caches: Any) -> Any:
     ],
     ids=["blocks first", "keys and values first", "kernel blocks", "part of a page", "fp8"],
 )
-def test_a_block_is_found_in_every_layout_of_a_cache(cache: torch.Tensor) -> None:
+def test_blocks_are_recognised_in_every_layout_of_a_cache(cache: torch.Tensor) -> None:
     """With all that is in it, and without the null block."""
     worker = worker_with(cache)
     (before,) = [each.clone() for each in caches_of(worker)]

@@ -38,7 +38,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def numbers_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What each tensor stands for: a matrix in fp8, its values by the scales of its blocks."""
+    """Return the values of each tensor; of a matrix in fp8, multiplied by the scales of its blocks."""
     block = deepseek_v4.BLOCK
     scales = {key.removesuffix("scale") + "weight": scale for key, scale in tensors.items() if key.endswith(".scale")}
     blocks = {key: scale.repeat_interleave(block, 0).repeat_interleave(block, 1) for key, scale in scales.items()}
@@ -64,21 +64,21 @@ def shapes_in_transformers(config: dict[str, Any]) -> dict[str, tuple[int, ...]]
 def test_names_and_shapes_are_those_of_transformers_own_implementation(name: str) -> None:
     """A draft layer behind the last one, as checkpoints with multi-token prediction have it, is vLLM's alone."""
     config, shapes = MODELS[name]
-    found = shapes(config)
+    actual = shapes(config)
     behind = f"model.layers.{config['num_hidden_layers']}."
     theirs = shapes_in_transformers(config)
     if config["tie_word_embeddings"]:
         del theirs["lm_head.weight"]  # the embeddings' own, which no checkpoint names twice
-    assert {key: shape for key, shape in found.items() if not key.startswith(behind)} == theirs
-    assert any(key.startswith(behind) for key in found) == ("num_nextn_predict_layers" in config)
+    assert {key: shape for key, shape in actual.items() if not key.startswith(behind)} == theirs
+    assert any(key.startswith(behind) for key in actual) == ("num_nextn_predict_layers" in config)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-next"])
 def test_transformers_finds_every_weight_of_every_expert(name: str, written: Written) -> None:
     folder = written(name)
-    found = transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    model, told = found
-    assert not any(told.values()), told
+    actual = transformers().AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, lines = actual
+    assert not any(lines.values()), lines
     with torch.inference_mode():
         (logits,) = model(torch.arange(5, 37).unsqueeze(0)).logits
     assert len(set(logits.argmax(-1).tolist())) > 24
@@ -101,7 +101,7 @@ def test_what_is_written_is_what_was_described(name: str, written: Written) -> N
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_norms_are_one_and_matrices_keep_the_scale_of_what_they_are_given(name: str, written: Written) -> None:
+def test_norms_are_one_and_matrices_preserve_the_scale_of_their_inputs(name: str, written: Written) -> None:
     for key, values in numbers_of(tensors_of(written(name))).items():
         if key.endswith("A_log"):
             assert (values.exp() > 0.4).all()
@@ -164,7 +164,7 @@ def test_no_two_matrices_are_the_same(written: Written) -> None:
     assert len(rows) == len(matrices)
 
 
-def test_the_generator_of_torch_is_left_where_it_was(tmp_path: Path) -> None:
+def test_the_global_generator_of_torch_is_not_used(tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
@@ -327,8 +327,8 @@ def test_vllms_loader_finds_every_weight_of_every_model_and_draft(release: str, 
     """It raises for a parameter that the checkpoint does not name. Attention and platform are stand-ins."""
     names = list(dict.fromkeys(line.split()[0] for line in loaded))
     done = run_in_fork(release, LOADS_INTO_VLLM.format(names=names))
-    told = [line.removeprefix("loaded ") for line in done.stdout.splitlines() if line.startswith("loaded ")]
-    assert told == loaded
+    lines = [line.removeprefix("loaded ") for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    assert lines == loaded
     groups = [line.removeprefix("group ") for line in done.stdout.splitlines() if line.startswith("group ")]
     # The defect is in the second group of Mamba-2 layers, and shows in requests of more than one block.
     assert groups == (GROUPS if "granite-all-mode" in names else [])
@@ -356,7 +356,7 @@ def test_a_matrix_in_fp8_is_the_matrix_up_to_fp8s_own_rounding() -> None:
     random = torch.Generator().manual_seed(1)
     matrix = torch.randn(256, 384, generator=random) * torch.tensor([1e-3, 1.0, 40.0]).repeat_interleave(128)
     tensors = models.in_blocks("m", matrix, (2, 3))
-    found = numbers_of(tensors)["m.weight"]
-    assert ((found - matrix).abs() <= 2**-4 * matrix.abs() + 2**-9 * tensors["m.scale"].max()).all()
+    actual = numbers_of(tensors)["m.weight"]
+    assert ((actual - matrix).abs() <= 2**-4 * matrix.abs() + 2**-9 * tensors["m.scale"].max()).all()
     assert (tensors["m.scale"].frexp().mantissa == 0.5).all()
     assert 200 < tensors["m.weight"].float().abs().max() <= 448

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import engine_double
-from engine_proofs import CASES, ILLEGAL_ACCESS, RUNS, came_to_its_end, proof_of, shown
+from engine_proofs import CASES, ILLEGAL_ACCESS, RUNS, came_to_its_end, page, proof_of
 from test_engine_processes import ended
 from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.engine.job import EngineResult, PoisonPass
@@ -28,15 +28,15 @@ from vllm_graphfix.verify.report import Report, show
 POISONED = {"flashmla-padding", "triton-mla-padding", "idle-rank", "mamba-padding"}
 
 
-def asked(folder: Path, behaviour: str, poisoned: str, *path: Path, probe: tuple[str, ...] = ()) -> JobResult:
-    """How an engine of the double ended that was asked with poison, and what it does then."""
+def with_poison(folder: Path, behaviour: str, poisoned: str, *path: Path, probe: tuple[str, ...] = ()) -> JobResult:
+    """Run an engine of the double and ask it with poison, to which it reacts as *poisoned* says."""
     vllm = engine_double.install(folder / "path")
     environment = {"PYTHONPATH": ":".join(map(str, (vllm, *path))), "ENGINE_DOUBLE_POISON_PATCHED": poisoned}
     return ended(vllm, folder, behaviour, poison_last=True, environment=environment, probes=probe)
 
 
 @pytest.mark.parametrize(
-    ("poisoned", "passes", "found", "padded"),
+    ("poisoned", "passes", "detected", "padded"),
     [
         ("is wrong", 2, True, None),
         ("times zero", 2, False, None),
@@ -45,37 +45,37 @@ def asked(folder: Path, behaviour: str, poisoned: str, *path: Path, probe: tuple
         ("has NaN in padding", 3, False, 2),
     ],
 )
-def test_an_engine_is_asked_with_all_poison_at_once_after_it_was_asked_without(
-    poisoned: str, passes: int, found: bool, padded: int | None, tmp_path: Path
+def test_all_poison_at_once_comes_after_a_pass_without(
+    poisoned: str, passes: int, detected: bool, padded: int | None, tmp_path: Path
 ) -> None:
-    said = asked(tmp_path, "answers", poisoned).result
-    assert said is not None
-    report = report_of(said, None, said.observed)
-    assert (len(said.passes), len(said.poisoned), said.poison_error) == (2, passes, None)
+    result = with_poison(tmp_path, "answers", poisoned).result
+    assert result is not None
+    report = report_of(result, None, result.observed)
+    assert (len(result.passes), len(result.poisoned), result.poison_error) == (2, passes, None)
     kinds = [(KINDS, False), (KINDS, True), (KINDS[:1], False)]
-    assert [(each.kinds, each.finite) for each in said.poisoned] == kinds[:passes]
-    assert (report.detected, report.inconclusive, report.padded) == (found, None, padded)
+    assert [(each.kinds, each.finite) for each in result.poisoned] == kinds[:passes]
+    assert (report.detected, report.inconclusive, report.padded) == (detected, None, padded)
 
 
 @pytest.mark.parametrize(
-    ("poisoned", "error", "found"),
+    ("poisoned", "error", "detected"),
     [
         ("aborts", "CUDA error: an illegal memory access was encountered", True),
         ("is confused", "IndexError: index 2048 is out of bounds", True),
         ("out of memory", "RuntimeError: CUDA error: out of memory", False),
     ],
 )
-def test_what_a_poisoned_engine_ends_in_leaves_all_that_it_has_said(
-    poisoned: str, error: str, found: bool, tmp_path: Path
+def test_an_error_with_poison_loses_nothing_of_the_result(
+    poisoned: str, error: str, detected: bool, tmp_path: Path
 ) -> None:
-    end = asked(tmp_path, "answers", poisoned)
+    end = with_poison(tmp_path, "answers", poisoned)
     assert end.error is None
     assert end.result is not None
     assert [answer.tokens for answer in end.result.passes[0]] == [(3, 4, 5), (39, 40, 41, 42)]
     assert end.result.poison_error == error
     report = report_of(None, end.result.poison_error, end.result.observed)
-    assert report.detected == found
-    assert found or "was not done" in (report.inconclusive or "")
+    assert report.detected == detected
+    assert detected or "was not done" in (report.inconclusive or "")
 
 
 IMPATIENT = """
@@ -87,22 +87,22 @@ poisoned._MIN_SECONDS_OF_A_CASE, poisoned._SLOWDOWN = 1.0, 1
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "poisoned", "error", "found"),
+    ("behaviour", "poisoned", "error", "detected"),
     [
         ("answers", "hangs", "hangs with poison in padded rows, null block, unused blocks, freed memory", True),
         ("hangs when asked again", "", "hangs when it is asked again without poison", False),
     ],
 )
 def test_a_hang_is_bounded_and_named_and_no_poisons_doing_before_there_is_any(
-    behaviour: str, poisoned: str, error: str, found: bool, tmp_path: Path
+    behaviour: str, poisoned: str, error: str, detected: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "impatient.py").write_text(IMPATIENT)
-    end = asked(tmp_path, behaviour, poisoned, tmp_path, probe=("impatient:probe",))
+    end = with_poison(tmp_path, behaviour, poisoned, tmp_path, probe=("impatient:probe",))
     assert end.error is None
     assert end.result is not None
     assert len(end.result.passes) == 1
     assert end.result.poison_error == f"{error}: no answers in 1 s"
-    assert report_of(None, end.result.poison_error, end.result.observed).detected == found
+    assert report_of(None, end.result.poison_error, end.result.observed).detected == detected
 
 
 class EveryAnswer(Probe):
@@ -129,7 +129,7 @@ def probe(observed: Observed, save: Callable[[], None]) -> Probe:
 @pytest.mark.parametrize("poisoned", ["is wrong", "aborts"])
 def test_what_a_probe_sees_in_poisoned_steps_is_no_part_of_the_proof(poisoned: str, tmp_path: Path) -> None:
     path = Path(__file__).parent, Path(__file__).parent / "support"
-    end = asked(tmp_path, "answers", poisoned, *path, probe=(f"{Path(__file__).stem}:probe",))
+    end = with_poison(tmp_path, "answers", poisoned, *path, probe=(f"{Path(__file__).stem}:probe",))
     assert end.result is not None, (end.error, end.log.read_text())
     assert end.result.observed[EveryAnswer.name] == [1.0]
     assert end.result.observed[PASSES] == [2.0 if poisoned == "is wrong" else 1.0]
@@ -139,8 +139,15 @@ def test_what_a_probe_sees_in_poisoned_steps_is_no_part_of_the_proof(poisoned: s
 
 
 def a_pass(*kinds: str, worst: float = 0.0, finite: bool = False, **rank: Any) -> PoisonPass:
-    told = {"steps": 3, "findings": [], "most": {"padded rows": 9}, "notes": [], "error": None, "padded": None} | rank
-    return PoisonPass(kinds or KINDS, None, finite, (0,) if worst else (), worst, (told,))
+    of_rank = {
+        "steps": 3,
+        "findings": [],
+        "most": {"padded rows": 9},
+        "notes": [],
+        "error": None,
+        "padded": None,
+    } | rank
+    return PoisonPass(kinds or KINDS, None, finite, (0,) if worst else (), worst, (of_rank,))
 
 
 WRITTEN = a_pass(findings=[[2, "layer 0: block 5, which nobody holds, was written to", True]])
@@ -164,15 +171,15 @@ def proof_with(stock: JobResult, patched: JobResult, name: str = "mamba-padding"
 SILENT = a_pass()
 
 
-def test_poison_that_shows_on_stock_alone_is_told_with_the_proof() -> None:
+def test_poison_that_shows_on_stock_alone_is_reported_with_the_proof() -> None:
     proof = proof_with(poisoned("stock", WRITTEN), poisoned("patched", SILENT))
     assert (proof.outcome, proof.poison_notes) == ("proven", {})
     assert proof.poisoned == {
         "stock": (f"{', '.join(KINDS)}:", "step 2: layer 0: block 5, which nobody holds, was written to"),
         "patched": (),
     }
-    assert "stock, poison: padded rows, null block, unused blocks, freed memory:; step 2: layer 0" in shown(proof)
-    assert "patched, poison: nothing" in shown(proof)
+    assert "stock, poison: padded rows, null block, unused blocks, freed memory:; step 2: layer 0" in page(proof)
+    assert "patched, poison: nothing" in page(proof)
 
 
 @pytest.mark.parametrize(
@@ -185,18 +192,18 @@ def test_poison_that_shows_with_the_fix_is_a_failure(patched: JobResult) -> None
     assert (proof.outcome, proof.holds) == ("poison is still seen", False)
 
 
-def test_a_crash_of_a_poisoned_stock_engine_has_shown_the_defect() -> None:
+def test_a_crash_of_a_poisoned_stock_engine_shows_the_defect() -> None:
     proof = proof_with(poisoned("stock", error=ILLEGAL_ACCESS), poisoned("patched", SILENT))
     assert (proof.outcome, proof.stock and proof.stock.error) == ("proven", None)
     assert proof.poisoned["stock"] == (f"with poison the engine ends: {ILLEGAL_ACCESS} (log: engine.log)",)
 
 
-def test_silence_on_stock_is_told_and_no_failure_for_the_numbers_prove_the_defect() -> None:
+def test_no_effect_on_stock_is_noted_and_no_failure() -> None:
     proof = proof_with(poisoned("stock", SILENT), poisoned("patched", SILENT))
     assert (proof.outcome, proof.poisoned) == ("proven", {"stock": (), "patched": ()})
     assert "the numbers alone prove" in proof.poison_notes["stock"]
     line = "stock, poison: nothing; 3 steps poisoned (at most padded rows 9)"
-    assert line in shown(proof)
+    assert line in page(proof)
     brief = io.StringIO()
     show(Report("0.20.0", "/somewhere", "a GPU", (proof,)), Console(file=brief, width=200))
     assert f"mamba-padding: {line}" in brief.getvalue(), "without being asked"
@@ -212,14 +219,14 @@ def test_silence_on_stock_is_told_and_no_failure_for_the_numbers_prove_the_defec
     ],
     ids=["none", "taken out", "before", "no memory"],
 )
-def test_silence_that_says_nothing_is_no_entry_and_its_reason_is_told(end: JobResult, why: str) -> None:
+def test_an_inconclusive_run_with_poison_has_a_note_and_no_entry(end: JobResult, why: str) -> None:
     proof = proof_with(poisoned("stock", WRITTEN), end)
     assert (proof.outcome, set(proof.poisoned)) == ("proven", {"stock"})
     assert why in proof.poison_notes["patched"]
-    assert f"patched, poison: {proof.poison_notes['patched']}" in shown(proof)
+    assert f"patched, poison: {proof.poison_notes['patched']}" in page(proof)
 
 
-def test_nan_in_padded_rows_of_the_output_counts_where_the_defect_shows_in_nothing_else() -> None:
+def test_nan_in_padded_rows_of_the_output_counts_for_cases_that_show_nothing_else() -> None:
     seen, right = {"empty-rows": [80.0, 80.0]}, {"empty-rows": [0.0, 80.0]}
 
     def with_observed(end: JobResult, observed: dict[str, list[float]]) -> JobResult:

@@ -61,11 +61,11 @@ def test_several_engines_are_forked_from_one_process_and_say_what_fresh_ones_say
         "two": (True, None, None),
     }
     for name, end in fresh.items():
-        said, alone = forked[name].result, end.result
-        assert said is not None
+        result, alone = forked[name].result, end.result
+        assert result is not None
         assert alone is not None
         assert not end.forked
-        assert (said.passes, said.states, said.facts) == (alone.passes, alone.states, alone.facts)
+        assert (result.passes, result.states, result.facts) == (alone.passes, alone.states, alone.facts)
     assert {forked[name].result.states["0"]["mamba-padding"] for name in forked} == {"active", "off"}  # type: ignore[union-attr]
     assert len(list(logs.glob("imported by *"))) == 1 + len(jobs), "once for those that were forked"
     assert "the double of an engine starts, EAGER answers" in forked["one"].log.read_text()
@@ -75,36 +75,34 @@ def test_several_engines_are_forked_from_one_process_and_say_what_fresh_ones_say
 def test_a_forked_engine_that_crashes_is_known_by_its_own_error_and_ends_alone(
     vllm: Path, logs: Path, behaviour: str
 ) -> None:
-    found = run(logs, job_of(vllm, behaviour), job_of(vllm, "answers"), parallel=1)
-    assert (found[behaviour].error, found[behaviour].forked) == (ERRORS[behaviour], True)
-    assert (found["answers"].error, found["answers"].forked) == (None, True)
+    results = run(logs, job_of(vllm, behaviour), job_of(vllm, "answers"), parallel=1)
+    assert (results[behaviour].error, results[behaviour].forked) == (ERRORS[behaviour], True)
+    assert (results["answers"].error, results["answers"].forked) == (None, True)
 
 
 def test_a_forked_engine_that_hangs_ends_in_time_with_its_children(vllm: Path, logs: Path) -> None:
-    found = run(logs, job_of(vllm, "hangs with a child"), timeout=2.0)["hangs with a child"]
-    assert HANG.fullmatch(found.error or "")
-    assert found.forked
+    results = run(logs, job_of(vllm, "hangs with a child"), timeout=2.0)["hangs with a child"]
+    assert HANG.fullmatch(results.error or "")
+    assert results.forked
     assert all_end(started(logs, 1))
 
 
-def test_an_engine_that_fails_because_it_was_forked_is_started_afresh_and_so_are_those_after_it(
-    vllm: Path, logs: Path
-) -> None:
+def test_after_a_failure_of_forking_engines_start_in_fresh_processes(vllm: Path, logs: Path) -> None:
     extended(vllm, FAILS_WHERE_FORKED)
-    found = run(logs, job_of(vllm, "fails where forked"), job_of(vllm, "answers"), parallel=1)
-    assert {name: (end.error, end.forked) for name, end in found.items()} == {
+    results = run(logs, job_of(vllm, "fails where forked"), job_of(vllm, "answers"), parallel=1)
+    assert {name: (end.error, end.forked) for name, end in results.items()} == {
         "fails where forked": (None, False),
         "answers": (None, False),
     }
-    why_not = found["fails where forked"].why_not_forked or ""
+    why_not = results["fails where forked"].why_not_forked or ""
     assert why_not.startswith("RuntimeError: CUDA error: initialization error (log: ")
     assert "initialization error" in (logs / "fails-where-forked.forked.log").read_text()
 
 
 def test_an_engine_that_fails_whether_it_is_forked_or_not_ends_in_its_error(vllm: Path, logs: Path) -> None:
-    found = run(logs, job_of(vllm, "out of memory"), job_of(vllm, "answers"), parallel=1)
-    assert found["out of memory"].error == ERRORS["out of memory"]
-    assert found["answers"].forked, "it was not because it was forked"
+    results = run(logs, job_of(vllm, "out of memory"), job_of(vllm, "answers"), parallel=1)
+    assert results["out of memory"].error == ERRORS["out of memory"]
+    assert results["answers"].forked, "it was not because it was forked"
 
 
 @pytest.mark.parametrize(
@@ -130,13 +128,11 @@ def test_where_a_process_cannot_be_forked_engines_import_vllm_themselves(
     vllm: Path, logs: Path, code: str, why_not: str
 ) -> None:
     extended(vllm, f"if sys.argv[0].endswith('preloaded.py'):\n    {code}\n")
-    found = run(logs, job_of(vllm, "answers"))["answers"]
-    assert (found.error, found.forked, found.why_not_forked) == (None, False, why_not)
+    results = run(logs, job_of(vllm, "answers"))["answers"]
+    assert (results.error, results.forked, results.why_not_forked) == (None, False, why_not)
 
 
-def test_engines_that_would_import_vllm_in_different_environments_come_from_different_processes(
-    vllm: Path, logs: Path
-) -> None:
+def test_engines_with_different_import_environments_come_from_different_processes(vllm: Path, logs: Path) -> None:
     extended(vllm, "print('imported with', os.environ.get('TEST_EARLY'), os.environ.get('VLLM_GRAPHFIX'))\n")
     environments: list[dict[str, str | None]] = [
         {"PYTHONPATH": str(vllm), "VLLM_GRAPHFIX": "on"},
@@ -154,7 +150,7 @@ def test_engines_that_would_import_vllm_in_different_environments_come_from_diff
     ]
 
 
-def test_what_decides_about_an_import_is_all_but_what_engines_are_known_to_read_later() -> None:
+def test_an_import_depends_on_all_variables_but_those_that_engines_read_later() -> None:
     read_later = dict.fromkeys(["VLLM_GRAPHFIX", "VLLM_GRAPHFIX_SHADOW", "VLLM_USE_V2_MODEL_RUNNER"], "1")
     assert imported_with(read_later | {"TORCHDYNAMO_DISABLE": "1", "PATH": "/bin"}) == {
         "TORCHDYNAMO_DISABLE": "1",
@@ -163,7 +159,7 @@ def test_what_decides_about_an_import_is_all_but_what_engines_are_known_to_read_
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-def test_interrupted_or_killed_it_leaves_neither_forked_engines_nor_what_they_were_forked_from(
+def test_an_interrupt_or_kill_ends_forked_engines_and_their_parent(
     vllm: Path, logs: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr("test_engine_processes.PARENT", PARENT.replace("600.0)", "600.0, preload=True)"))
@@ -219,7 +215,7 @@ class Tuner:
         return min(timings, key=lambda config: timings[config])
 
 
-def test_where_nothing_is_tuned_the_first_variant_that_runs_is_taken_and_none_after_it_compiled(
+def test_the_first_variant_that_runs_is_taken_and_no_other_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tuner: Any = type("Autotuner", (Tuner,), {name: vars(Tuner)[name] for name in ("prune_configs", "_bench")})

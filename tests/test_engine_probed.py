@@ -16,9 +16,9 @@ from engine_proofs import (
     came_to_its_end,
     failed,
     observing,
+    page,
     proof_of,
-    said,
-    shown,
+    result_of,
     with_,
 )
 from trial_rows import observed_of
@@ -41,18 +41,16 @@ def test_what_a_probe_saw_proves_it_where_tokens_do_not_show_it(name: str) -> No
 
 @pytest.mark.parametrize("crash", [False, True])
 @pytest.mark.parametrize("name", OBSERVATIONS)
-def test_wrong_tokens_on_stock_or_a_crash_that_another_defect_may_have_made_do_not_prove_it(
-    name: str, crash: bool
-) -> None:
+def test_wrong_tokens_or_a_crash_that_another_defect_explains_prove_nothing(name: str, crash: bool) -> None:
     """On stock all fixes are off: what is fixed by another one must not pass for the proof of this one."""
     _, right = OBSERVATIONS[name]
     observed = {CASES[name].probes[0]: right}
     stock = (
         failed("stock", ILLEGAL_ACCESS, observed)
         if crash
-        else came_to_its_end("stock", said(WRONG, "off", observed=observed))
+        else came_to_its_end("stock", result_of(WRONG, "off", observed=observed))
     )
-    proof = proof_of(name, stock=stock, **with_(patched=said(RIGHT, "active", observed=observed)))
+    proof = proof_of(name, stock=stock, **with_(patched=result_of(RIGHT, "active", observed=observed)))
     assert proof.outcome == "defect not shown on stock"
 
 
@@ -119,10 +117,10 @@ def test_a_crash_on_stock_proves_it_before_or_after_the_probe_saw_something(name
         proof = proof_of(
             name,
             stock=failed("stock", ILLEGAL_ACCESS, observed),
-            **with_(patched=said(RIGHT, "active", observed={probe: patched})),
+            **with_(patched=result_of(RIGHT, "active", observed={probe: patched})),
         )
         assert proof.outcome == "proven"
-        assert "inf" not in shown(proof)
+        assert "inf" not in page(proof)
 
 
 def test_the_length_that_a_row_may_have_is_any_from_one_on() -> None:
@@ -136,7 +134,7 @@ HANGS = "did not finish in 300 s"
 def hanging(on_stock: list[float] | None, **patched: Any) -> Proof:
     """The proof of a stock engine that hangs after its probe has seen that."""
     seen = {} if on_stock is None else {"indexer-lengths": on_stock}
-    runs = with_(patched=said(RIGHT, "active", observed={"indexer-lengths": [0.0]}))
+    runs = with_(patched=result_of(RIGHT, "active", observed={"indexer-lengths": [0.0]}))
     return proof_of("indexer-padding", **{**runs, "stock": failed("stock", HANGS, seen), **patched})
 
 
@@ -166,14 +164,14 @@ def test_a_hang_with_the_fix_is_no_proof(observed: list[float], outcome: str) ->
 def test_a_hang_is_no_other_defects_sign() -> None:
     stock = failed("stock", HANGS, {"padded-rows": [0.0, -1.0], "indexer-lengths": [-1.0]})
     observed = {"padded-rows": [1.0, 0.0]}
-    proof = proof_of("flashmla-padding", stock=stock, **with_(patched=said(RIGHT, "active", observed=observed)))
+    proof = proof_of("flashmla-padding", stock=stock, **with_(patched=result_of(RIGHT, "active", observed=observed)))
     assert proof.outcome == "scenario failed"
 
 
-def test_what_drafts_were_like_is_told() -> None:
-    eager = said(RIGHT, "off", again=RIGHT, observed={"drafts": [1.0, 11.0, 12.0]})
+def test_equal_draft_tokens_are_reported() -> None:
+    eager = result_of(RIGHT, "off", again=RIGHT, observed={"drafts": [1.0, 11.0, 12.0]})
     observed = {"planners-in-draft-graphs": [0.0, 2.0], "drafts": [1.0, 11.0, 99.0]}
-    runs = RUNS | with_(eager=eager, stock=said(RIGHT, "off", observed=observed))
+    runs = RUNS | with_(eager=eager, stock=result_of(RIGHT, "off", observed=observed))
     assert measure(CASES["draft-prefill-state"], runs, "stock").details == (
         "stock: FlashMLA's planner is recorded in 0 of 2 full graphs of the draft's prefill",
         (

@@ -1,4 +1,4 @@
-"""What probes see in an engine: on vLLM's own classes where they run without a GPU."""
+"""Observations of probes, on vLLM's own classes if these run without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_graphfix.verify.engine.probes import (
 from warm_release import run_in_fork
 
 
-def test_every_probe_is_found_by_its_name() -> None:
+def test_every_probe_has_its_name_in_the_registry() -> None:
     assert list(PROBES) == [
         "padded-rows",
         "indexer-lengths",
@@ -114,7 +114,7 @@ def test_a_case_may_name_a_probe_that_is_made_elsewhere() -> None:
 def seen_on_real_classes(
     release: str, scenario: str, probe: str, attach: str, switch: str
 ) -> tuple[list[float], list[float], str | None]:
-    """What the probe observed, the eager numbers of the scenario, and the error that its graphs ended in."""
+    """Return the observations, the eager numbers of the scenario, and the error that its graphs ended in."""
     code = ON_REAL_CLASSES.format(scenario=scenario, probe=probe, attach=attach)
     done = run_in_fork(release, code, ALL_APPLIED | {"VLLM_GRAPHFIX": switch})
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
@@ -126,14 +126,14 @@ def seen_on_real_classes(
 
 @pytest.mark.parametrize(("switch", "lowest"), [("off", [0.0, -1.0]), ("on", [1.0, 0.0])])
 @pytest.mark.xdist_group("0.19.1")
-def test_what_dense_fp8_flashmla_is_given_for_padded_rows(switch: str, lowest: list[float]) -> None:
+def test_arguments_of_dense_fp8_flashmla_for_padded_rows(switch: str, lowest: list[float]) -> None:
     seen, _, _ = seen_on_real_classes("0.19.1", "flashmla_padding", "padded-rows", IN_A_BUILDER, switch)
     assert seen == lowest
 
 
 @pytest.mark.parametrize(("switch", "lowest"), [("off", -1.0), ("on", 0.0)])
 @pytest.mark.parametrize("release", slow_but_for(("0.27.1",), ("0.20.0", "0.27.1")))
-def test_what_the_sparse_indexer_is_given_for_padded_rows(release: str, switch: str, lowest: float) -> None:
+def test_lengths_of_the_sparse_indexer_for_padded_rows(release: str, switch: str, lowest: float) -> None:
     seen, _, error = seen_on_real_classes(release, "indexer_padding", "indexer-lengths", IN_A_BUILDER, switch)
     assert seen == [lowest]
     assert (error is None) == (lowest == 0.0)
@@ -186,7 +186,7 @@ def test_draft_decodes_run_without_piecewise_graphs_with_the_fix() -> None:
 
 
 @pytest.mark.xdist_group("0.17.1")
-def test_draft_tokens_are_kept_in_order_with_the_size_of_each_batch() -> None:
+def test_draft_tokens_are_recorded_in_order_with_the_size_of_each_batch() -> None:
     """In the scenario: a prefill of four requests, then four steps of three, three tokens each; eager first."""
     seen, eager, _ = seen_on_real_classes("0.17.1", "draft_decode_mode", "drafts", IN_A_SPECULATOR, "on")
     prefill, steps = seen[: 1 + 4 * 3], seen[1 + 4 * 3 : 1 + 4 * 3 + 4 * (1 + 3 * 3)]

@@ -43,7 +43,7 @@ def logs(tmp_path: Path) -> Path:
 
 
 def job_of(vllm: Path, behaviour: str, **rest: object) -> Job:
-    given: dict[str, object] = {
+    arguments: dict[str, object] = {
         "name": behaviour,
         "mode": GRAPHS,
         "arguments": {"model": behaviour},
@@ -51,7 +51,7 @@ def job_of(vllm: Path, behaviour: str, **rest: object) -> Job:
         "max_tokens": (3, 4),
         "environment": {"PYTHONPATH": str(vllm)},
     }
-    return Job(**(given | rest))  # type: ignore[arg-type]
+    return Job(**(arguments | rest))  # type: ignore[arg-type]
 
 
 def ended(vllm: Path, logs: Path, behaviour: str, *, timeout: float = 60.0, **rest: object) -> JobResult:
@@ -78,11 +78,11 @@ def started(logs: Path, engines: int, where: str = "pids of *") -> list[int]:
     """The processes of so many engines that hang, and of their children."""
     deadline = time.monotonic() + SOON
     while time.monotonic() < deadline:
-        found = [path.read_text() for path in logs.glob(where)]
-        if len(found) >= engines:
-            return [int(pid) for text in found for pid in text.split()]
+        results = [path.read_text() for path in logs.glob(where)]
+        if len(results) >= engines:
+            return [int(pid) for text in results for pid in text.split()]
         time.sleep(0.02)
-    raise AssertionError(f"{len(found)} engines of {engines} have started")
+    raise AssertionError(f"{len(results)} engines of {engines} have started")
 
 
 def test_what_an_engine_says_is_read(vllm: Path, logs: Path) -> None:
@@ -128,13 +128,13 @@ def test_an_engine_that_fails_is_known_by_its_own_error(vllm: Path, logs: Path, 
     assert end.log.is_file()
 
 
-def test_an_engine_that_ends_without_an_error_of_its_own_is_known_by_the_last_it_wrote(vllm: Path, logs: Path) -> None:
+def test_an_engine_without_an_error_of_its_own_is_reported_by_its_last_line(vllm: Path, logs: Path) -> None:
     end = ended(vllm, logs, "ends without a word")
     assert end.result is None
     assert (end.error or "").endswith("the double of an engine starts, PATCHED ends without a word")
 
 
-def test_an_engine_that_is_killed_and_left_nothing_is_known_by_the_signal(vllm: Path, logs: Path) -> None:
+def test_a_killed_engine_without_output_is_reported_by_the_signal(vllm: Path, logs: Path) -> None:
     assert ended(vllm, logs, "drafts and is killed").error == "ended with signal 9"
 
 
@@ -154,7 +154,7 @@ def test_an_engine_inherits_the_environment_but_for_what_the_job_changes(
     assert end.error == "LookupError: TEST_ADDED=after TEST_KEPT=before TEST_REPLACED=after"
 
 
-def test_the_vllm_that_was_asked_for_is_used_although_another_is_installed_beside_the_plugin(
+def test_the_requested_vllm_is_used_though_another_is_installed_beside_the_plugin(
     vllm: Path, logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = tmp_path / "site-packages"
@@ -166,7 +166,7 @@ def test_the_vllm_that_was_asked_for_is_used_although_another_is_installed_besid
     assert ended(vllm, logs, "answers").error is None
 
 
-def test_the_plugin_is_found_as_installed_in_an_engine_wherever_its_copy_lies(vllm: Path, logs: Path) -> None:
+def test_the_plugin_is_installed_in_an_engine_wherever_its_copy_lies(vllm: Path, logs: Path) -> None:
     """By its metadata, in processes that an engine starts, which are vLLM's alone."""
     (vllm / "sitecustomize.py").write_text(
         "import importlib.metadata\n"
@@ -178,12 +178,12 @@ def test_the_plugin_is_found_as_installed_in_an_engine_wherever_its_copy_lies(vl
 
 def test_engines_are_named_and_no_more_run_at_a_time_than_may(vllm: Path, logs: Path) -> None:
     jobs = [job_of(vllm, "is alone", name=f"engine {number}") for number in range(3)]
-    found = Engines(logs, 60.0).run(jobs, 1)
-    assert {name: end.error for name, end in found.items()} == dict.fromkeys(["engine 0", "engine 1", "engine 2"])
+    results = Engines(logs, 60.0).run(jobs, 1)
+    assert {name: end.error for name, end in results.items()} == dict.fromkeys(["engine 0", "engine 1", "engine 2"])
     assert sorted(path.name for path in logs.glob("*.log")) == ["engine-0.log", "engine-1.log", "engine-2.log"]
 
 
-def test_whoever_watches_is_told_the_last_line_and_how_it_ended(vllm: Path, logs: Path) -> None:
+def test_progress_is_the_last_line_and_then_the_end(vllm: Path, logs: Path) -> None:
     doing: list[tuple[str, str]] = []
     done: list[tuple[str, str]] = []
     job = job_of(vllm, "hangs with a child")
@@ -204,7 +204,7 @@ def test_an_engine_that_takes_too_long_ends_with_its_children(vllm: Path, logs: 
     assert all_end(started(logs, 1))
 
 
-def test_an_engine_may_be_given_less_time_from_what_its_probes_saw_last_and_never_more(vllm: Path, logs: Path) -> None:
+def test_a_job_may_shorten_the_time_limit_from_the_last_observation_not_extend_it(vllm: Path, logs: Path) -> None:
     name = "engine that hangs"
     seen, saw = logs / "engine-that-hangs.json", '{"observed": {"lengths": [-1.0]}, "error": ""}'
     seen.write_text(saw)
@@ -232,11 +232,11 @@ def test_a_watcher_that_fails_leaves_no_engine(vllm: Path, logs: Path) -> None:
 
 def test_engines_run_in_a_thread_too(vllm: Path, logs: Path) -> None:
     """Signals are the main thread's, which then is somebody else's."""
-    found: list[JobResult] = []
-    thread = threading.Thread(target=lambda: found.append(ended(vllm, logs, "answers")))
+    results: list[JobResult] = []
+    thread = threading.Thread(target=lambda: results.append(ended(vllm, logs, "answers")))
     thread.start()
     thread.join(60.0)
-    assert [end.error for end in found] == [None]
+    assert [end.error for end in results] == [None]
 
 
 PARENT = """
@@ -370,7 +370,7 @@ def test_signals_are_handled_as_before_when_engines_have_ended(vllm: Path, logs:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)] == before
 
 
-def test_no_descriptor_is_left_open(vllm: Path, logs: Path) -> None:
+def test_all_descriptors_are_closed(vllm: Path, logs: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     ended(vllm, logs, "answers")
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -20,9 +20,9 @@ from engine_proofs import (
     came_to_its_end,
     failed,
     observing,
+    page,
     proof_of,
-    said,
-    shown,
+    result_of,
     with_,
 )
 from vllm_graphfix.fixes import BY_NAME
@@ -51,11 +51,13 @@ def checked(checks: int, mismatches: int = 0, state: str = "active") -> JobResul
     """An engine in which every replay was checked."""
     counted = {"checks": checks, "mismatches": mismatches} | ({"first mismatch in check": 3} if mismatches else {})
     observed = {f"shadow: {name}": [float(count)] for name, count in counted.items()}
-    return came_to_its_end("stock", replace(said(WRONG, "off", observed=observed), states={"0": {"shadow": state}}))
+    return came_to_its_end(
+        "stock", replace(result_of(WRONG, "off", observed=observed), states={"0": {"shadow": state}})
+    )
 
 
 @pytest.mark.parametrize(
-    ("stock", "patched", "outcome", "told"),
+    ("stock", "patched", "outcome", "line"),
     [
         (checked(192, 190), checked(192), "proven", "190 of 192 replays were found wrong, the first one in check 3"),
         (failed("stock", ILLEGAL_ACCESS), checked(192), "proven", f"the engine ended in {ILLEGAL_ACCESS}"),
@@ -73,14 +75,14 @@ def checked(checks: int, mismatches: int = 0, state: str = "active") -> JobResul
         (checked(192, 190), checked(192, 1), "false alarm of the shadow check", "190 of 192"),
     ],
 )
-def test_the_shadow_check_has_to_catch_the_defect_on_stock_and_to_stay_silent_with_the_fix(
-    stock: JobResult, patched: JobResult, outcome: str, told: str
+def test_the_shadow_check_must_catch_the_defect_on_stock_and_nothing_with_the_fix(
+    stock: JobResult, patched: JobResult, outcome: str, line: str
 ) -> None:
     watched = {"stock": stock, "patched": patched}
     proof = prove(BY_NAME["capture-state"], AFFECTED, CASES["capture-state"], RUNS, watched=watched)
     assert (proof.outcome, proof.holds) == (outcome, outcome == "proven")
-    assert f"stock, shadow check: {told}" in shown(proof)
-    assert "patched, shadow check: " in shown(proof)
+    assert f"stock, shadow check: {line}" in page(proof)
+    assert "patched, shadow check: " in page(proof)
 
 
 CRASHES = [
@@ -139,23 +141,23 @@ def test_a_reference_that_fails_as_everything_does_is_what_is_named() -> None:
 def test_a_reference_without_numbers_proves_nothing(number: float) -> None:
     """Everything would differ from it, with the fix and without."""
     broken = (Answer((1, 2, 3, 4), ({1: number},) * 4), RIGHT[1])
-    proof = proof_of("capture-state", **with_(eager=said(broken, "off", again=broken)))
+    proof = proof_of("capture-state", **with_(eager=result_of(broken, "off", again=broken)))
     assert (proof.outcome, proof.failure) == ("scenario failed", "eager: some log-probabilities are not finite")
 
 
 def test_a_crash_with_the_fix_is_the_defect_that_is_still_there() -> None:
     proof = proof_of("capture-state", patched=failed("patched", ILLEGAL_ACCESS))
     assert proof.outcome == "defect still there"
-    assert ILLEGAL_ACCESS in shown(proof)
+    assert ILLEGAL_ACCESS in page(proof)
 
 
 def test_right_tokens_on_stock_prove_nothing() -> None:
-    proof = proof_of("capture-state", **with_(stock=said(RIGHT, "off")))
+    proof = proof_of("capture-state", **with_(stock=result_of(RIGHT, "off")))
     assert proof.outcome == "defect not shown on stock"
 
 
 def test_wrong_tokens_with_the_fix_are_the_defect_that_is_still_there() -> None:
-    assert proof_of("capture-state", **with_(patched=said(WRONG, "active"))).outcome == "defect still there"
+    assert proof_of("capture-state", **with_(patched=result_of(WRONG, "active"))).outcome == "defect still there"
 
 
 def test_a_tie_with_the_fix_is_rounding_and_a_tie_on_stock_no_defect() -> None:
@@ -163,13 +165,18 @@ def test_a_tie_with_the_fix_is_rounding_and_a_tie_on_stock_no_defect() -> None:
     tied = Answer((1, 3), ({1: -0.1}, {3: -0.70, 2: -0.71}))
     wrong = answer(8, 9)
     runs = with_(
-        eager=said((close,), "off", again=(close,)), stock=said((wrong,), "off"), patched=said((tied,), "active")
+        eager=result_of((close,), "off", again=(close,)),
+        stock=result_of((wrong,), "off"),
+        patched=result_of((tied,), "active"),
     )
     proof = proof_of("capture-state", **runs)
     assert proof.outcome == "proven"
     assert proof.patched is not None
     assert proof.patched.details[-1] == "patched: prompts that diverge at a tie: 1"
-    assert proof_of("capture-state", **runs | with_(stock=said((tied,), "off"))).outcome == "defect not shown on stock"
+    assert (
+        proof_of("capture-state", **runs | with_(stock=result_of((tied,), "off"))).outcome
+        == "defect not shown on stock"
+    )
 
 
 def test_the_noise_of_eager_is_allowed_to_graphs() -> None:
@@ -180,9 +187,9 @@ def test_the_noise_of_eager_is_allowed_to_graphs() -> None:
     moved = tuple(
         Answer(each.tokens, tuple({t: v + 0.1 for t, v in top.items()} for top in each.top)) for each in RIGHT
     )
-    patched = with_(patched=said(moved, "active"))
+    patched = with_(patched=result_of(moved, "active"))
     assert proof_of("capture-state", **patched).outcome == "defect still there"
-    assert proof_of("capture-state", **patched, **with_(eager=said(RIGHT, "off", again=again))).outcome == "proven"
+    assert proof_of("capture-state", **patched, **with_(eager=result_of(RIGHT, "off", again=again))).outcome == "proven"
 
 
 @pytest.mark.parametrize(
@@ -200,11 +207,11 @@ def test_the_fix_must_be_on_where_it_should_and_off_where_it_should_on_every_ran
     mode: str, states: tuple[str, ...], outcome: str
 ) -> None:
     answers = RIGHT if mode == "patched" else WRONG
-    assert proof_of("capture-state", **with_(**{mode: said(answers, *states)})).outcome == outcome
+    assert proof_of("capture-state", **with_(**{mode: result_of(answers, *states)})).outcome == outcome
 
 
 def test_a_fix_that_an_engine_does_not_know_is_not_active() -> None:
-    unknown = replace(said(RIGHT, "active"), states={"0": {"mamba-padding": "active"}})
+    unknown = replace(result_of(RIGHT, "active"), states={"0": {"mamba-padding": "active"}})
     assert proof_of("capture-state", **with_(patched=unknown)).outcome == "unknown in the patched process"
 
 
@@ -213,9 +220,9 @@ def test_answers_that_part_at_ties_at_once_prove_nothing() -> None:
     tied = Answer((2, 3, 4), ({2: -0.70, 1: -0.71}, {3: -0.1}, {4: -0.1}))
     close = Answer((1, 2, 3), ({1: -0.70, 2: -0.71}, {2: -0.1}, {3: -0.1}))
     runs = with_(
-        eager=said((close,), "off", again=(close,)),
-        stock=said((answer(8, 9, 9),), "off"),
-        patched=said((tied,), "active"),
+        eager=result_of((close,), "off", again=(close,)),
+        stock=result_of((answer(8, 9, 9),), "off"),
+        patched=result_of((tied,), "active"),
     )
     proof = proof_of("capture-state", **runs)
     assert proof.outcome == "scenario failed"
@@ -235,12 +242,12 @@ def test_an_eager_engine_that_is_far_from_itself_proves_nothing() -> None:
     again = tuple(
         Answer(each.tokens, tuple({t: v - 0.3 for t, v in top.items()} for top in each.top)) for each in RIGHT
     )
-    proof = proof_of("capture-state", **with_(eager=said(RIGHT, "off", again=again)))
+    proof = proof_of("capture-state", **with_(eager=result_of(RIGHT, "off", again=again)))
     assert proof.outcome == "scenario failed"
     assert "differ in log-probability by up to 0.3" in (proof.failure or "")
 
 
-def test_corruption_of_log_probabilities_alone_is_told_as_such() -> None:
+def test_corruption_of_log_probabilities_alone_is_reported_as_such() -> None:
     drifted = Answer((1, 2), ({1: -0.1, 7: -3.0}, {2: -1.5, 7: -3.0}))
     (_, line) = comparison_lines(compare([answer(1, 2)], [drifted], 0.0))
     assert line == (
@@ -255,9 +262,9 @@ def test_a_skipped_fix_is_not_proven() -> None:
 
 
 @pytest.mark.parametrize(
-    "what", [said(RIGHT, "off", "active", again=WRONG, observed={"drafts": [1.0]}), said((), "off")]
+    "what", [result_of(RIGHT, "off", "active", again=WRONG, observed={"drafts": [1.0]}), result_of((), "off")]
 )
-def test_what_an_engine_said_is_read_as_it_was_written(what: EngineResult) -> None:
+def test_a_result_is_read_as_it_was_written(what: EngineResult) -> None:
     assert from_builtins(json.loads(json.dumps(to_builtins(what))), EngineResult) == what
 
 
@@ -266,11 +273,11 @@ def test_what_an_engine_said_is_read_as_it_was_written(what: EngineResult) -> No
     [
         (proof_of("capture-state", eager=failed("eager", "E: x")), "scenario failed: eager: E: x (log: engine.log)"),
         (proof_of("capture-state", patched=failed("patched", ILLEGAL_ACCESS)), f"defect still there: {ILLEGAL_ACCESS}"),
-        (proof_of("capture-state", **with_(patched=said(WRONG, "active"))), "defect still there"),
-        (proof_of("capture-state", **with_(stock=said(RIGHT, "off"))), "defect not shown on stock"),
-        (proof_of("capture-state", **with_(patched=said(RIGHT, "off"))), "off in the patched process"),
+        (proof_of("capture-state", **with_(patched=result_of(WRONG, "active"))), "defect still there"),
+        (proof_of("capture-state", **with_(stock=result_of(RIGHT, "off"))), "defect not shown on stock"),
+        (proof_of("capture-state", **with_(patched=result_of(RIGHT, "off"))), "off in the patched process"),
         (observing("flashmla-padding", None, None), "scenario failed: stock: dense fp8 FlashMLA was not used"),
     ],
 )
 def test_people_get_a_line_for_whatever_went_wrong(proof: Proof, line: str) -> None:
-    assert f"! {proof.fix.name}: {line}\n" in shown(proof)
+    assert f"! {proof.fix.name}: {line}\n" in page(proof)

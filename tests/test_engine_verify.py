@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import engine_double
 import warm_python
 from edited import edited
-from engine_proofs import CASES, RIGHT, RUNS, came_to_its_end, said, shown
+from engine_proofs import CASES, RIGHT, RUNS, came_to_its_end, page, result_of
 from stock import release_root
 from test_engine_device import H200
 from test_engine_processes import SOON, all_end, started
@@ -64,20 +64,20 @@ def with_a_double(version: str, folder: Path) -> Path:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary folders are made."""
+    """Return the folder for temporary folders."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     return folder
 
 
-def find_h200(monkeypatch: pytest.MonkeyPatch, found: Device = H200) -> None:
-    """What is found; the models are made as they would be."""
+def find_h200(monkeypatch: pytest.MonkeyPatch, gpu: Device = H200) -> None:
+    """Make `find` return *gpu*; it still makes the models."""
     make = devices.find
 
     def find(folder: Path | None = None, names: tuple[str, ...] = ()) -> Device:
         if folder is None:
-            return found
+            return gpu
         with monkeypatch.context() as patched:  # in a fork that has imported torch, as engines here have a double of it
             patched.setattr(sys, "executable", warm_python.executable())
             return make(folder, names)
@@ -94,7 +94,7 @@ def verified(release: Path, *names: str, code: int, env: dict[str, str] | None =
 
 def test_a_fix_is_proven_by_three_engines(release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_h200(monkeypatch)
-    found = verified(
+    report = verified(
         release,
         "flashmla-fp8",
         code=0,
@@ -106,13 +106,13 @@ def test_a_fix_is_proven_by_three_engines(release: Path, folders: Path, monkeypa
             "VLLM_GRAPHFIX_ROLLOUT": "1%",
         },
     )
-    assert (found["vllm"], found["device"], found["holds"], found["complete"]) == (
+    assert (report["vllm"], report["device"], report["holds"], report["complete"]) == (
         "0.18.1",
         "Double of an H200",
         True,
         True,
     )
-    assert found["environment"] == {
+    assert report["environment"] == {
         "compute capability": "9.0",
         "driver": "unknown",
         "CUDA": "13.0",
@@ -121,26 +121,26 @@ def test_a_fix_is_proven_by_three_engines(release: Path, folders: Path, monkeypa
         "modes": "VLLM_GRAPHFIX=off (stock), every fix auto (patched)",
         "seed": "7",
     }
-    (row,) = found["fixes"]
+    (row,) = report["fixes"]
     assert (row["outcome"], row["state"]) == ("proven", "active")
     assert (row["eager"], row["stock"], row["patched"]) == ([520], [16], [520])
     assert any(line.startswith("stock: corrupt prompts: 8 of 8") for line in row["details"])
     assert any(line.startswith("patched: 520 of 520 tokens") for line in row["details"])
-    assert (found["logs"], list(folders.iterdir())) == (None, [])
+    assert (report["logs"], list(folders.iterdir())) == (None, [])
     names = ["eager", "stock", "patched", "watched stock", "watched patched"]
-    assert {times["name"] for times in found["engines"]} == {f"mla-fp8 {name}" for name in names}
-    assert all(times["forked"] and times["error"] is times["why_not_forked"] is None for times in found["engines"])
-    assert all(0 <= times["imports"] + times["start"] <= times["seconds"] + 1 for times in found["engines"])
-    assert found["seconds"] >= max(times["began"] + times["seconds"] for times in found["engines"]) - 1
+    assert {times["name"] for times in report["engines"]} == {f"mla-fp8 {name}" for name in names}
+    assert all(times["forked"] and times["error"] is times["why_not_forked"] is None for times in report["engines"])
+    assert all(0 <= times["imports"] + times["start"] <= times["seconds"] + 1 for times in report["engines"])
+    assert report["seconds"] >= max(times["began"] + times["seconds"] for times in report["engines"]) - 1
 
 
-def test_requests_are_asked_with_their_adapters_in_either_order(
+def test_requests_have_their_adapters_in_either_order(
     release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of eight prompts three have the adapter that stock's double leaves out, three the other one, two have none."""
     find_h200(monkeypatch)
-    found = verified(release, "active-lora-count", code=0, env={"ENGINE_DOUBLE_STOCK": "leaves an adapter out"})
-    (row,) = found["fixes"]
+    report = verified(release, "active-lora-count", code=0, env={"ENGINE_DOUBLE_STOCK": "leaves an adapter out"})
+    (row,) = report["fixes"]
     assert (row["outcome"], row["state"]) == ("proven", "active")
     assert (row["eager"], row["stock"], row["patched"]) == ([8 * 33], [5 * 33], [8 * 33])
     assert any(line.startswith("stock: corrupt prompts: 3 of 8, the first at token 0 of") for line in row["details"])
@@ -150,12 +150,12 @@ def test_an_engine_that_crashes_on_stock_proves_it_and_leaves_its_log(
     release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_h200(monkeypatch)
-    found = verified(release, "flashmla-fp8", code=0, env={"ENGINE_DOUBLE_STOCK": "illegal access"})
-    (row,) = found["fixes"]
+    report = verified(release, "flashmla-fp8", code=0, env={"ENGINE_DOUBLE_STOCK": "illegal access"})
+    (row,) = report["fixes"]
     assert row["outcome"] == "proven"
     assert row["stock_error"] == "RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert found["logs"] == str(next(folders.iterdir()))
-    assert "illegal memory access" in (Path(found["logs"]) / "mla-fp8-stock.log").read_text()
+    assert report["logs"] == str(next(folders.iterdir()))
+    assert "illegal memory access" in (Path(report["logs"]) / "mla-fp8-stock.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -173,22 +173,22 @@ def test_an_engine_that_fails_otherwise_proves_nothing_and_leaves_its_log(
 ) -> None:
     find_h200(monkeypatch)
     env = {"ENGINE_DOUBLE_STOCK": "wrong"} | {f"ENGINE_DOUBLE_{kind}": behaviour}
-    found = verified(release, "flashmla-fp8", code=1, env=env)
-    (row,) = found["fixes"]
-    assert (row["outcome"], found["holds"]) == ("scenario failed", False)
+    report = verified(release, "flashmla-fp8", code=1, env=env)
+    (row,) = report["fixes"]
+    assert (row["outcome"], report["holds"]) == ("scenario failed", False)
     assert row["failure"].startswith(failure)
-    assert Path(found["logs"]).parent == folders
+    assert Path(report["logs"]).parent == folders
 
 
 def test_what_lacks_a_gpu_of_its_kind_is_skipped_and_the_rest_is_run(
     release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_h200(monkeypatch, replace(H200, name="Double of an A100", capability=(8, 0)))
-    monkeypatch.setattr(engine, "_run_cases", lambda *given, **how: pytest.fail("nothing to run") if given[1] else {})
-    found = verified(release, "flashmla-fp8", "capture-state", code=3)
-    assert (found["holds"], found["complete"], found["logs"]) == (False, False, None)
-    assert {row["outcome"] for row in found["fixes"]} == {"skipped"}
-    assert "Double of an A100 has 8.0" in found["fixes"][0]["skipped"]
+    monkeypatch.setattr(engine, "_run_cases", lambda *args, **how: pytest.fail("nothing to run") if args[1] else {})
+    report = verified(release, "flashmla-fp8", "capture-state", code=3)
+    assert (report["holds"], report["complete"], report["logs"]) == (False, False, None)
+    assert {row["outcome"] for row in report["fixes"]} == {"skipped"}
+    assert "Double of an A100 has 8.0" in report["fixes"][0]["skipped"]
     assert list(folders.iterdir()) == []
 
 
@@ -200,7 +200,7 @@ def test_a_further_case_of_a_fix_is_judged_for_itself_where_this_vllm_shows_it(
 
     That of 0.22.1 takes no recurrent model, and nothing is said of it.
     """
-    right_on_stock = RUNS | {"stock": came_to_its_end("stock", said(RIGHT, "off"))}
+    right_on_stock = RUNS | {"stock": came_to_its_end("stock", result_of(RIGHT, "off"))}
 
     def ended(source: object, cases: Any, *rest: object, **how: object) -> dict[str, Any]:
         runs = {"mamba2-one-token": RUNS, "lfm2-one-token": right_on_stock}
@@ -215,7 +215,7 @@ def test_a_further_case_of_a_fix_is_judged_for_itself_where_this_vllm_shows_it(
     ][:cases]
     assert [(proof.title, proof.outcome) for proof in report.proofs] == rows
     assert report.holds == (cases == 1)
-    assert all(title in shown(*report.proofs) for title, _ in rows)
+    assert all(title in page(*report.proofs) for title, _ in rows)
     (entry,) = as_json(report)["fixes"]
     assert (entry["name"], entry["outcome"]) == rows[0]
     assert [(further["case"], further["outcome"]) for further in entry["further"]] == [
@@ -231,8 +231,8 @@ def test_what_is_not_needed_is_looked_at_beside_and_keeps_its_place(
         shutil.copy(release_root("0.18.1") / name, release / name)
     (release / "torch.py").unlink()
     find_h200(monkeypatch, replace(H200, capability=(8, 0)))
-    found = verified(release, "mamba-padding", "flashmla-fp8", "draft-prefill-state", code=3)
-    assert [(row["name"], row["outcome"]) for row in found["fixes"]] == [
+    report = verified(release, "mamba-padding", "flashmla-fp8", "draft-prefill-state", code=3)
+    assert [(row["name"], row["outcome"]) for row in report["fixes"]] == [
         ("mamba-padding", "nothing patched"),
         ("flashmla-fp8", "skipped"),
         ("draft-prefill-state", "nothing patched"),
@@ -278,23 +278,23 @@ def test_interrupted_it_leaves_no_process_and_no_folder(release: Path, tmp_path:
     assert list(folders.iterdir()) == []
 
 
-def test_stock_and_patched_are_poisoned_when_all_else_is_said(
+def test_stock_and_patched_are_poisoned_at_the_end(
     tmp_path: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_h200(monkeypatch)
     crashes = {"ENGINE_DOUBLE_STOCK": "wrong", "ENGINE_DOUBLE_POISON_STOCK": "illegal access"}
-    found = verified(with_a_double("0.20.0", tmp_path / "release"), "mamba-padding", code=0, env=crashes)
-    (row,) = found["fixes"]
+    report = verified(with_a_double("0.20.0", tmp_path / "release"), "mamba-padding", code=0, env=crashes)
+    (row,) = report["fixes"]
     assert (row["outcome"], row["stock_error"], row["poison_notes"]) == ("proven", None, None)
-    told = "with poison the engine ends: RuntimeError: CUDA error: an illegal memory access was encountered"
-    assert row["poison"]["stock"][0].startswith(told)
+    line = "with poison the engine ends: RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert row["poison"]["stock"][0].startswith(line)
     assert row["poison"]["patched"] == []
     names = ["eager", "stock", "patched", "watched stock", "watched patched"]
-    assert {times["name"] for times in found["engines"]} == {f"mamba2 {name}" for name in names}, "no further engine"
-    assert "illegal memory access" in (Path(found["logs"]) / "mamba2-stock.log").read_text()
+    assert {times["name"] for times in report["engines"]} == {f"mamba2 {name}" for name in names}, "no further engine"
+    assert "illegal memory access" in (Path(report["logs"]) / "mamba2-stock.log").read_text()
 
 
-def test_one_engine_for_each_mode_and_two_that_are_checked_are_told_to_whoever_has_no_terminal(
+def test_without_a_terminal_each_engine_has_a_line(
     release: Path, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find_h200(monkeypatch)

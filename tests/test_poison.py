@@ -32,7 +32,7 @@ def test_poison_finds_the_known_defects_of_padding(release: str) -> None:
 @pytest.mark.parametrize("release", slow_but_for(QUICK[:1], ALL_RELEASES))
 def test_poison_is_silent_with_the_fixes(release: str) -> None:
     switches = {"VLLM_GRAPHFIX": "on", "VLLM_GRAPHFIX_TRITON_MLA_PADDING": "on"}
-    check_behaviours(release, "poisoned_steps", switches, select="nothing_elsewhere or does")
+    check_behaviours(release, "poisoned_steps", switches, select="nothing_in_other_releases or does")
 
 
 LAYOUTS = {
@@ -110,7 +110,7 @@ def test_a_block_that_the_engine_empties_when_it_gives_it_away_is_no_finding() -
     assert not poison.findings
 
 
-def test_a_block_whose_request_has_ended_is_poisoned_again_and_all_is_taken_out_in_the_end() -> None:
+def test_a_freed_block_is_poisoned_again_and_all_poison_is_removed_at_the_end() -> None:
     cache = torch.ones(4, 2)
     poison = poison_of(cache, BLOCKS, NULL)
     poison.before_preparing(Rows(1, 1), {1, 2})
@@ -125,7 +125,7 @@ def test_a_block_whose_request_has_ended_is_poisoned_again_and_all_is_taken_out_
     ]
 
 
-def test_nan_in_what_a_request_holds_is_told_once_with_the_first_layer() -> None:
+def test_nan_in_blocks_of_a_request_is_noted_once_with_the_first_layer() -> None:
     first, second = torch.zeros(4, 2), torch.zeros(4, 2)
     blocks = Blocks([Cache("layers.0", first), Cache("layers.1", second)], 4)
     poison = Poison([], blocks, length=8, kinds=frozenset({BLOCKS}))
@@ -149,29 +149,29 @@ def test_numbers_that_are_the_same_in_all_steps_are_no_rows() -> None:
     assert [each.name for each in buffers_of({"runner": holder}, Room(4, 8))] == ["runner.positions"]
 
 
-def told(new: dict[str, Any] | None = None, cached: dict[str, Any] | None = None, **further: Any) -> Any:
+def scheduler_output(new: dict[str, Any] | None = None, cached: dict[str, Any] | None = None, **further: Any) -> Any:
     """A scheduler's output."""
     requests = [SimpleNamespace(req_id=name, block_ids=blocks) for name, blocks in (new or {}).items()]
     known = SimpleNamespace(req_ids=list(cached or {}), new_block_ids=list((cached or {}).values()))
-    given = {"finished_req_ids": set(), "scheduled_new_reqs": requests, "scheduled_cached_reqs": known}
-    return SimpleNamespace(**given | further)
+    fields = {"finished_req_ids": set(), "scheduled_new_reqs": requests, "scheduled_cached_reqs": known}
+    return SimpleNamespace(**fields | further)
 
 
 def test_blocks_are_held_from_the_first_word_of_them_until_their_request_ends() -> None:
     holders = Holders(cached=False)
-    holders.update(told({"a": ([1, 2], [3]), "b": ([4], [5])}))
-    holders.update(told(cached={"a": ([6], []), "b": None}))
+    holders.update(scheduler_output({"a": ([1, 2], [3]), "b": ([4], [5])}))
+    holders.update(scheduler_output(cached={"a": ([6], []), "b": None}))
     assert holders.held == {1, 2, 3, 4, 5, 6}
-    holders.update(told(finished_req_ids={"a"}))
+    holders.update(scheduler_output(finished_req_ids={"a"}))
     assert holders.held == {4, 5}
-    holders.update(told(preempted_req_ids={"b"}))
+    holders.update(scheduler_output(preempted_req_ids={"b"}))
     assert holders.held == set()
 
 
 def test_where_prefixes_are_cached_a_block_is_held_for_good() -> None:
     holders = Holders(cached=True)
-    holders.update(told({"a": ([1, 2],)}))
-    holders.update(told(finished_req_ids={"a"}))
+    holders.update(scheduler_output({"a": ([1, 2],)}))
+    holders.update(scheduler_output(finished_req_ids={"a"}))
     assert holders.held == {1, 2}
 
 
@@ -185,7 +185,7 @@ def test_free_memory_is_what_no_tensor_has_on_this_device() -> None:
 
 
 class RunnerStandIn:
-    """What of a model runner V1 is asked for."""
+    """Attributes of a model runner V1 that poison reads."""
 
     def __init__(self, **config: Any) -> None:
         self.cache = torch.ones(6, 2, 3)
@@ -214,7 +214,7 @@ class RunnerStandIn:
 
 
 def step(name: str, blocks: Any) -> Any:
-    return told({name: blocks}, num_scheduled_tokens={name: 2}, total_num_scheduled_tokens=2)
+    return scheduler_output({name: blocks}, num_scheduled_tokens={name: 2}, total_num_scheduled_tokens=2)
 
 
 def test_a_runner_is_poisoned_before_it_prepares_and_is_as_before_in_the_end() -> None:
@@ -226,9 +226,9 @@ def test_a_runner_is_poisoned_before_it_prepares_and_is_as_before_in_the_end() -
     assert runner.cache[5].isnan().all()
     runner._dummy_run(1)
     assert runner.rows.pop() == [5] * 8
-    found = poisoned.remove()
-    assert (found["steps"], found["findings"], found["error"], found["notes"]) == (2, [], None, [])
-    assert found["most"][ROWS] == 1
+    outcome = poisoned.remove()
+    assert (outcome["steps"], outcome["findings"], outcome["error"], outcome["notes"]) == (2, [], None, [])
+    assert outcome["most"][ROWS] == 1
     assert runner.input_ids.tolist() == [7] * 8
     assert not runner.cache.isnan().any()
     assert not {"execute_model", "_prepare_inputs", "_dummy_run"} & vars(runner).keys()
@@ -250,7 +250,7 @@ def test_what_goes_wrong_takes_the_poison_out_and_the_engine_goes_on(monkeypatch
     assert poisoned.remove()["error"] == "ValueError: no"
 
 
-def test_with_a_kv_connector_blocks_are_left_alone_and_it_is_said() -> None:
+def test_with_a_kv_connector_blocks_are_not_poisoned_which_is_noted() -> None:
     runner = RunnerStandIn(kv_transfer_config=object())
     poisoned = PoisonedRunner(runner)
     runner.execute_model(step("a", ([1],)))
@@ -259,7 +259,7 @@ def test_with_a_kv_connector_blocks_are_left_alone_and_it_is_said() -> None:
     assert note == "not poisoned: blocks, since workers are not told which a KV connector writes to"
 
 
-def test_nan_that_the_engine_left_in_the_null_block_is_told() -> None:
+def test_nan_of_the_engine_in_the_null_block_is_noted() -> None:
     runner = RunnerStandIn()
     runner.cache[0, 1, 1] = torch.nan
     (note,) = PoisonedRunner(runner).remove()["notes"]
@@ -271,7 +271,7 @@ def test_nan_that_the_engine_left_in_the_null_block_is_told() -> None:
     [(1, None), (2, 2), (3, 2)],
     ids=["a request's row", "the first padded row", "the last one"],
 )
-def test_nan_in_padded_rows_of_the_models_output_is_told_with_its_first_step(row: int, padded: int | None) -> None:
+def test_nan_in_padded_rows_of_the_models_output_is_noted_with_its_first_step(row: int, padded: int | None) -> None:
     """Each step has two tokens, and a graph of four. What it put out is there from each step until the next."""
     runner = RunnerStandIn()
     poisoned = PoisonedRunner(runner)
@@ -300,5 +300,5 @@ def test_workspaces_are_poisoned_as_freed_memory(monkeypatch: pytest.MonkeyPatch
     poisoned = PoisonedRunner(runner := RunnerStandIn(), [MEMORY])
     runner.execute_model(step("a", ([1],)))
     assert workspace.view(torch.float32).isnan().all()
-    found = poisoned.remove()
-    assert (found["most"], found["buffers"]) == ({MEMORY: 8}, [])
+    outcome = poisoned.remove()
+    assert (outcome["most"], outcome["buffers"]) == ({MEMORY: 8}, [])

@@ -50,14 +50,14 @@ class EngineStandIn:
         return (OTHER if self._poisoned else RIGHT,)
 
 
-def asked(engine: Any, written: list[dict[str, Any]]) -> Session:
+def session(engine: Any, written: list[dict[str, Any]]) -> Session:
     return Session(engine, engine.ask, [(RIGHT,), (RIGHT,)], {}, written.append)
 
 
-def test_where_nothing_shows_it_is_asked_once() -> None:
+def test_without_an_effect_there_is_one_pass() -> None:
     engine = EngineStandIn(lambda *_: False)
     written: list[dict[str, Any]] = []
-    (passed,) = ask_with_poison(asked(engine, written))
+    (passed,) = ask_with_poison(session(engine, written))
     assert (passed.kinds, passed.shows, passed.ranks[0]["steps"]) == (KINDS, False, 3)
     assert written == [{"observed": {poisoned.PASSES: [1.0]}, "error": ""}], "before what may crash"
 
@@ -67,14 +67,14 @@ def test_nothing_is_poisoned_while_blocks_are_held() -> None:
     engine.holding = True
     written: list[dict[str, Any]] = []
     with pytest.raises(RuntimeError, match="holds blocks"):
-        ask_with_poison(asked(engine, written))
+        ask_with_poison(session(engine, written))
     assert not engine.calls
     assert not written, "the engine ended before it was poisoned"
 
 
-def test_an_input_is_found_by_halves() -> None:
+def test_an_input_is_isolated_by_halves() -> None:
     engine = EngineStandIn(lambda kinds, names, _: KINDS[0] in kinds and (names is None or NAMES[6] in names))
-    passes = ask_with_poison(asked(engine, []))
+    passes = ask_with_poison(session(engine, []))
     assert [each.kinds for each in passes[:5]] == [KINDS, *((kind,) for kind in KINDS)]
     assert [each.shows for each in passes[:5]] == [True, True, False, False, False]
     assert (passes[-1].buffers, passes[-1].shows) == ((NAMES[6],), True)
@@ -83,7 +83,7 @@ def test_an_input_is_found_by_halves() -> None:
 
 def test_nan_in_blocks_is_tried_once_more_as_a_large_number() -> None:
     engine = EngineStandIn(lambda kinds, _, finite: KINDS[1] in kinds and not finite)
-    passes = ask_with_poison(asked(engine, []))
+    passes = ask_with_poison(session(engine, []))
     assert [(each.kinds, each.shows) for each in passes if each.finite] == [((KINDS[1],), False)]
 
 
@@ -101,7 +101,7 @@ def test_a_hang_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
         return (RIGHT,)
 
     engine.ask = ask  # type: ignore[method-assign]
-    ask_with_poison(asked(engine, written))
+    ask_with_poison(session(engine, written))
     assert ended[0] == 1
     assert next(each["error"] for each in written if each["error"]) == (
         "hangs with poison in padded rows, null block, unused blocks, freed memory: no answers in 0 s"
@@ -132,15 +132,15 @@ def a_pass(
 
 
 def judged(*passes: PoisonPass, again: Answer = RIGHT) -> PoisonReport:
-    said = EngineResult(((RIGHT,), (again,)), {}, {}, None, {}, 1.0, poisoned=passes)
-    return report_of(from_builtins(json.loads(json.dumps(to_builtins(said))), EngineResult), None, {})
+    result = EngineResult(((RIGHT,), (again,)), {}, {}, None, {}, 1.0, poisoned=passes)
+    return report_of(from_builtins(json.loads(json.dumps(to_builtins(result))), EngineResult), None, {})
 
 
 QUIET = [a_pass(kind) for kind in (KINDS[0], KINDS[2], KINDS[3])]
 
 
 @pytest.mark.parametrize(
-    ("passes", "found"),
+    ("passes", "detected"),
     [
         ([a_pass()], False),
         ([a_pass(written=True), *QUIET], True),
@@ -160,11 +160,11 @@ QUIET = [a_pass(kind) for kind in (KINDS[0], KINDS[2], KINDS[3])]
     ],
     ids=["nothing", "written", "a bit", "all together alone", "times zero", "large too", "times zero and NaN there"],
 )
-def test_the_verdict(passes: list[PoisonPass], found: bool) -> None:
+def test_the_verdict(passes: list[PoisonPass], detected: bool) -> None:
     report = judged(*passes)
-    assert report.detected == found
+    assert report.detected == detected
     assert report.inconclusive is None
-    assert report.as_json()["found"] == found
+    assert report.as_json()["found"] == detected
 
 
 def test_what_differs_without_poison_is_no_finding() -> None:
@@ -176,7 +176,7 @@ def test_what_differs_without_poison_is_no_finding() -> None:
     assert "differ in their tokens" in (judged(a_pass(worst=math.inf), again=OTHER).inconclusive or "")
 
 
-def test_an_engine_that_ends_is_found_if_it_was_poisoned_and_else_says_nothing() -> None:
+def test_an_engine_that_ends_is_detected_only_if_it_was_poisoned() -> None:
     crashed = report_of(None, "CUDA error: an illegal memory access", {poisoned.PASSES: [1.0]})
     assert crashed.detected
     assert crashed.lines() == ["with poison the engine ends: CUDA error: an illegal memory access"]
@@ -224,20 +224,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def poisoned_engine(folder: Path, plant: str, code: int) -> dict[str, Any]:
-    """What `compare --poison` reports of a real engine with *plant*, or of vLLM's own."""
+    """Return the poison report of `compare` on a real engine with *plant*, or on stock vLLM."""
     env, path = ({planted_reader.VARIABLE: plant}, (folder / "planted",)) if plant else ({}, ())
-    given = ("./llama", "--poison", "--prompts", "ids.jsonl", "--max-tokens", "12", "--json", *SMALL)
-    told: dict[str, Any] = report(compare(folder, *given, env=env, path=path, code=code))["poison"]
-    return told
+    command = ("./llama", "--poison", "--prompts", "ids.jsonl", "--max-tokens", "12", "--json", *SMALL)
+    output: dict[str, Any] = report(compare(folder, *command, env=env, path=path, code=code))["poison"]
+    return output
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("poison")
 def test_poison_is_silent_in_a_real_engine(folder: Path) -> None:
     """Without graphs there is no verdict on them."""
-    told = poisoned_engine(folder, "", code=3)
-    (passed,) = told["passes"]
-    assert (told["found"], told["inconclusive"], told["noise"], passed["prompts"]) == (False, None, 0.0, [])
+    output = poisoned_engine(folder, "", code=3)
+    (passed,) = output["passes"]
+    assert (output["found"], output["inconclusive"], output["noise"], passed["prompts"]) == (False, None, 0.0, [])
     (rank,) = passed["ranks"]
     assert rank["steps"] >= 12
     assert rank["most"]["padded rows"] >= 20
@@ -246,7 +246,7 @@ def test_poison_is_silent_in_a_real_engine(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("poison")
-def test_a_reader_of_padded_rows_is_found_with_the_input_that_it_reads(folder: Path) -> None:
+def test_a_reader_of_padded_rows_is_detected_with_the_input_that_it_reads(folder: Path) -> None:
     *_, last = poisoned_engine(folder, "padded_row", code=1)["passes"]
     assert (last["inputs"], last["shows"]) == (["runner.input_ids.cpu"], True)
 
@@ -256,17 +256,17 @@ def test_a_reader_of_padded_rows_is_found_with_the_input_that_it_reads(folder: P
 def test_a_block_that_nobody_holds_and_somebody_writes_to_is_named_with_its_layer(folder: Path) -> None:
     first, *_ = poisoned_engine(folder, "unused_block", code=1)["passes"]
     assert first["prompts"] == []
-    ((step, told, written),) = first["ranks"][0]["findings"]
+    ((step, output, written),) = first["ranks"][0]["findings"]
     assert (step, written) == (1, True)
-    assert told == "model.layers.0.self_attn.attn: block 62, which nobody holds, was written to"
+    assert output == "model.layers.0.self_attn.attn: block 62, which nobody holds, was written to"
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("poison")
-def test_a_null_block_that_is_multiplied_by_zero_is_told_and_no_defect(folder: Path) -> None:
-    told = poisoned_engine(folder, "null_block", code=3)
-    assert not told["found"]
-    assert [(each["kinds"], each["finite"]) for each in told["passes"] if each["shows"]] == [
+def test_a_null_block_that_is_multiplied_by_zero_is_noted_and_no_defect(folder: Path) -> None:
+    output = poisoned_engine(folder, "null_block", code=3)
+    assert not output["found"]
+    assert [(each["kinds"], each["finite"]) for each in output["passes"] if each["shows"]] == [
         (list(KINDS), False),
         (["null block"], False),
     ]

@@ -107,14 +107,14 @@ def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(re
             stock, patched = (
                 (watch, *watch.further) for watch in map(proof.watched.get, ("stock", "patched")) if watch
             )
-            for found in zip(stock, patched, strict=True):
-                assert [(each.state, each.error) for each in found] == [("active", None)] * 2
-                assert [bool(each.mismatches) for each in found] == [True, False], proof.fix.name
-                assert all(each.checks for each in found)
+            for results in zip(stock, patched, strict=True):
+                assert [(each.state, each.error) for each in results] == [("active", None)] * 2
+                assert [bool(each.mismatches) for each in results] == [True, False], proof.fix.name
+                assert all(each.checks for each in results)
 
 
 class Forked(NamedTuple):
-    """What the worker of one process told, which the command runs twice."""
+    """Results of one worker process; the command runs two."""
 
     measured: dict[str, Measurement]
     failed: dict[str, str]
@@ -128,20 +128,20 @@ def forks(release: str, *ways: str) -> dict[str, Forked]:
     code = (
         Path(__file__).parent / "support" / "emptied.py"
     ).read_text() + f"\nmain({list(affected_by(release))!r}, {list(ways)!r})\n"
-    found: dict[str, Forked] = {}
+    results: dict[str, Forked] = {}
     for line in run_in_fork(release, code, ALL_APPLIED).stdout.splitlines():
         event: dict[str, Any] = json.loads(line) if line.startswith('{"event": ') else {"event": None}
         if event["event"] == "forked":
-            told = found[event["as"]] = Forked({}, {}, {})
+            fork = results[event["as"]] = Forked({}, {}, {})
         elif event["event"] == "measured":
-            told.measured[event["fix"]] = Measurement(
+            fork.measured[event["fix"]] = Measurement(
                 event["numbers"], tuple(event["eager"]), tuple(event["graphed"]), event["error"]
             )
         elif event["event"] == "failed":
-            told.failed[event["fix"]] = event["error"]
+            fork.failed[event["fix"]] = event["error"]
         elif event["event"] == "state":
-            told.states[event["fix"]] = (event["state"], event["reason"])
-    return found
+            fork.states[event["fix"]] = (event["state"], event["reason"])
+    return results
 
 
 def proof(name: str, release: str, patched: str) -> Proof:
@@ -163,9 +163,9 @@ def proof(name: str, release: str, patched: str) -> Proof:
     ("name", "release"), [pytest.param(*pair, marks=slow_but_for_the_sample(pair[1])) for pair in PAIRS]
 )
 def test_each_fix_is_proven(name: str, release: str) -> None:
-    """What the command does in two processes, in two forks."""
-    found = proof(name, release, "patched")
-    assert (found.outcome, found.failure) == ("proven", None)
+    """Run in two forks what the command runs in two processes."""
+    results = proof(name, release, "patched")
+    assert (results.outcome, results.failure) == ("proven", None)
 
 
 @pytest.mark.parametrize(("name", "release"), [pytest.param(*pair, marks=slow_but_for_few(pair[1])) for pair in PAIRS])
@@ -302,7 +302,7 @@ def test_the_vllm_that_was_named_is_the_one_that_is_verified(tmp_path: Path, mon
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_patch_where_none_is_needed_is_found(tmp_path: Path) -> None:
+def test_a_patch_where_none_is_needed_is_detected(tmp_path: Path) -> None:
     """The state alone would say not-needed; what is looked at is the code."""
     (tmp_path / "sitecustomize.py").write_text(
         "import wrapt\n"

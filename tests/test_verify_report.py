@@ -1,4 +1,4 @@
-"""What `verify` concludes from two measurements, what it calls equal, and how it says so."""
+"""Outcomes of two measurements, equality of numbers, and the report of them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ CAUGHT, SILENT = (
         (CAUGHT, replace(SILENT, error="KeyError: 'x'"), "the shadow check failed"),
     ],
 )
-def test_what_the_shadow_check_made_of_each_kind_of_graphs_is_judged_and_told(
+def test_the_shadow_checks_verdict_on_each_kind_of_graphs_is_judged_and_printed(
     stock: Watch, patched: Watch, outcome: str
 ) -> None:
     stock, patched = (replace(each, graphs="shadow-v2") for each in (stock, patched))
@@ -97,10 +97,10 @@ def test_what_the_shadow_check_made_of_each_kind_of_graphs_is_judged_and_told(
     proof = replace(PROVEN, watched=further)
     report = Report("0.21.0", "/somewhere", "CPU double", (proof,))
     assert proof.outcome == outcome
-    assert f"  stock, shadow check (shadow-v2): {stock.sentence}\n" in shown(report)
-    assert f"  patched, shadow check (shadow-v2): {patched.sentence}\n" in shown(report)
-    told = as_json(report)["fixes"][0]["shadow"]["stock"]
-    assert (told["graphs"], told["further"][0]["graphs"]) == ("shadow-v1", "shadow-v2")
+    assert f"  stock, shadow check (shadow-v2): {stock.sentence}\n" in page(report)
+    assert f"  patched, shadow check (shadow-v2): {patched.sentence}\n" in page(report)
+    expected = as_json(report)["fixes"][0]["shadow"]["stock"]
+    assert (expected["graphs"], expected["further"][0]["graphs"]) == ("shadow-v1", "shadow-v2")
 
 
 @pytest.mark.parametrize(
@@ -113,17 +113,19 @@ def test_what_the_shadow_check_made_of_each_kind_of_graphs_is_judged_and_told(
     ],
     ids=["found", "missed", "false alarm", "not tried"],
 )
-def test_what_poison_showed_is_judged_and_told(poisoned: dict[str, tuple[str, ...]], outcome: str) -> None:
+def test_effects_of_poison_are_judged_and_printed(poisoned: dict[str, tuple[str, ...]], outcome: str) -> None:
     proof = replace(PROVEN, poisoned=poisoned)
     report = Report("0.21.0", "/somewhere", "CPU double", (proof,))
     assert proof.outcome == outcome
-    assert as_json(report)["fixes"][0]["poison"] == ({mode: list(told) for mode, told in poisoned.items()} or None)
-    for mode, told in poisoned.items():
-        assert f"  {mode}, poison: {'; '.join(told) or 'nothing'}\n" in shown(report)
+    assert as_json(report)["fixes"][0]["poison"] == (
+        {mode: list(expected) for mode, expected in poisoned.items()} or None
+    )
+    for mode, expected in poisoned.items():
+        assert f"  {mode}, poison: {'; '.join(expected) or 'nothing'}\n" in page(report)
 
 
 @pytest.mark.parametrize(
-    ("proof", "told"),
+    ("proof", "expected"),
     [
         (replace(PROVEN, fix=BY_NAME["idle-rank"], why_unwatched=trial_of("idle-rank").unwatched), True),
         (replace(PROVEN, fix=BY_NAME["idle-rank"], watched={"stock": CAUGHT, "patched": SILENT}), False),
@@ -132,11 +134,11 @@ def test_what_poison_showed_is_judged_and_told(poisoned: dict[str, tuple[str, ..
     ],
     ids=["not watched", "watched", "not tried", "to be watched"],
 )
-def test_a_proof_tells_why_the_shadow_check_cannot_see_the_defect(proof: Proof, told: bool) -> None:
+def test_a_proof_tells_why_the_shadow_check_cannot_see_the_defect(proof: Proof, expected: bool) -> None:
     report = Report("0.21.0", "/somewhere", "CPU double", (proof,))
     reason = trial_of("idle-rank").unwatched
-    assert as_json(report)["fixes"][0]["unwatched"] == (reason if told else None)
-    assert ("the shadow check cannot see it: an idle rank's step" in shown(report)) == told
+    assert as_json(report)["fixes"][0]["unwatched"] == (reason if expected else None)
+    assert ("the shadow check cannot see it: an idle rank's step" in page(report)) == expected
 
 
 def test_a_report_holds_only_if_every_proof_does() -> None:
@@ -153,7 +155,7 @@ def test_what_was_not_run_makes_a_report_incomplete_and_does_not_make_it_fail() 
 
 
 @pytest.mark.parametrize(
-    ("reference", "found", "wrong"),
+    ("reference", "actual", "wrong"),
     [
         ((1.0, 2.0), (1.0, 2.0), 0),
         ((1.0, 2.0), (1.0, 2.5), 1),
@@ -166,9 +168,9 @@ def test_what_was_not_run_makes_a_report_incomplete_and_does_not_make_it_fail() 
     ],
     ids=["equal", "one", "nan", "nan twice", "inf twice", "fewer", "more", "none"],
 )
-def test_what_is_counted_as_wrong(reference: tuple[float, ...], found: tuple[float, ...], wrong: int) -> None:
+def test_what_is_counted_as_wrong(reference: tuple[float, ...], actual: tuple[float, ...], wrong: int) -> None:
     """A number that is none is never right, and with another count none is."""
-    assert differing(reference, found) == wrong
+    assert differing(reference, actual) == wrong
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
@@ -221,14 +223,14 @@ def test_json_has_what_a_verdict_depends_on_and_where_to_look_further() -> None:
     assert (written["fixes"][1]["details"], written["fixes"][1]["skipped"]) == ([], None)
 
 
-def shown(report: Report, *, verbose: bool = True) -> str:
+def page(report: Report, *, verbose: bool = True) -> str:
     written = io.StringIO()
     show(report, Console(file=written, width=160), verbose=verbose)
     return written.getvalue()
 
 
 def test_people_see_the_numbers_how_many_are_wrong_and_the_device() -> None:
-    text = shown(Report(None, "/some [where]", "CPU double", (PROVEN, NOTHING_PATCHED, replace(PROVEN, stock=CRASH))))
+    text = page(Report(None, "/some [where]", "CPU double", (PROVEN, NOTHING_PATCHED, replace(PROVEN, stock=CRASH))))
     assert "2 of 2 defects shown on stock, all gone with the fixes (CPU double).\n" in text
     assert "(version unknown) in /some [where]\n" in text
     assert "2 of 3 wrong" in text
@@ -239,18 +241,18 @@ def test_people_see_the_numbers_how_many_are_wrong_and_the_device() -> None:
 
 def test_what_is_in_order_is_a_row_and_no_more_without_asking() -> None:
     detailed = replace(PROVEN, stock=replace(WRONG, details=("stock: the first at token [4]",)))
-    text = shown(Report("0.19.0", "/somewhere", "CPU double", (detailed, NOTHING_PATCHED)), verbose=False)
+    text = page(Report("0.19.0", "/somewhere", "CPU double", (detailed, NOTHING_PATCHED)), verbose=False)
     assert "the first at token" not in text
     assert "three numbers" not in text
     assert "not in this vLLM, nothing patched: 1 (--verbose)" in text
     failed = replace(PROVEN, patched=None, failure="KeyError: 'x'")
-    assert "KeyError" in shown(Report("0.19.0", "/somewhere", "CPU double", (failed,)), verbose=False)
+    assert "KeyError" in page(Report("0.19.0", "/somewhere", "CPU double", (failed,)), verbose=False)
 
 
 def test_people_see_why_a_proof_does_not_hold() -> None:
     failed = replace(PROVEN, patched=None, failure="KeyError: 'x' (in the patched process; log: /tmp/it.log)")
     lost = replace(PROVEN, patched_state=("conflict", "was replaced"))
-    text = shown(Report("0.19.0", "/somewhere", "CPU double", (failed, lost)))
+    text = page(Report("0.19.0", "/somewhere", "CPU double", (failed, lost)))
     assert "! mamba-padding: scenario failed: KeyError: 'x' (in the patched process; log: /tmp/it.log)" in text
     assert "! mamba-padding: conflict in the patched process: was replaced" in text
 
@@ -268,7 +270,7 @@ def test_people_and_machines_see_what_was_counted_of_what_had_to_be() -> None:
 
 
 def test_people_see_what_was_not_run_and_why() -> None:
-    text = shown(Report("0.19.0", "/somewhere", "a GPU", (PROVEN, SKIPPED)))
+    text = page(Report("0.19.0", "/somewhere", "a GPU", (PROVEN, SKIPPED)))
     assert "! mamba-padding: skipped: attention backend FLASHMLA needs compute capability [9.0]" in text
     assert [line.split()[-1] for line in text.splitlines() if line.startswith("mamba-padding  ")] == [
         "proven",
@@ -279,7 +281,7 @@ def test_people_see_what_was_not_run_and_why() -> None:
 def test_people_see_the_machine_the_details_and_the_logs() -> None:
     detailed = replace(PROVEN, stock=replace(WRONG, details=("stock: the first at token [4]",)))
     report = Report("0.19.0", "/somewhere", "GPU [x]", (detailed,), {"driver": "580.1 [open]"}, "/logs/[x]")
-    text = shown(report)
+    text = page(report)
     assert text.startswith("1 of 1 defects shown on stock, gone with the fixes (GPU [x]).\n")
     assert "driver 580.1 [open]" in text
     assert "  stock: the first at token [4]\n" in text
@@ -287,5 +289,5 @@ def test_people_see_the_machine_the_details_and_the_logs() -> None:
 
 
 def test_a_verdict_that_needs_no_reason_is_a_line_without_one() -> None:
-    text = shown(Report("0.19.0", "/somewhere", "a GPU", (replace(PROVEN, stock=RIGHT, patched_state=("active", "")),)))
+    text = page(Report("0.19.0", "/somewhere", "a GPU", (replace(PROVEN, stock=RIGHT, patched_state=("active", "")),)))
     assert "! mamba-padding: defect not shown on stock\n" in text

@@ -48,10 +48,10 @@ def scenario_on_this_release(fix: str) -> Any:
 
 
 @pytest.mark.parametrize("fix", FIXES)
-def test_a_defect_is_found_where_it_is_and_nothing_elsewhere(fix: str) -> None:
-    found = shown_by_poison(scenario_on_this_release(fix))
-    assert bool(found) == affected(fix), found
-    assert not any("without graphs" in told for told in found)
+def test_poison_shows_a_defect_and_nothing_in_other_releases(fix: str) -> None:
+    effects = shown_by_poison(scenario_on_this_release(fix))
+    assert bool(effects) == affected(fix), effects
+    assert not any("without graphs" in text for text in effects)
 
 
 @pytest.mark.parametrize("fix", FIXES)
@@ -60,9 +60,9 @@ def test_what_the_workload_does_not_provoke_poison_does(fix: str) -> None:
     plain = scenario(hit=False)
     assert plain.error is None
     assert plain.eager == plain.graphed
-    found = shown_by_poison(scenario, hit=False)
+    effects = shown_by_poison(scenario, hit=False)
     expected = affected(fix) and fix in SHOW_WITHOUT_THEIR_PROVOCATION
-    assert bool(found) == expected, found
+    assert bool(effects) == expected, effects
     if expected:
         assert not shown_by_poison(scenario, {BLOCKS}, hit=False), "no row names the blocks"
 
@@ -87,7 +87,7 @@ def runner_with(*requests: str) -> Any:
 VALID = ValidIds(block=4, length=31, block_size=32, vocabulary=1000)
 
 
-def test_rows_behind_the_batch_look_like_a_request_in_its_prompt_and_are_given_back() -> None:
+def test_padded_rows_look_like_a_prefilling_request_and_are_restored() -> None:
     runner = runner_with("first", "second")
     batch, room = runner.input_batch, Room(4, 32)
     before = {each.name: each.tensor.clone() for each in buffers_of({"runner": runner}, room)}
@@ -135,7 +135,7 @@ def test_slots_of_model_runner_v2_lie_in_the_block_of_their_group() -> None:
     assert inputs.seq_lens.tolist() == [0, *[VALID.length] * 3]
 
 
-def test_rows_of_model_runner_v2_that_no_request_has_look_like_one_and_are_given_back(
+def test_free_rows_of_model_runner_v2_look_like_a_request_and_are_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     states = pytest.importorskip("vllm.v1.worker.gpu.states")
@@ -208,8 +208,8 @@ def test_poison_is_there_before_the_fix_empties_the_buffers_of_a_step_without_wo
         rank.idle()
         rank.update(())
         rank.idle()  # all rows are nobody's now
-        told = poisoned.remove()
+        text = poisoned.remove()
         rank.idle()
-    assert (told["steps"], told["error"], told["notes"]) == (2, None, [])
-    assert bool(told["findings"]) == affected("idle-rank"), told["findings"]
+    assert (text["steps"], text["error"], text["notes"]) == (2, None, [])
+    assert bool(text["findings"]) == affected("idle-rank"), text["findings"]
     assert "execute_dummy_batch" not in vars(rank.worker)

@@ -32,7 +32,7 @@ RIGHT = (answer(1, 2, 3, 4), answer(5, 6, 7))
 WRONG = (answer(1, 9, 9, 9), answer(5, 6, 7))
 
 
-def said(
+def result_of(
     answers: tuple[Answer, ...],
     *states: str,
     again: tuple[Answer, ...] | None = None,
@@ -57,9 +57,9 @@ def failed(mode: str, error: str, observed: dict[str, list[float]] | None = None
 
 
 RUNS = {
-    "eager": came_to_its_end("eager", said(RIGHT, "off", again=RIGHT)),
-    "stock": came_to_its_end("stock", said(WRONG, "off")),
-    "patched": came_to_its_end("patched", said(RIGHT, "active")),
+    "eager": came_to_its_end("eager", result_of(RIGHT, "off", again=RIGHT)),
+    "stock": came_to_its_end("stock", result_of(WRONG, "off")),
+    "patched": came_to_its_end("patched", result_of(RIGHT, "active")),
 }
 """The runs of a fix whose defect shows in tokens."""
 
@@ -80,11 +80,14 @@ def observing(
     seen, seen_with_the_fix = ({} if it is None else {probe: it} for it in (on_stock, with_the_fix))
     return proof_of(
         name,
-        **with_(stock=said(RIGHT, "off", observed=seen), patched=said(patched, "active", observed=seen_with_the_fix)),
+        **with_(
+            stock=result_of(RIGHT, "off", observed=seen),
+            patched=result_of(patched, "active", observed=seen_with_the_fix),
+        ),
     )
 
 
-def shown(*proofs: Proof) -> str:
+def page(*proofs: Proof) -> str:
     written = io.StringIO()
     show(Report("0.18.1", "/somewhere", "a GPU", proofs), Console(file=written, width=200), verbose=True)
     return written.getvalue()

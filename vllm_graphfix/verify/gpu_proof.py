@@ -74,12 +74,7 @@ def run(
     others = [fix for fix in fixes if fix not in affected]
     if not affected:
         return cpu_proof.run(source, fixes, console)  # nothing to run on a GPU
-    cases_of = {
-        fix.name: tuple(
-            case and case.on(source) for case in (trial_of(fix.name).case, *further_cases(fix.name, source))
-        )
-        for fix in affected
-    }
+    cases_of = {fix.name: _cases_of(fix, source) for fix in affected}
     skipped = {
         case: why_skipped(case, device) or _what_is_missing(case, source)
         for of_fix in cases_of.values()
@@ -115,6 +110,11 @@ def run(
         seconds=round(time.monotonic() - began, 1),
         engines=tuple(end.times for end in ended.values()),
     )
+
+
+def _cases_of(fix: Fix, source: Source) -> tuple[Case | None, ...]:
+    """Return the first case of *fix*, or None if it has no case, and the further ones."""
+    return tuple(case and case.on(source) for case in (trial_of(fix.name).case, *further_cases(fix.name, source)))
 
 
 def _proofs_of(
