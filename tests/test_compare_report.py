@@ -342,7 +342,7 @@ def test_wrong_answers_are_reported_with_the_engine_that_gave_them(tmp_path: Pat
     code, text = reported(report(EQUAL, judgement(Kind.CORRUPT, 7)), tmp_path)
     assert code == 0
     for part in (
-        "# Answers with CUDA graphs are others than without",
+        "# Answers with CUDA graphs differ from those without",
         "vLLM 0.21.0, torch 2.11.0, GPU [of a test], driver 1, flags `-tp 2`",
         "a\nmodel whose name is left out here.",
         "- 1 of 2 prompts have wrong answers: 1\n",
@@ -384,7 +384,7 @@ def test_passes_in_which_poison_shows_are_reported_and_others_omitted(tmp_path: 
     code, text = reported(report(EQUAL, poison=report_of(result, None, {})), tmp_path)
     assert code == 0
     for part in (
-        "# What must not matter to an answer reaches one",
+        "# Memory that belongs to no request reaches an answer",
         "\n## slot_mapping\n",
         "- answers of prompts 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 … differ: another token, or NaN",
         "- rank 0, step 21: layer 1: block 5",
@@ -402,7 +402,7 @@ def test_poison_that_ends_an_engine_is_reported(tmp_path: Path) -> None:
     assert ended.detected
     code, text = reported(report(EQUAL, poison=ended), tmp_path)
     assert (code, "- with poison the engine ends: `CUDA error: an illegal memory access`" in text) == (0, True)
-    assert "has not come to tell whether its answers were equal" in text
+    assert "crashed before its answers could be compared" in text
     assert "equal to the last bit" not in text
 
 

@@ -239,7 +239,7 @@ def _token(answer: Answer, position: int) -> int | None:
 
 
 def finite_or_none(number: float | None) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Return None in place of NaN or infinity, which JSON has not."""
     return number if number is not None and math.isfinite(number) else None
 
 

@@ -58,7 +58,7 @@ class Report:
 
     @property
     def wrong(self) -> bool:
-        """Exit code 1."""
+        """True if corruption or poison was detected: exit code 1."""
         return self.corrupt or (self.poison is not None and self.poison.detected)
 
     @property
@@ -272,7 +272,7 @@ def _show_verdict(report: Report, comparison: Comparison, console: Console) -> N
     if comparison.corrupt:
         verdict = "[bold red]corruption[/]"
     elif report.poison is not None and report.poison.detected:
-        verdict = "[bold red]poison was seen[/]: what must not matter reaches what does"
+        verdict = "[bold red]poison was seen[/]: memory that belongs to no request affects the results"
     elif report.drafts_lost:
         verdict = "[bold red]drafts lost[/]: the tokens are right, but the draft model's graphs are not"
     elif report.inconclusive:

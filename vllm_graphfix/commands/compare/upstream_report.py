@@ -21,15 +21,15 @@ vLLM {vllm}, torch {torch}, {device}, driver {driver}, flags `{flags}`, vllm-gra
 model whose name is left out here. {text}
 """
 _POISON = (
-    "What must not matter to an answer reaches one",
+    "Memory that belongs to no request reaches an answer",
     """Padded rows, the null block,
-blocks that no request holds and freed memory were filled before each step with what would be seen: NaN, and ids and
+blocks that no request holds and freed memory were filled before each step with values that show: NaN, and ids and
 lengths inside of the cache. The same engine answered the same prompts twice without that, {noise}.""",
 )
 _CORRUPT = (
-    "Answers with CUDA graphs are others than without",
+    "Answers with CUDA graphs differ from those without",
     """The same prompts, greedy, with
-`--enforce-eager` and with CUDA graphs. Answers that go apart where two tokens are as likely count as rounding.""",
+`--enforce-eager` and with CUDA graphs. Answers that diverge where two tokens are equally likely count as rounding.""",
 )
 
 
@@ -79,7 +79,7 @@ def _parts(report: Mapping[str, Any]) -> Iterator[str]:
 def _apart(poison: Mapping[str, Any]) -> str:
     """Return the difference of the two passes without poison, in words."""
     if poison["noise"] is None:
-        return "and has not come to tell whether its answers were equal" if poison["error"] else "with other tokens"
+        return "and crashed before its answers could be compared" if poison["error"] else "with other tokens"
     if not poison["noise"]:
         return "and its answers were equal to the last bit"
     return f"and they differ by up to {poison['noise']:.3g}"

@@ -294,9 +294,9 @@ def terminated_like_interrupted() -> Iterator[None]:
 
 
 def _link_plugin(folder: Path) -> None:
-    """Links this very copy and its metadata into *folder*.
+    """Link this copy of the package and its metadata into *folder*, for the engines' import path.
 
-    Where it is installed, another vLLM than the one asked for may lie beside it.
+    The folder in which it is installed may hold another vLLM than the requested one.
     """
     folder.mkdir(exist_ok=True)
     for part in PACKAGE.glob("vllm_graphfix*"):

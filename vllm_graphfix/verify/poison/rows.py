@@ -52,7 +52,7 @@ class Rows(NamedTuple):
 
 
 class ValidIds(NamedTuple):
-    """Ids and lengths that exist, so that whoever reads them is seen and does not crash."""
+    """Valid ids and lengths: a kernel that reads them does not crash, and shows."""
 
     block: int
     """A block with poison, both as a block of the engine and as one of the kernels."""
