@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_graphfix.verify.engine.model_shapes import Shapes
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,7 +25,7 @@ MODULES = ("gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 _PARTS = ("A", "B")
 
 
-def save(name: str, shapes: dict[str, tuple[int, ...]], made: Path, modules: Sequence[str] = MODULES) -> Path:
+def save(name: str, shapes: Shapes, made: Path, modules: Sequence[str] = MODULES) -> Path:
     """Make the adapter *name* of *modules* in the folder *made*, for a model of tensors with *shapes*."""
     import torch
 

@@ -7,12 +7,12 @@ has no other output projection). The routed experts are in bf16.
 
 from __future__ import annotations
 
-from typing import Any
+from vllm_graphfix.verify.engine.model_shapes import Config, Shapes
 
 BLOCK = 128
 """Rows and columns of a matrix in fp8 that share a scale."""
 _LAYERS = 2
-CONFIG: dict[str, Any] = {
+CONFIG: Config = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
     "hidden_size": 2048,
@@ -72,10 +72,10 @@ LOUD = {"layers.0.attn.compressor.norm.weight": 4.0}
 them."""
 
 
-def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes(config: Config) -> Shapes:
     """Return the shapes of all tensors by name. A matrix with a ``.scale`` is in fp8."""
     hidden, streams, vocabulary = config["hidden_size"], config["hc_mult"], config["vocab_size"]
-    tensors: dict[str, tuple[int, ...]] = {
+    tensors: Shapes = {
         "embed.weight": (vocabulary, hidden),
         "norm.weight": (hidden,),
         "head.weight": (vocabulary, hidden),
@@ -92,10 +92,10 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
-def _residual(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _residual(prefix: str, config: Config) -> Shapes:
     hidden, streams = config["hidden_size"], config["hc_mult"]
     mixed = streams * (streams + 2)
-    tensors: dict[str, tuple[int, ...]] = {}
+    tensors: Shapes = {}
     for part in ("attn", "ffn"):
         tensors |= {
             f"{prefix}.{part}_norm.weight": (hidden,),
@@ -106,7 +106,7 @@ def _residual(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]
     return tensors
 
 
-def _attention(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _attention(prefix: str, config: Config) -> Shapes:
     hidden, rank, head = config["hidden_size"], config["q_lora_rank"], config["head_dim"]
     heads, groups, width = config["num_attention_heads"], config["o_groups"], config["o_lora_rank"]
     return {
@@ -121,7 +121,7 @@ def _attention(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]
     }
 
 
-def _compressor(prefix: str, config: dict[str, Any], ratio: int, head: int) -> dict[str, tuple[int, ...]]:
+def _compressor(prefix: str, config: Config, ratio: int, head: int) -> Shapes:
     width = head * (2 if ratio == 4 else 1)  # groups of four overlap
     return {
         f"{prefix}.ape": (ratio, width),
@@ -131,7 +131,7 @@ def _compressor(prefix: str, config: dict[str, Any], ratio: int, head: int) -> d
     }
 
 
-def _indexer(prefix: str, config: dict[str, Any], ratio: int) -> dict[str, tuple[int, ...]]:
+def _indexer(prefix: str, config: Config, ratio: int) -> Shapes:
     heads, head = config["index_n_heads"], config["index_head_dim"]
     return {
         **_in_fp8(f"{prefix}.wq_b", heads * head, config["q_lora_rank"]),
@@ -140,14 +140,14 @@ def _indexer(prefix: str, config: dict[str, Any], ratio: int) -> dict[str, tuple
     }
 
 
-def _experts(prefix: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _experts(prefix: str, config: Config) -> Shapes:
     hidden, inner, count = config["hidden_size"], config["moe_intermediate_size"], config["n_routed_experts"]
-    tensors: dict[str, tuple[int, ...]] = {f"{prefix}.gate.weight": (count, hidden), f"{prefix}.gate.bias": (count,)}
+    tensors: Shapes = {f"{prefix}.gate.weight": (count, hidden), f"{prefix}.gate.bias": (count,)}
     for name, rows, columns in (("w1", inner, hidden), ("w2", hidden, inner), ("w3", inner, hidden)):
         tensors |= _in_fp8(f"{prefix}.shared_experts.{name}", rows, columns)
         tensors |= {f"{prefix}.experts.{expert}.{name}.weight": (rows, columns) for expert in range(count)}
     return tensors
 
 
-def _in_fp8(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+def _in_fp8(name: str, rows: int, columns: int) -> Shapes:
     return {f"{name}.weight": (rows, columns), f"{name}.scale": (rows // BLOCK, columns // BLOCK)}
