@@ -1,4 +1,4 @@
-"""Dataclasses to and from values that JSON has.
+"""Converts dataclasses to and from values that JSON has.
 
 msgspec converts them, which vLLM requires. It is imported on use, since a part of `verify` also runs where there is no
 vLLM. Text is the standard library's: msgspec's JSON would turn numbers that are not finite into null.
@@ -12,13 +12,18 @@ _T = TypeVar("_T")
 
 
 def to_builtins(value: object) -> Any:
+    """Convert *value* for `json.dumps`; tuples become lists, and keys that are numbers text."""
     import msgspec
 
     return msgspec.to_builtins(value, str_keys=True)
 
 
 def from_builtins(written: object, kind: type[_T]) -> _T:
-    """Raises `msgspec.ValidationError` if *written* is no *kind*; keys that it has no field for are ignored."""
+    """Convert *written* to the dataclass *kind*; keys without a field are ignored.
+
+    Raises `msgspec.ValidationError` if a field is missing or has another type.
+    """
     import msgspec
 
-    return msgspec.convert(written, kind, str_keys=True)
+    value: _T = msgspec.convert(written, kind, str_keys=True)
+    return value
