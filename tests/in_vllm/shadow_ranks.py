@@ -36,7 +36,7 @@ from wrapped_model import CAPTURED, EVERY_STEP, ModelStandIn, Served
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import memory, process, ranks, watchdog
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.failures import tried
+from vllm_graphfix.shadow.failures import Attempt
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.verdict import Graph
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
@@ -383,11 +383,13 @@ def test_ranks_that_did_not_wait_for_each_other_would_serve_sums_of_two_differen
     """What the wait is for: with less than that, the tests above would see wrong sums."""
 
     def paired(prepare: Callable[[], object], run: Callable[[], Any], *seconds: float) -> Any:
-        _, failed = tried(prepare)
-        assert not ranks.largest(failed is not None)[0]
-        output, failed = tried(run)
-        if ranks.largest(failed is not None)[0]:
-            raise failed or RuntimeError("elsewhere")
+        with Attempt() as attempt:
+            prepare()
+        assert not ranks.largest(attempt.error is not None)[0]
+        with Attempt() as attempt:
+            output = run()
+        if ranks.largest(attempt.error is not None)[0]:
+            raise attempt.error or RuntimeError("elsewhere")
         return output
 
     def scenario(rank: int, say: Say) -> None:

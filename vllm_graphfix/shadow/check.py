@@ -6,6 +6,8 @@ import functools
 import math
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 from vllm_graphfix.log import logger
@@ -13,7 +15,15 @@ from vllm_graphfix.settings.shadow_rate import NEVER, Abort, Action, Rate
 from vllm_graphfix.shadow import lockstep, ranks, stages, watchdog
 from vllm_graphfix.shadow.comparison import threshold
 from vllm_graphfix.shadow.concerned import requests_of_rows
-from vllm_graphfix.shadow.failures import FailedElsewhereError, UnfitStep, UnsafeError, description, is_lost, tried
+from vllm_graphfix.shadow.failures import (
+    Attempt,
+    FailedElsewhereError,
+    UnfitStep,
+    UnsafeError,
+    clear_traceback,
+    description,
+    is_lost,
+)
 from vllm_graphfix.shadow.lockstep import Lockstep, Shape
 from vllm_graphfix.shadow.memory import Memory
 from vllm_graphfix.shadow.runs import (
@@ -52,6 +62,33 @@ _UNSEEN = 5
 _GIVEN_UP = 3
 """Steps of a graph in quarantine, one after the other, that cannot be run without it, after which it is replayed
 again."""
+
+
+class _Agreement(Attempt):
+    """A block that every rank of the group runs, whatever fails in it on one of them.
+
+    At its end `values` are the largest that any rank has, and where it has failed on one of them, `failed` is true and
+    the check is off on all.
+    """
+
+    def __init__(self, shadow: Shadow, *values: float, error: Exception | None = None) -> None:
+        """*error* has happened on this rank before, and counts as one of the block's."""
+        super().__init__()
+        self._shadow, self.values, self.error = shadow, values, error
+        self.failed = True
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not super().__exit__(kind, error, trace) and error is not None:
+            return False
+        try:
+            anywhere, *values = ranks.largest(self.error is not None, *self.values)
+            self.values = tuple(values)
+        except Exception as failure:
+            anywhere, self.error = 1.0, self.error or failure
+        self.failed = bool(anywhere)
+        if self.failed:
+            self._shadow.stop(description(self.error or FailedElsewhereError()), self.error)
+        return True
 
 
 class Shadow:
@@ -114,9 +151,10 @@ class Shadow:
         """All data-parallel ranks that share experts count their steps from here on, which are the same ones."""
         self.lockstep = lockstep.of_this_rank(self.schedule.begin_together(drafts=False))
         self.schedule.move(1)
-        _, failed = tried(self.lockstep.introduce)
-        if failed is not None:
-            self.stop(description(failed), failed)
+        try:
+            self.lockstep.introduce()
+        except Exception as error:
+            self.stop(description(error), error)
 
     def all_replay(self, shape: Shape | None) -> bool:
         """Whether every rank that shares experts replays a graph of this *shape* in the step that all are making.
@@ -124,10 +162,12 @@ class Shadow:
         *shape* is None where this rank replays none. Every rank calls it at a step that is due, and at each step where
         graphs are in quarantine, and if its check is over, it tells the others here.
         """
-        alike, failed = tried(lambda: self._all_replay(shape))
-        if failed is not None:
-            tried(lambda: self.stop(description(failed), failed))
-        return bool(alike)
+        try:
+            return self._all_replay(shape)
+        except Exception as error:
+            with suppress(Exception):
+                self.stop(description(error), error)
+            return False
 
     def _all_replay(self, shape: Shape | None) -> bool:
         others, step, begun = self.lockstep, self.schedule.step, time.perf_counter()
@@ -155,15 +195,17 @@ class Shadow:
 
     def _meet(self, others: Lockstep, step: int) -> None:
         """Learns whether all ranks take part, which is the same for all of them."""
-        missing, failed = tried(others.missing)
+        missing: list[int] | None = None
+        with Attempt() as attempt:
+            missing = others.missing()
         if missing is not None:
             others.met = not missing
         elif step >= others.first:  # if all take part, the others wait for this rank now, but not without a bound
             others.met = False
         if others.met is not False:
             self.schedule.move(max(step, others.first))
-        if failed is not None:
-            self.stop(description(failed), failed)
+        if attempt.error is not None:
+            self.stop(description(attempt.error), attempt.error)
         if missing:
             named = ", ".join(map(str, missing))
             self._refuse(f"rank {named} of the ranks that share experts takes no part in it")
@@ -190,7 +232,8 @@ class Shadow:
         if self.lockstep is None or self.lockstep.met is False:
             self.schedule.due = NEVER
         if self._stages is not None:
-            tried(self._stages.end)
+            with suppress(Exception):
+                self._stages.end()
 
     def plan(self) -> None:
         """Agrees which step is due next, at the step for which the stages of a pipeline have agreed to do so.
@@ -198,9 +241,10 @@ class Shadow:
         All ranks of the group are here at once. Raises nothing: where it fails, by a thread that cannot be started say,
         the check is off, and in a group this process ends.
         """
-        _, failed = tried(self._plan)
-        if failed is not None:
-            self._stop_alone(failed)
+        try:
+            self._plan()
+        except Exception as error:
+            self._stop_alone(error)
 
     def _stop_alone(self, failed: Exception) -> None:
         """Turns the check off for an error of its own bookkeeping, of which the other ranks of a group cannot know.
@@ -208,7 +252,8 @@ class Shadow:
         They wait for this rank in an agreement, now or at the next step that is due, for as long as a step may take,
         which is minutes. So this process ends, and with it the engine in seconds.
         """
-        tried(lambda: self.stop(description(failed), failed))
+        with suppress(Exception):
+            self.stop(description(failed), failed)
         if not ranks.alone():
             watchdog.end(f"the check has failed on this rank: {description(failed)}")
 
@@ -219,12 +264,11 @@ class Shadow:
         begun = time.perf_counter()
         if not others.told:  # in the whole window nothing was replayed
             others.leave(step + 1)
-        with ranks.limited(ranks.to_begin()):
-            found, failed = tried(lambda: others.plan(step))
-            agreed = self._agree(failed, *(found or (0, 0)))
-        if agreed is None:
+        with ranks.limited(ranks.to_begin()), _Agreement(self, 0, 0) as agreed:
+            agreed.values = others.plan(step)
+        if agreed.failed:
             return
-        due, later = map(int, agreed)
+        due, later = map(int, agreed.values)
         if due:
             others.move(due)
             self.schedule.move(due)
@@ -260,9 +304,8 @@ class Shadow:
         self.results.steps.append(self.schedule.step)
         # Everything that may fail on one rank alone comes before the ranks agree, and nothing is run before that.
         with ranks.limited(ranks.to_begin()):
-            checked, failed = tried(lambda: CheckedStep(describe(), self._why_no_room(key)))
-            ready = self._all_ready(failed, begun, key)
-        if not ready or checked is None:  # which it is not: of a rank that has no step none is ready
+            checked = self._ready_step(key, describe, begun)
+        if checked is None:
             return replay()
         with ranks.limited():
             return self._check_ready(key, checked, replay, begun)
@@ -270,18 +313,21 @@ class Shadow:
     def _check_ready(self, key: Hashable, checked: CheckedStep, replay: Callable[[], Any], begun: float) -> Any:
         """All ranks are in this step."""
         output = replay()
-        _, broken = tried(lambda: self._compare(key, checked, replay, tried(lambda: checked.replayed(output))[1]))
-        _, failed = tried(checked.put_back)
-        if failed is not None:
+        with Attempt() as keep:
+            checked.replayed(output)
+        with Attempt() as compare:
+            self._compare(key, checked, replay, keep.error)
+        with Attempt() as put_back:
+            checked.put_back()
+        failed = compare.error
+        if put_back.error is not None:
             failed = RuntimeError(
-                f"the changes of the eager run could not be undone ({description(failed)}): requests in this step may "
-                "be wrong"
+                f"the changes of the eager run could not be undone ({description(put_back.error)}): requests in this "
+                "step may be wrong"
             )
             if self._is_over:  # which has told of another failure, and will not tell of this one
                 logger.warning("graphfix: %s", failed)
-        cost = time.perf_counter() - begun
-        self.results.seconds += cost
-        self._plan_next(cost, failed or broken)
+        self._schedule_next(self.schedule.wanted, begun, failed)
         return output
 
     def without_graph(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
@@ -290,18 +336,22 @@ class Shadow:
         If the step cannot be run without its graph, it runs by it, which is what stock does.
         """
         known = self._histories.setdefault(key, GraphHistory())
-        output, failed = tried(lambda: self._run_in_quarantine(key, describe))
-        if failed is None:
+        try:
+            output = self._run_in_quarantine(key, describe)
+        except Exception as error:
+            clear_traceback(error)
+            if is_lost(error):
+                raise
+            reason = description(error)
+        else:
             known.failed = 0
             return output
-        if is_lost(failed):
-            raise failed
         if not self._replayed_in_quarantine:
             self._replayed_in_quarantine = True
             logger.warning(
                 "graphfix: a step whose graph is in quarantine cannot run without it, so it is replayed as on stock: "
                 "%s",
-                description(failed),
+                reason,
             )
         known.failed += 1
         if known.failed == _GIVEN_UP:
@@ -340,50 +390,42 @@ class Shadow:
         tokens, must_know = getattr(descriptor, "num_tokens", None), not ranks.alone()
         return lambda copies: self.memory.lacks(copies, owner, tokens, must_know=must_know)
 
-    def _agree(self, failed: Exception | None, *values: float) -> tuple[float, ...] | None:
-        """The largest of each value among all ranks.
-
-        None, and the check is off, if a step before failed on one of them.
-        """
-        try:
-            anywhere, *agreed = ranks.largest(failed is not None, *values)
-        except Exception as error:
-            anywhere, agreed, failed = 1.0, [], failed or error
-        if anywhere:
-            self.stop(description(failed or FailedElsewhereError()), failed)
+    def _ready_step(self, key: Hashable, describe: Callable[[], Step], begun: float) -> CheckedStep | None:
+        """The step, which was *begun* at that time of the clock; None if a rank has a reason against checking it."""
+        checked, reason = None, ""
+        with _Agreement(self, 0.0) as unfit:
+            try:
+                checked = CheckedStep(describe(), self._why_no_room(key))
+            except UnfitStep as error:
+                unfit.values, reason = (1.0,), str(error)
+        if unfit.failed:
             return None
-        return tuple(agreed)
-
-    def _all_ready(self, failed: Exception | None, begun: float, key: Hashable) -> bool:
-        """Whether no rank has a reason against checking this step, which was *begun* at that time of the clock."""
-        unfit = isinstance(failed, UnfitStep)
-        agreed = self._agree(None if unfit else failed, unfit)
-        if agreed is None:
-            return False
-        if agreed[0]:
-            if failed is not None and not self._was_unfit:
+        if unfit.values[0]:
+            if reason and not self._was_unfit:
                 self._was_unfit = True
                 logger.info(
-                    "graphfix: a step is not checked: %s; of others like it, steps-left-out has the number", failed
+                    "graphfix: a step is not checked: %s; of others like it, steps-left-out has the number", reason
                 )
             self._histories.setdefault(key, GraphHistory()).left_out += 1
-            self._skip_step(begun)
-            return False
-        return True
+            self.results.skipped += 1
+            self._schedule_next(self.schedule.wanted_later, begun)
+            return None
+        return checked
 
-    def _skip_step(self, begun: float) -> None:
+    def _schedule_next(self, wanted: Callable[[float], int], begun: float, failed: Exception | None = None) -> None:
+        """After a step that was *begun* at that time of the clock; *wanted* makes the number of steps of what it cost.
+
+        All ranks go by the largest number, in a pipeline by that of all stages.
+        """
         cost = time.perf_counter() - begun
-        self.results.skipped += 1
         self.results.seconds += cost
-        if not self._is_over and (agreed := self._agree(None, self.schedule.wanted_later(cost))):
-            self._schedule_next(int(agreed[0]))
-
-    def _plan_next(self, cost: float, failed: Exception | None) -> None:
-        if not self._is_over and (agreed := self._agree(failed, self.schedule.wanted(cost))):
-            self._schedule_next(int(agreed[0]))
-
-    def _schedule_next(self, steps: int) -> None:
-        """*steps*, or as many as another stage of a pipeline wants."""
+        if self._is_over:
+            return
+        with _Agreement(self, 0, error=failed) as agreed:
+            agreed.values = (wanted(cost),)
+        if agreed.failed:
+            return
+        steps = int(agreed.values[0])
         if self._stages is None:
             self.schedule.checked(steps)
         else:
@@ -395,12 +437,13 @@ class Shadow:
     ) -> None:
         known = self._histories.setdefault(key, GraphHistory())
         graph, locate = checked.step.graph, known.wants_layer
-        first, error = tried(lambda: FirstRun(checked, locate=locate))
         learning = self.results.checks < _LEARNING or not known.checks
-        agreed = self._agree(failed or error, first.worst if first else 0.0)
-        if agreed is None or first is None:
+        with _Agreement(self, 0.0, error=failed) as agreed:
+            first = FirstRun(checked, locate=locate)
+            agreed.values = (first.worst,)
+        if agreed.failed:
             return
-        of_first = agreed[0]
+        of_first = agreed.values[0]
         known.sought += locate
         if of_first <= self._rounding(graph, 0.0) and not learning:
             self._count_check(known, 0.0)
@@ -444,14 +487,15 @@ class Shadow:
         """
         own_noise, error_of_all = 0.0, math.inf
         for remaining in reversed(range(_TRIES)):
-            second, error = tried(lambda: SecondRun(checked, first))
-            if second and (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
-                error = first.failure or second.failure
-            agreed = self._agree(error, second.noise if second else 0.0, second.worst if second else 0.0, known.noise)
-            if agreed is None or second is None:
+            with _Agreement(self, 0.0, 0.0, known.noise) as agreed:
+                second = SecondRun(checked, first)
+                agreed.values = second.noise, second.worst, known.noise
+                if (first.failure is None) != (second.failure is None):  # by chance, then, and not by the graph
+                    agreed.error = first.failure or second.failure
+            if agreed.failed:
                 return None
             self.results.changed_inputs.update(second.changed_inputs)
-            noise, worst, noise_before = agreed
+            noise, worst, noise_before = agreed.values
             own_noise = max(noise, own_noise)  # in this order NaN stays NaN
             error_of_all = min(error_of_all, worst)
             explained = error_of_all <= self._rounding(graph, max(own_noise, noise_before))
@@ -536,9 +580,9 @@ class Shadow:
 
     def _largest_error(self, error_of: Callable[[], float]) -> float | None:
         """The largest of all ranks; None, and the check is off, where it fails on one."""
-        error, failed = tried(error_of)
-        agreed = self._agree(failed, error if error is not None else 0.0)
-        return agreed[0] if agreed is not None else None
+        with _Agreement(self, 0.0) as agreed:
+            agreed.values = (error_of(),)
+        return None if agreed.failed else agreed.values[0]
 
     def _record_mismatch(self, key: Hashable, mismatch: Mismatch) -> None:
         known = self._histories[key]
@@ -551,9 +595,10 @@ class Shadow:
             known.layer = mismatch.first_layer
             logger.warning("graphfix: %s first goes wrong in %s, or just before it", mismatch.graph.name, known.layer)
         if self.action is Action.ABORT and mismatch.here:
-            _, failed = tried(lambda: self._end_requests(mismatch))
-            if failed is not None:  # which the next one may not
-                self._cannot_abort(str(failed) if isinstance(failed, OSError) else description(failed))
+            try:
+                self._end_requests(mismatch)
+            except Exception as error:  # which the next one may not raise
+                self._cannot_abort(str(error) if isinstance(error, OSError) else description(error))
         if self.action is Action.QUARANTINE and known.mismatches == CONFIRMATIONS:
             self.quarantined.add(key)
             self.results.quarantined.append(mismatch.graph)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from types import TracebackType
 from typing import TypeVar
 
-T = TypeVar("T")
+from typing_extensions import Self
+
+A = TypeVar("A", bound="Attempt")
 
 
 class UnfitStep(Exception):  # noqa: N818 - no error: the next step may be checked
@@ -47,17 +49,26 @@ def is_lost(error: Exception) -> bool:
     return isinstance(error, getattr(torch, "AcceleratorError", ())) or "CUDA error" in str(error)
 
 
-def tried(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What *function* returns, or the error that it raises, whose frames hold no tensor any more."""
-    try:
-        return function(), None
-    except Exception as error:
-        let_go(error)
-        return None, error
+class Attempt:
+    """Catch the error of a ``with`` block in `error`, and release the tensors in the frames that it came through."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        clear_traceback(error)
+        # Without the block's own frame, which refers to this object: such a cycle would hold the frame's tensors.
+        self.error = self.error or error.with_traceback(trace.tb_next if trace is not None else None)
+        return True
 
 
-def let_go(error: BaseException | None) -> None:
-    """Releases the tensors in the frames that an error has come through.
+def clear_traceback(error: BaseException | None) -> None:
+    """Release the tensors in the frames that *error* came through.
 
     On a GPU they would be held until Python looks for cycles.
     """

@@ -9,9 +9,8 @@ for a trial).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
-
-from vllm_graphfix.shadow.failures import tried
 
 RESERVE = 512 << 20
 """Bytes that are left free beside what was measured: for the comparison, copies of outputs, and pieces of free memory
@@ -42,13 +41,14 @@ class Memory:
 
     def begin(self) -> int | None:
         """Bytes that are allocated before a run; None where nothing can be measured."""
-        return tried(_peak_from_here)[0]
+        with suppress(Exception):
+            return _peak_from_here()
+        return None
 
     def finish(self, owner: object, tokens: object, begun: int | None) -> None:
-        peak = tried(_peak)[0] if begun is not None else None
-        if begun is not None and peak is not None:
-            key = owner, tokens
-            self.needs[key] = max(self.needs.get(key, 0), peak - begun)
+        if begun is not None:
+            with suppress(Exception):
+                self.needs[owner, tokens] = max(self.needs.get((owner, tokens), 0), _peak() - begun)
 
     def lacks(self, copies: int, owner: object, tokens: object, *, must_know: bool) -> str | None:
         """Why there is no room for a further run; None if there is.

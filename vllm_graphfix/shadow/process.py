@@ -53,16 +53,17 @@ def serve(worker: Any) -> None:
     """
     if SHADOW is None:
         return
-    from vllm_graphfix.shadow.failures import description, tried
+    from vllm_graphfix.shadow.failures import description
     from vllm_graphfix.shadow.forward import unsafe
     from vllm_graphfix.shadow.lockstep import can_count, is_in_lockstep
 
     SHADOW.memory.measuring = False
     on_v2 = bool(getattr(worker, "use_v2_model_runner", False))
     if getattr(worker.vllm_config, "lora_config", None) is not None:
-        _, failed = tried(lambda: SHADOW.expect_adapters(worker.vllm_config.model_config.dtype))
-        if failed is not None:  # what follows is begun all the same: other ranks wait for a word of this one
-            SHADOW.stop(description(failed), failed)
+        try:
+            SHADOW.expect_adapters(worker.vllm_config.model_config.dtype)
+        except Exception as error:  # what follows is begun all the same: other ranks wait for a word of this one
+            SHADOW.stop(description(error), error)
     if is_in_lockstep(worker.vllm_config):
         reason = unsafe(worker.vllm_config)
         if reason is None and on_v2 and not can_count():

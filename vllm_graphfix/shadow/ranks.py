@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.shadow import watchdog
-from vllm_graphfix.shadow.failures import FailedElsewhereError, StepError, description, tried
+from vllm_graphfix.shadow.failures import Attempt, FailedElsewhereError, StepError, description
 
 T = TypeVar("T")
 _TO_BEGIN = 300.0
@@ -107,19 +107,20 @@ def paired(prepare: Callable[[], object], run: Callable[[], T], seconds: float |
         prepare()
         return run()
     with limited(seconds):
-        _, failed = tried(prepare)
-        (anywhere,) = largest(failed is not None)
+        with Attempt() as attempt:
+            prepare()
+        (anywhere,) = largest(attempt.error is not None)
     if anywhere:
-        raise failed or FailedElsewhereError
-    with limited():
-        output, failed = tried(run)
-    if failed is not None:
+        raise attempt.error or FailedElsewhereError
+    with limited(), Attempt() as attempt:
+        output = run()
+    if (failed := attempt.error) is not None:
         logger.warning("graphfix: a run of a step without its graph has failed on this rank: %s", description(failed))
     (worst,) = largest(0.0 if failed is None else _STEP if isinstance(failed, StepError) else _OTHER)
     if worst:
         _wait_for_collectives(failed)
         raise failed or (StepError(str(FailedElsewhereError())) if worst == _STEP else FailedElsewhereError())
-    return output  # type: ignore[return-value]
+    return output
 
 
 def _wait_for_collectives(failed: Exception | None) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.concerned import has_requests
-from vllm_graphfix.shadow.failures import UnsafeError, tried
+from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.lockstep import shape_of
 from vllm_graphfix.shadow.runs import Step
@@ -149,9 +150,12 @@ def _measuring_class(kind: Any, shadow: Shadow, *, known: bool) -> Any:
         if not memory.measuring:
             self.__class__ = checked if has_full else kind
             return self(*args, **kwargs)
-        has_full = has_full or bool(tried(_is_full)[0])
+        tokens = None
+        with suppress(Exception):
+            has_full = has_full or _is_full()
+            tokens = _warm_up()
         run = call if has_full else kind.__call__
-        if (tokens := tried(_warm_up)[0]) is not None:
+        if tokens is not None:
             return memory.measured(id(self), tokens, lambda: run(self, *args, **kwargs))
         return run(self, *args, **kwargs)
 

@@ -13,13 +13,14 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._capture_source import forward_functions
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.failures import UnsafeError, description, tried
+from vllm_graphfix.shadow.failures import UnsafeError, description
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.lockstep import AGREEMENT, AGREEMENT_MODULE, is_in_lockstep, shape_of
 from vllm_graphfix.shadow.runs import Step
@@ -186,9 +187,11 @@ def _count_common_steps(stock: StockFunction, _: Activity) -> StockFunction:
         agreed = stock(cudagraph_manager, *args, **kwargs)
         shadow = process.SHADOW
         if shadow is not None and shadow.lockstep is not None and type(cudagraph_manager).__name__ == _MANAGER:
-            _, failed = tried(lambda: _count_common_step(shadow, agreed))
-            if failed is not None:
-                tried(lambda: shadow.stop(description(failed), failed))
+            try:
+                _count_common_step(shadow, agreed)
+            except Exception as error:
+                with suppress(Exception):
+                    shadow.stop(description(error), error)
         return agreed
 
     return agree

@@ -6,11 +6,12 @@ It says what they left and how far apart that is, and puts all back.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.shadow import ranks
 from vllm_graphfix.shadow.comparison import row_errors, rows_drawn_alike, state_error, tensors
-from vllm_graphfix.shadow.failures import StepError, UnfitStep, description, is_of_the_device, let_go, tried
+from vllm_graphfix.shadow.failures import StepError, UnfitStep, clear_traceback, description, is_of_the_device
 from vllm_graphfix.shadow.layers import first_difference
 from vllm_graphfix.shadow.snapshot import PythonState, RandomState, Rows, Snapshot, StateRows, copies_of_rows
 from vllm_graphfix.shadow.verdict import Graph
@@ -185,9 +186,13 @@ class FirstRun:
     def __init__(self, checked: CheckedStep, *, locate: bool) -> None:
         step = checked.step
         # What one rank cannot look at must not keep it from the run, in whose collectives the others wait.
-        of_replay = (tried(step.caches)[0] if locate else None) or []
+        of_replay: list[tuple[str, Tensor]] = []
+        with suppress(Exception):
+            of_replay = step.caches() if locate else []
         self.output, self.failure = run_again(checked)
-        self.layer = tried(lambda: first_difference(of_replay, step.caches()))[0] if of_replay else None
+        self.layer: str | None = None
+        with suppress(Exception):
+            self.layer = first_difference(of_replay, step.caches()) if of_replay else None
         self.rows = step.real_rows()
         # What failed half-way has no output: that differs in every row.
         self.errors = row_errors(checked.output, self.output, self.rows)
@@ -199,7 +204,9 @@ class SecondRun:
     """The second eager run, compared with both."""
 
     def __init__(self, checked: CheckedStep, first: FirstRun) -> None:
-        self.changed_inputs = tried(checked.before.changed_inputs)[0] or []
+        self.changed_inputs: list[str] = []
+        with suppress(Exception):
+            self.changed_inputs = checked.before.changed_inputs()
         output, self.failure = run_again(checked)
         rows, states = first.rows, checked.states_now()
         alike = rows_drawn_alike(output, first.output, rows)
@@ -235,7 +242,7 @@ def run_again(checked: CheckedStep, launch: Mapping[str, int] | None = None) -> 
     try:
         return checked.eagerly(launch), None
     except StepError as error:
-        let_go(error)
+        clear_traceback(error)
         return [], StepError(str(error))
 
 

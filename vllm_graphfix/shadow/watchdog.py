@@ -12,11 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from queue import Empty, SimpleQueue
 from typing import NoReturn, TypeVar
 
 from vllm_graphfix.log import logger
-from vllm_graphfix.shadow.failures import tried
+from vllm_graphfix.shadow.failures import Attempt
 
 LIMIT = 15.0
 """Seconds from one agreement of the ranks to the next, once all have come to a step. A rank may be slow, by 10 s say;
@@ -127,12 +126,17 @@ def _last_words(reason: str) -> None:
 
 def within(seconds: float, function: Callable[[], T]) -> T:
     """What *function* returns or raises, or a TimeoutError: then it is left behind, in a thread of its own."""
-    answers: SimpleQueue[tuple[T | None, Exception | None]] = SimpleQueue()
-    threading.Thread(target=lambda: answers.put(tried(function)), daemon=True).start()
-    try:
-        answer, failed = answers.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"no answer for {seconds:.0f} s") from None
-    if failed is not None:
-        raise failed
-    return answer  # type: ignore[return-value]
+    attempt, answer = Attempt(), list[T]()
+
+    def call() -> None:
+        with attempt:
+            answer.append(function())
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if attempt.error is not None:
+        raise attempt.error
+    if not answer:
+        raise TimeoutError(f"no answer for {seconds:.0f} s")
+    return answer[0]
