@@ -27,12 +27,12 @@ from vllm_graphfix.source.files import open_source
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: runner.name)
 def test_the_code_of_every_release_from_0_18_on_is_known(runner: Any, release: str) -> None:
-    found = runner.diagnose(open_source(release_root(release)))
+    actual = runner.diagnose(open_source(release_root(release)))
     first = (0, 19) if runner.name == "shadow-v2-drafter" else (0, 18)
     if tuple(map(int, release.split("."))) >= first:
-        assert found.verdict is Verdict.AFFECTED, found.reason
+        assert actual.verdict is Verdict.AFFECTED, actual.reason
     elif runner.name == "shadow-v2-drafter":
-        assert found.verdict is Verdict.ABSENT, found.reason
+        assert actual.verdict is Verdict.ABSENT, actual.reason
 
 
 @pytest.mark.parametrize("release", ["0.18.0", "0.21.0", "0.30.0", "0.33.0"])
@@ -49,8 +49,8 @@ def test_breakable_graphs_of_model_runner_v1(release: str) -> None:
 
 def test_where_breakable_graphs_take_the_place_of_full_ones_they_are_watched(release: str) -> None:
     (v1,) = (runner for runner in RUNNERS if runner.name == "shadow-v1")
-    found = v1.diagnose(open_source(release_root(release)))
-    watched = {patch.name for patch in v1.patches(found.shape)} if found.shape else set()
+    actual = v1.diagnose(open_source(release_root(release)))
+    watched = {patch.name for patch in v1.patches(actual.shape)} if actual.shape else set()
     in_place = (0, 22) <= tuple(map(int, release.split(".")))[:2] <= (0, 29)
     assert ("BreakableCUDAGraphWrapper.__init__" in watched) == in_place
 
@@ -158,15 +158,15 @@ def test_every_setting_of_parallelism_is_in_the_table_which_says_what_is_refused
     rows = dict(re.findall(r"^\| `(\w+)` \| (checked|refused)", page, re.MULTILINE))
     for field in fields:
         if re.search("_parallel_size$|^enable_", field):
-            given = DEFAULTS | {field: 2 if field.endswith("_size") else True}
-            assert rows[field] == _what_becomes_of(**given), field
+            values = DEFAULTS | {field: 2 if field.endswith("_size") else True}
+            assert rows[field] == _what_becomes_of(**values), field
     backends = re.search(r"^All2AllBackend = Literal\[(.*?)^\]", source, re.MULTILINE | re.DOTALL)
     assert backends is not None
     table = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (checked|refused)", page, re.MULTILINE)
-    of_backends = {name: told for names, told in table for name in re.findall(r"`(\w+)`", names)}
+    of_backends = {name: outcome for names, outcome in table for name in re.findall(r"`(\w+)`", names)}
     for backend in re.findall(r'"(\w+)"', backends[1]):
-        given = DEFAULTS | {"data_parallel_size": 2, "all2all_backend": backend}
-        assert of_backends[backend] == _what_becomes_of(**given), backend
+        values = DEFAULTS | {"data_parallel_size": 2, "all2all_backend": backend}
+        assert of_backends[backend] == _what_becomes_of(**values), backend
     for kernels in _exchange_tokens_themselves(release):
         assert of_backends[kernels] == _what_becomes_of(kernels, **DEFAULTS, data_parallel_size=2) == "refused"
         assert _what_becomes_of(kernels, **DEFAULTS) == "checked"

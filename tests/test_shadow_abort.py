@@ -42,28 +42,28 @@ def test_who_has_a_wrong_row_ends_with_an_error_and_the_others_are_right(
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    actual: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     rows = {int(row) for row in wrong.split(",") if row != "none"}
     ending = rows if not more else set()
-    assert (found["state"], found["counts"]["checks"] > 20, found["counts"]["steps-left-out"]) == ("active", True, 0)
-    # Of vLLM's own scheduler, in steps without a verdict: it calls nothing that could wait.
-    assert found["called"] == ([] if more else ["_around_update"])
-    assert found["abort"] == (None if more else "active")
-    assert (found["counts"]["mismatches"], found["counts"]["aborted"]) == (int(bool(rows)), len(ending))
-    for number, (asked, after, again, right) in enumerate(
-        zip(found["asked"], found["after"], found["again"], found["eager"], strict=True)
+    assert (actual["state"], actual["counts"]["checks"] > 20, actual["counts"]["steps-left-out"]) == ("active", True, 0)
+    # Of vLLM's own scheduler, in steps without a verdict: it answer nothing that could wait.
+    assert actual["called"] == ([] if more else ["_around_update"])
+    assert actual["abort"] == (None if more else "active")
+    assert (actual["counts"]["mismatches"], actual["counts"]["aborted"]) == (int(bool(rows)), len(ending))
+    for number, (answer, after, again, right) in enumerate(
+        zip(actual["asked"], actual["after"], actual["again"], actual["eager"], strict=True)
     ):
         whole_blocks = aborted_engine.LENGTHS[number] // 16 * 16
         if number in ending:
-            assert asked["reason"] == "error"
-            assert "its tokens came of a wrong replay of a CUDA graph (a replayed CUDA graph was wrong" in asked["why"]
-            assert f"{len(rows)} of 3 rows differ" in asked["why"]
+            assert answer["reason"] == "error"
+            assert "its tokens came of a wrong replay of a CUDA graph (a replayed CUDA graph was wrong" in answer["why"]
+            assert f"{len(rows)} of 3 rows differ" in answer["why"]
             # The prompt's token, and those of the right replays: not the one that came of the wrong row.
-            assert asked["tokens"] == right["tokens"][: aborted_engine.AT]
+            assert answer["tokens"] == right["tokens"][: aborted_engine.AT]
             assert after["cached"] == 0
         else:
-            assert (asked["reason"], len(asked["tokens"])) == ("length", aborted_engine.TOKENS)
-            assert asked["tokens"] == right["tokens"] or number in rows
+            assert (answer["reason"], len(answer["tokens"])) == ("length", aborted_engine.TOKENS)
+            assert answer["tokens"] == right["tokens"] or number in rows
             assert after["cached"] == whole_blocks
         # Later requests are served, and find what those before them have left.
         assert (after["reason"], after["tokens"]) == ("length", right["tokens"][:1])

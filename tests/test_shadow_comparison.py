@@ -1,4 +1,4 @@
-"""What the shadow check calls a difference: of rows, tokens and bits, and of what the ranks of a group have found."""
+"""Differences of rows, tokens and bits, and the agreement of a group's ranks on them."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from vllm_graphfix.shadow.snapshot import PythonState
 from vllm_graphfix.shadow.verdict import Graph
 
 
-def test_an_error_is_relative_to_the_largest_value_of_its_row_and_padding_is_not_looked_at() -> None:
+def test_an_error_is_relative_to_its_rows_largest_value_without_padding() -> None:
     import torch
 
     from vllm_graphfix.shadow.comparison import row_errors
 
     expected = torch.tensor([[4.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
-    found = torch.tensor([[4.0, 2.0], [1.0, 0.0], [9.0, 9.0]])
-    assert row_errors([found], [expected], 2).tolist() == [0.25, 0.0]
+    actual = torch.tensor([[4.0, 2.0], [1.0, 0.0], [9.0, 9.0]])
+    assert row_errors([actual], [expected], 2).tolist() == [0.25, 0.0]
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "error"),
+    ("actual", "expected", "error"),
     [
         (math.nan, math.nan, 0.0),
         (math.inf, math.inf, 0.0),
@@ -41,13 +41,13 @@ def test_an_error_is_relative_to_the_largest_value_of_its_row_and_padding_is_not
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nan_is_a_difference_where_it_is_on_one_side_alone(
-    found: float, expected: float, error: float, dtype: str
+    actual: float, expected: float, error: float, dtype: str
 ) -> None:
     import torch
 
     from vllm_graphfix.shadow.comparison import row_errors
 
-    one, other = (torch.tensor([[value, 0.0]], dtype=getattr(torch, dtype)) for value in (found, expected))
+    one, other = (torch.tensor([[value, 0.0]], dtype=getattr(torch, dtype)) for value in (actual, expected))
     assert row_errors([one], [other], 1).item() == pytest.approx(error, rel=0.01)
 
 
@@ -57,15 +57,15 @@ def test_tuples_stages_of_a_pipeline_and_tokens_are_compared() -> None:
     from vllm_graphfix.shadow.comparison import row_errors, tensors
 
     class IntermediateTensors:
-        def __init__(self, **given: torch.Tensor) -> None:
-            self.tensors = given
+        def __init__(self, **arguments: torch.Tensor) -> None:
+            self.tensors = arguments
 
     hidden, tokens = torch.ones(2, 3), torch.tensor([5, 6])
-    given = (hidden, [IntermediateTensors(residual=hidden * 2, hidden=hidden)], tokens, None)
-    found = list(tensors(given))
-    assert [tuple(tensor.shape) for tensor in found] == [(2, 3)] * 3 + [(2,)]
-    assert row_errors(found, [*found[:3], torch.tensor([5, 7])], 2).tolist() == [0.0, 1 / 7]
-    assert row_errors(found, found[:3], 2).tolist() == [math.inf] * 2
+    arguments = (hidden, [IntermediateTensors(residual=hidden * 2, hidden=hidden)], tokens, None)
+    actual = list(tensors(arguments))
+    assert [tuple(tensor.shape) for tensor in actual] == [(2, 3)] * 3 + [(2,)]
+    assert row_errors(actual, [*actual[:3], torch.tensor([5, 7])], 2).tolist() == [0.0, 1 / 7]
+    assert row_errors(actual, actual[:3], 2).tolist() == [math.inf] * 2
     assert row_errors([hidden], [hidden[:1]], 2).tolist() == [math.inf] * 2
     with pytest.raises(TypeError, match="str"):
         list(tensors("text"))
@@ -76,12 +76,12 @@ def test_numbers_of_many_rows_are_compared_in_parts(monkeypatch: pytest.MonkeyPa
 
     from vllm_graphfix.shadow import comparison
 
-    monkeypatch.setattr(comparison, "_AT_ONCE", 7)
+    monkeypatch.setattr(comparison, "_CHUNK", 7)
     expected = torch.arange(1.0, 41.0).view(10, 4)
-    found = expected.clone()
-    found[9, 3] = 0
-    assert comparison.row_errors([found], [expected], 10).tolist() == [0.0] * 9 + [1.0]
-    assert comparison.row_errors([found], [expected], 9).tolist() == [0.0] * 9
+    actual = expected.clone()
+    actual[9, 3] = 0
+    assert comparison.row_errors([actual], [expected], 10).tolist() == [0.0] * 9 + [1.0]
+    assert comparison.row_errors([actual], [expected], 9).tolist() == [0.0] * 9
 
 
 def drafts_checked(runs: list[tuple[list[float], list[int]]]) -> int:
@@ -94,10 +94,10 @@ def drafts_checked(runs: list[tuple[list[float], list[int]]]) -> int:
     from vllm_graphfix.shadow.runs import Step
 
     values, tokens = torch.zeros(2, 1), torch.zeros(2, 1, dtype=torch.int64)
-    left = iter(runs)
+    remaining = iter(runs)
 
     def run() -> None:
-        numbers, drawn = next(left, runs[0])  # whatever comes after them is one more replay
+        numbers, drawn = next(remaining, runs[0])  # whatever comes after them is one more replay
         values[:, 0], tokens[:, 0] = torch.tensor(numbers), torch.tensor(drawn)
 
     step = Step(
@@ -112,7 +112,7 @@ def drafts_checked(runs: list[tuple[list[float], list[int]]]) -> int:
     )
     shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("vllm_graphfix.shadow.ranks.largest", lambda *given: given)
+        patched.setattr("vllm_graphfix.shadow.ranks.all_reduce_max", lambda *arguments: arguments)
         shadow.check("graph", lambda: step, run)
     assert shadow.stopped is None
     assert (values[:, 0].tolist(), tokens[:, 0].tolist()) == runs[0]
@@ -139,7 +139,7 @@ class OfNumbers:
     """A shadow check of graphs that return a row of numbers, whose runs without a graph have errors as planned."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("vllm_graphfix.shadow.ranks.largest", lambda *given: given)
+        monkeypatch.setattr("vllm_graphfix.shadow.ranks.all_reduce_max", lambda *arguments: arguments)
         self.shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
 
     def wrong(self, name: str, replay: float, *eager: float) -> int:
@@ -155,7 +155,7 @@ class OfNumbers:
         return self.shadow.results.mismatches
 
 
-def test_where_runs_without_a_graph_are_equal_noise_of_no_other_step_hides_a_difference(
+def test_noise_of_other_steps_hides_nothing_where_eager_runs_are_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     of = OfNumbers(monkeypatch)
@@ -166,37 +166,37 @@ def test_where_runs_without_a_graph_are_equal_noise_of_no_other_step_hides_a_dif
     assert of.shadow.results.noise == pytest.approx(0.0095, rel=0.02)
     assert [of.wrong("a", 0.07, 0.0) for _ in range(3)] == [1, 2, 3]
     assert [of.wrong("b", 1e-6, 0.0) for _ in range(3)] == [4, 5, 6]
-    assert [each.noise for each in of.shadow.results.kept] == [0.0] * 6
+    assert [each.noise for each in of.shadow.results.first_mismatches] == [0.0] * 6
 
 
-def test_a_graph_of_which_each_step_is_left_out_shows_until_one_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_whose_steps_are_all_skipped_shows_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     of = OfNumbers(monkeypatch)
     monkeypatch.setattr(process, "SHADOW", of.shadow)
     runner = FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied to CUDAGraphWrapper.__init__")
 
-    def told() -> tuple[State, Code]:
-        found = process.state({"shadow-v1": runner})
-        return found.state, found.code
+    def reported() -> tuple[State, Code]:
+        actual = process.state({"shadow-v1": runner})
+        return actual.state, actual.code
 
     assert of.wrong("a", 0.0, 0.0) == 0
     for _ in range(4):
         of.wrong("b", 0.0, 0.3, 0.6, 0.9, 1.2)
-    assert (of.shadow.results.skipped, told()) == (4, (State.ACTIVE, Code.NONE))
+    assert (of.shadow.results.skipped, reported()) == (4, (State.ACTIVE, Code.NONE))
     of.wrong("b", 0.0, 0.3, 0.6, 0.9, 1.2)
     of.wrong("a", 0.0, 0.0)  # that another one is checked says nothing of it
-    assert told() == (State.ACTIVE, Code.GRAPH_EXCLUDED)
+    assert reported() == (State.ACTIVE, Code.GRAPH_EXCLUDED)
     of.wrong("b", 0.0, 0.0)
-    assert told() == (State.ACTIVE, Code.NONE)
+    assert reported() == (State.ACTIVE, Code.NONE)
 
 
 def test_a_graph_for_whose_steps_memory_is_always_short_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     of = OfNumbers(monkeypatch)
-    monkeypatch.setattr(of.shadow, "_why_no_room", lambda key: lambda copies: "memory is short" if key == "b" else None)
+    monkeypatch.setattr(of.shadow, "_memory_for", lambda key: lambda copies: "memory is short" if key == "b" else None)
     for _ in range(5):
-        assert not of.shadow.leaves_out_a_graph()
+        assert not of.shadow.skips_a_graph()
         of.wrong("a", 0.0, 0.0)
         of.wrong("b", 0.0, 0.0)
-    assert of.shadow.leaves_out_a_graph()
+    assert of.shadow.skips_a_graph()
 
 
 @pytest.mark.parametrize(
@@ -209,11 +209,11 @@ def test_each_way_not_to_check_or_not_to_act_has_a_state_and_a_code(
     shadow = Shadow(Rate(every=1), Action.ABORT, process.refuse)
     setattr(shadow, field, "as planned")
     monkeypatch.setattr(process, "SHADOW", shadow)
-    found = process.state({"shadow-v1": FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")})
-    assert (found.state, found.code) == (state, code)
+    actual = process.state({"shadow-v1": FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")})
+    assert (actual.state, actual.code) == (state, code)
     monkeypatch.setattr(process, "REFUSED", "a KV connector")
-    found = process.state({"shadow-v1": FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")})
-    assert (found.state, found.code) == (State.INCOMPATIBLE, Code.ENGINE)
+    actual = process.state({"shadow-v1": FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")})
+    assert (actual.state, actual.code) == (State.INCOMPATIBLE, Code.ENGINE)
 
 
 def test_noise_of_a_graph_fades_and_is_no_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def test_noise_of_a_graph_fades_and_is_no_other_graphs(monkeypatch: pytest.Monke
     for _ in range(40):
         assert of.wrong("a", 0.0, 1e-6, 0.0) == 1
     assert of.wrong("a", 0.01, 1e-6, 0.0) == 2
-    assert of.shadow.results.kept[-1].noise < 1e-5
+    assert of.shadow.results.first_mismatches[-1].noise < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool"])
@@ -253,12 +253,12 @@ def _ask(rank: int, port: int, answers: Any) -> None:
     state.get_tp_group = lambda: SimpleNamespace(world_size=2, cpu_group=torch.distributed.group.WORLD)
     sys.modules |= {"vllm": ModuleType("vllm"), "vllm.distributed": ModuleType("vllm.distributed")}
     sys.modules["vllm.distributed.parallel_state"] = state
-    from vllm_graphfix.shadow.ranks import largest
+    from vllm_graphfix.shadow.ranks import all_reduce_max
 
-    answers.put(largest(float(rank), 3.0 - rank, math.inf * rank if rank else 0.0))
+    answers.put(all_reduce_max(float(rank), 3.0 - rank, math.inf * rank if rank else 0.0))
 
 
-def test_ranks_of_a_group_come_to_the_largest_that_one_of_them_found() -> None:
+def test_ranks_of_a_group_agree_on_the_maximum() -> None:
     import socket
 
     with socket.socket() as free:
@@ -274,7 +274,7 @@ def test_ranks_of_a_group_come_to_the_largest_that_one_of_them_found() -> None:
         each.join()
 
 
-def test_a_run_that_is_told_what_the_capture_was_told_has_no_plan_of_the_step() -> None:
+def test_a_run_with_the_captures_numbers_has_no_plan_of_the_step() -> None:
     import torch
 
     metadata = type("Metadata", (), {"__module__": "vllm.of_a_test"})()
@@ -288,6 +288,6 @@ def test_a_run_that_is_told_what_the_capture_was_told_has_no_plan_of_the_step() 
     state.set_numbers({"max_query_len": 64})
     assert (metadata.max_query_len, metadata.scheduler_metadata) == (64, None)
     assert latent.scheduler_metadata is needed
-    state.put_back()
+    state.restore()
     assert metadata.max_query_len == 1
     assert metadata.scheduler_metadata is plan

@@ -19,7 +19,7 @@ from vllm_graphfix.shadow.schedule import Schedule, place
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "normal"),
+    ("text", "actual", "normal"),
     [
         ("", Rate(), "off"),
         ("Off", Rate(), "off"),
@@ -31,20 +31,20 @@ from vllm_graphfix.shadow.schedule import Schedule, place
         ("0.000001%", Rate(share=1e-8), "0.000001%"),
     ],
 )
-def test_a_rate_is_a_fraction_of_the_replays_or_a_budget_of_the_time(text: str, found: Rate, normal: str) -> None:
-    assert shadow_rate.parse(text) == pytest.approx(found)
+def test_a_rate_is_a_fraction_of_the_replays_or_a_budget_of_the_time(text: str, actual: Rate, normal: str) -> None:
+    assert shadow_rate.parse(text) == pytest.approx(actual)
     assert shadow_rate.normal(text) == normal
     assert shadow_rate.normal(normal) == normal
-    assert bool(found) == (normal != "off")
+    assert bool(actual) == (normal != "off")
 
 
 @pytest.mark.parametrize(
     "text", ["on", "1/0", "2/3", "0%", "101%", "0.1", "1/1e3", "x" * 9999, "1/\u0662", "-1%", "1/9999999999"]
 )
-def test_what_is_no_rate_is_told_with_what_would_be_one_and_changes_nothing(text: str) -> None:
-    found = read({SHADOW: text, SHADOW_ACTION: "quarantin"}, ())
-    assert (found.shadow, found.shadow_action) == ("off", Action.REPORT)
-    first, second = found.problems
+def test_a_value_that_is_no_rate_is_reported_with_one_that_is(text: str) -> None:
+    actual = read({SHADOW: text, SHADOW_ACTION: "quarantin"}, ())
+    assert (actual.shadow, actual.shadow_action) == ("off", Action.REPORT)
+    first, second = actual.problems
     assert shadow_rate.VALID in first
     assert "did you mean quarantine?" in second
 
@@ -52,10 +52,10 @@ def test_what_is_no_rate_is_told_with_what_would_be_one_and_changes_nothing(text
 @given(st.text(max_size=30))
 def test_no_text_raises_anything_but_what_settings_expect(text: str) -> None:
     try:
-        found = shadow_rate.normal(text)
+        actual = shadow_rate.normal(text)
     except ValueError:
         return
-    assert shadow_rate.normal(found) == found
+    assert shadow_rate.normal(actual) == actual
 
 
 def test_all_processes_of_an_engine_go_by_the_rate_of_the_first() -> None:
@@ -72,20 +72,20 @@ def test_all_processes_of_an_engine_go_by_the_rate_of_the_first() -> None:
 
 def due_steps(schedule: Schedule, steps: int) -> list[int]:
     """The steps that are checked, counted from 1; ranks of one group do the same."""
-    found = []
+    actual = []
     for _ in range(steps):
         schedule.count += 1
         if schedule.count >= schedule.due:
-            found.append(schedule.count)
-            schedule.checked(schedule.wanted(0.0))
-    return found
+            actual.append(schedule.count)
+            schedule.check_in(schedule.wanted(0.0))
+    return actual
 
 
 @given(st.integers(1, 300), st.integers(1, 20))
 def test_of_a_fraction_each_window_has_one_check_wherever_it_is(every: int, windows: int) -> None:
-    found = due_steps(Schedule(Rate(every=every)), every * windows)
-    assert [(step - 1) // every for step in found] == list(range(windows))
-    assert found == due_steps(Schedule(Rate(every=every)), every * windows)  # on every rank
+    actual = due_steps(Schedule(Rate(every=every)), every * windows)
+    assert [(step - 1) // every for step in actual] == list(range(windows))
+    assert actual == due_steps(Schedule(Rate(every=every)), every * windows)  # on every rank
 
 
 def test_a_batch_that_repeats_is_checked_at_all_its_places() -> None:
@@ -95,7 +95,7 @@ def test_a_batch_that_repeats_is_checked_at_all_its_places() -> None:
 def test_a_check_that_came_late_puts_the_next_into_its_own_window() -> None:
     schedule = Schedule(Rate(every=10))
     schedule.count = 57
-    schedule.checked(schedule.wanted(0.0))
+    schedule.check_in(schedule.wanted(0.0))
     assert 60 < schedule.due <= 70
 
 
@@ -105,7 +105,7 @@ def test_a_check_that_came_late_puts_the_next_into_its_own_window() -> None:
     load=st.lists(st.floats(0.7, 1.4), min_size=4, max_size=4),
     costs=st.lists(st.floats(0.01, 0.2), min_size=5, max_size=5),
 )
-def test_a_budget_is_kept_within_half_over_five_minutes(
+def test_a_budget_holds_within_half_over_five_minutes(
     share: float, typical: float, load: list[float], costs: list[float]
 ) -> None:
     now, spent, checks = 0.0, 0.0, 0
@@ -119,7 +119,7 @@ def test_a_budget_is_kept_within_half_over_five_minutes(
         cost = costs[checks % 5]
         checks += 1
         spent += cost
-        schedule.checked(schedule.wanted(cost))
+        schedule.check_in(schedule.wanted(cost))
     # What is spent at once cannot be less than one check, and the first is before anything is known.
     assert share * now / 1.5 - 2 * max(costs) <= spent <= 1.5 * share * now + 2 * max(costs)
 
@@ -128,7 +128,7 @@ def test_a_budget_is_kept_within_half_over_five_minutes(
 @pytest.mark.parametrize("later", [0.008, 0.02])
 @pytest.mark.parametrize("step", [0.0027, 0.02])
 @pytest.mark.parametrize("replays", [1, 4])
-def test_five_minutes_are_enough_for_a_budget_of_a_thousandth_though_the_first_check_is_slow(
+def test_a_budget_of_a_thousandth_holds_after_five_minutes(
     first: float, later: float, step: float, replays: int
 ) -> None:
     """On a GPU it was measured so: kernels that only run without graphs are loaded in the first check.
@@ -143,7 +143,7 @@ def test_five_minutes_are_enough_for_a_budget_of_a_thousandth_though_the_first_c
         now += steps * step
         cost = later if spent else first
         spent += cost
-        schedule.checked(schedule.wanted(cost))
+        schedule.check_in(schedule.wanted(cost))
     assert 1 / 1.5 < spent / (0.001 * 300) < 1.5
 
 
@@ -155,7 +155,7 @@ def test_steps_that_cannot_be_checked_are_not_tried_one_after_the_other() -> Non
         schedule._busy += 0.003
         if schedule.count >= schedule.due:
             tried += 1
-            schedule.checked(schedule.wanted_later(0.0001))
+            schedule.check_in(schedule.wanted_later(0.0001))
     assert tried == 12
     assert schedule._spent == pytest.approx(12 * 0.0001)
 
@@ -167,7 +167,7 @@ def test_what_an_agreement_took_is_spent_and_no_step_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "perf_counter", lambda: next(now))
     schedule = Schedule(Rate(share=0.01))
     schedule.tick()
-    schedule.plan(0.02)
+    schedule.add_planning(0.02)
     schedule.tick()
     assert schedule._busy == pytest.approx(0.02)
     assert schedule._spent == 0.02

@@ -33,12 +33,12 @@ from vllm_graphfix.fix import Activity
 from vllm_graphfix.patching.manager import FixManager, Policy
 from vllm_graphfix.settings.environment import Master
 from vllm_graphfix.settings.shadow_rate import NEVER, Action, Rate
-from vllm_graphfix.shadow import drafter_v2, process, ranks, runner_v1, runner_v2, stages, watchdog
+from vllm_graphfix.shadow import coordinator, drafter_v2, process, ranks, runner_v1, runner_v2, stages, watchdog
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError
+from vllm_graphfix.shadow.failures import StepNotCheckable, UnsafeError
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.schedule import Schedule
-from vllm_graphfix.shadow.stages import Place, Stages
+from vllm_graphfix.shadow.stages import PipelineCoordinator, Place
 from vllm_graphfix.shadow.verdict import Graph
 
 
@@ -103,17 +103,17 @@ class StageV2StandIn(StageStandIn):
 
 
 class PipelineStandIn:
-    """Stages that make the same calls one after the other, and up to *in_flight* batches at once."""
+    """PipelineCoordinator that make the same calls one after the other, and up to *in_flight* batches at once."""
 
-    def __init__(self, *found: StageStandIn, in_flight: int = 3) -> None:
-        self.stages, self.in_flight = found, in_flight
+    def __init__(self, *members: StageStandIn, in_flight: int = 3) -> None:
+        self.stages, self.in_flight = members, in_flight
         self.store = HashStore()
-        for number, stage in enumerate(found):
-            place = Place(number, len(found), "0")
+        for number, stage in enumerate(members):
+            place = Place(number, len(members), "0")
             with pytest.MonkeyPatch.context() as patched:
-                made = functools.partial(Stages, place, store=self.in_store)
+                made = functools.partial(PipelineCoordinator, place, store=self.in_store)
                 patched.setattr(stages, "of_this_rank", made)
-                stage.shadow.begin_in_pipeline(drafts=isinstance(stage, StageV2StandIn))
+                stage.shadow.start_in_pipeline(drafts=isinstance(stage, StageV2StandIn))
 
     def in_store(self) -> Any:
         return self.store
@@ -151,7 +151,7 @@ def _stand_in_for_vllm(patched: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _stand_in_for_vllm(monkeypatch)
-    monkeypatch.setattr(ranks, "largest", lambda *values: values)
+    monkeypatch.setattr(ranks, "all_reduce_max", lambda *values: values)
     monkeypatch.setattr(stages, "_PATIENCE", 0.2)
     yield
     process.start(Rate(), Action.REPORT)
@@ -159,9 +159,7 @@ def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [2, 3, 8])
 @pytest.mark.parametrize("seed", range(3))
-def test_stages_with_costs_of_their_own_check_the_same_steps_and_as_seldom_as_the_dearest(
-    number: int, seed: int
-) -> None:
+def test_stages_check_the_same_steps_as_seldom_as_the_dearest_one(number: int, seed: int) -> None:
     def wanted(stage: int) -> Callable[[int], int]:
         return lambda calls: 150 + 40 * ((calls + stage) % number)
 
@@ -206,7 +204,7 @@ def test_a_stage_whose_check_fails_or_is_refused_lets_the_others_go_on(which: in
 
 def test_a_stage_that_was_refused_before_the_first_step_is_not_waited_for() -> None:
     one, other = (StageStandIn(0.05, lambda _: 200) for _ in range(2))
-    one.shadow.stop("planted")
+    one.shadow.stop(RuntimeError("planted"))
     pipeline = PipelineStandIn(one, other)
     pipeline.run(500)
     assert (one.checked, other.checked) == ([], [100, 300, 500])
@@ -217,11 +215,13 @@ def test_a_stage_whose_engine_is_refused_says_so(monkeypatch: pytest.MonkeyPatch
     store, begun = HashStore(), Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
     monkeypatch.setattr(process, "SHADOW", begun)
     monkeypatch.setattr(process, "REFUSED", None)
-    monkeypatch.setattr(stages, "of_this_rank", functools.partial(Stages, Place(1, 2, "0"), store=lambda: store))
+    monkeypatch.setattr(
+        stages, "of_this_rank", functools.partial(PipelineCoordinator, Place(1, 2, "0"), store=lambda: store)
+    )
     worker = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)))
     if before:
         process.refuse("planted")
-    process.serve(worker)
+    process.on_captured(worker)
     process.refuse("planted")  # the first time that it is said counts
     assert begun.schedule.due == NEVER
     assert PrefixStore("shadow/0", store).check(["over/1"])
@@ -231,7 +231,7 @@ def test_a_step_that_one_stage_cannot_check_is_followed_by_one_that_all_check() 
     pipeline = pair()
     first, last = pipeline.stages
     last.shadow.schedule.wanted_later = lambda cost: 400
-    last.fails = UnfitStep("planted")
+    last.fails = StepNotCheckable("planted")
     pipeline.run(120)
     last.fails = None
     pipeline.run(700)
@@ -261,7 +261,7 @@ def test_steps_that_replay_nothing_are_waited_out_by_all_alike(runner: str) -> N
 
 @pytest.mark.parametrize(("share", "window"), [(1.0, 20), (0.05, 20), (0.01, 100), (0.001, 1000), (0.00001, 1024)])
 def test_a_replay_is_sought_for_as_many_steps_as_the_budget_of_one(share: float, window: int) -> None:
-    assert Stages(Place(0, 2, "0"), share, due=500).plan_at == 500 + window
+    assert PipelineCoordinator(Place(0, 2, "0"), share, due=500).plan_at == 500 + window
 
 
 def test_a_stage_that_checks_no_more_plans_no_more_though_a_graph_is_in_quarantine() -> None:
@@ -285,8 +285,8 @@ def test_where_one_stage_replays_nothing_the_other_is_checked_all_the_same() -> 
 
 def test_a_stage_that_never_tells_what_it_wants_ends_the_check_of_all() -> None:
     pipeline = pair(150, 150, 150)
-    silent = pipeline.stages[1].shadow._stages
-    silent._place = silent._place._replace(tells=False)
+    silent = pipeline.stages[1].shadow._pipeline
+    silent._place = silent._place._replace(speaks=False)
     pipeline.run(400)
     assert [stage.checked for stage in (pipeline.stages[0], pipeline.stages[2])] == [[100]] * 2
     for stage in (pipeline.stages[0], pipeline.stages[2]):
@@ -312,7 +312,7 @@ def test_a_store_that_fails_ends_the_check_and_serving_goes_on(which: int) -> No
     def fail() -> Any:
         raise ConnectionError("the store is gone")
 
-    stage.shadow._stages._store = fail
+    stage.shadow._pipeline._store = fail
     pipeline.run(400)
     assert max(len(each.checked) for each in pipeline.stages) <= 2  # what was left before holds
     assert stage.shadow.stopped == "ConnectionError: the store is gone"
@@ -323,7 +323,7 @@ def test_a_stage_that_could_not_tell_what_it_wants_says_that_it_is_over() -> Non
     pipeline = pair()
     first, last = pipeline.stages
     pipeline.run(90)
-    with mock.patch.object(last.shadow._stages, "_store", side_effect=ConnectionError("for a moment")):
+    with mock.patch.object(last.shadow._pipeline, "_store", side_effect=ConnectionError("for a moment")):
         pipeline.run(20)
     pipeline.run(500)
     assert (last.shadow.stopped, last.checked) == ("ConnectionError: for a moment", [100])
@@ -343,26 +343,26 @@ def test_nobody_waits_for_a_word_that_goes_between_two_looks_at_the_store(which:
             return getattr(self._store, name)
 
         def check(self, keys: list[str]) -> bool:
-            found = self._store.check(keys)
+            actual = self._store.check(keys)
             for key in keys:
                 if not key.startswith("over"):
                     self._store.delete_key(key)
-            return bool(found)
+            return bool(actual)
 
         def get(self, key: str) -> bytes:
             assert self._store.check([key]), f"waits for {key}"
             return bytes(self._store.get(key))
 
     pipeline = pair()
-    others = pipeline.stages[which].shadow._stages
-    store = ForgetfulStoreStandIn(others._in_store())
-    with mock.patch.object(others, "_in_store", return_value=store):
+    others = pipeline.stages[which].shadow._pipeline
+    store = ForgetfulStoreStandIn(others._open())
+    with mock.patch.object(others, "_open", return_value=store):
         pipeline.run(500)
     assert [stage.shadow.stopped for stage in pipeline.stages] == [None, None]
     assert [stage.checked for stage in pipeline.stages] == [[100, 300, 500]] * 2
 
 
-def test_stages_that_wait_for_the_first_one_in_vain_do_so_once_and_not_one_after_the_other() -> None:
+def test_stages_wait_in_vain_for_the_first_one_all_at_once() -> None:
     pipeline = pair(150, 150, 150, 150)
     pipeline.run(100)
     pipeline.stages[0].shadow.schedule.due = NEVER  # it ends, and cannot say so
@@ -380,8 +380,8 @@ def test_an_engine_finds_nothing_of_one_before_it_in_the_same_store(monkeypatch:
     for each in (first, second):
         monkeypatch.setattr(each, "_store", lambda: store)
     first.end()
-    assert first._in_store().check(["over/1"])
-    assert not second._in_store().check(["over/1"])
+    assert first._open().check(["over/1"])
+    assert not second._open().check(["over/1"])
 
 
 @pytest.mark.parametrize("over", [True, False])
@@ -391,26 +391,26 @@ def test_an_engine_that_serves_for_years_is_not_checked_at_every_step(over: bool
         schedule, steps = stage.shadow.schedule, 10**11  # of 1 ms, three years of them
         schedule.count = steps * (schedule.within + 1)
         if over:
-            stage.shadow.stop("planted")
+            stage.shadow.stop(RuntimeError("planted"))
         else:
             schedule.move(steps + 10)
-            stage.shadow._stages.move(steps + 10)
+            stage.shadow._pipeline.move(steps + 10)
     pipeline.run(60)
     first, last = pipeline.stages
     assert first.checked == last.checked == ([] if over else [10])
 
 
 @pytest.mark.parametrize(
-    "left", ["check 100", "check -1", "plan 1", "check 1e9", "over", "over 1\n", "", "check " + "9" * 19]
+    "plan", ["check 100", "check -1", "plan 1", "check 1e9", "over", "over 1\n", "", "check " + "9" * 19]
 )
-def test_what_no_stage_has_left_in_the_store_ends_the_check_and_does_nothing_else(left: str) -> None:
+def test_a_forged_plan_in_the_store_ends_the_check_and_nothing_else(plan: str) -> None:
     pipeline = pair()
     pipeline.run(100)
     first, last = pipeline.stages
     first.shadow.schedule.due = NEVER
-    PrefixStore("shadow/0", pipeline.store).set("plan/120", left)
+    PrefixStore("shadow/0", pipeline.store).set("plan/120", plan)
     pipeline.run(100)
-    assert "has left at step 120 is not understood" in (last.shadow.stopped or "")
+    assert "at step 120 cannot be read" in (last.shadow.stopped or "")
     assert last.checked == [100]
 
 
@@ -421,11 +421,9 @@ def _keep_a_store(port: Any) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_store_whose_process_is_stopped_ends_the_check_of_a_stage_and_keeps_nobody_waiting(
-    monkeypatch: pytest.MonkeyPatch, which: int
-) -> None:
+def test_a_stopped_store_ends_the_check_of_a_stage_without_a_wait(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     """A real store, in a process of its own; its clients wait without a limit."""
-    monkeypatch.setattr(stages, "_STORE", 0.5)
+    monkeypatch.setattr(coordinator, "_STORE_TIMEOUT", 0.5)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     ports = context.Queue()
@@ -435,7 +433,7 @@ def test_a_store_whose_process_is_stopped_ends_the_check_of_a_stage_and_keeps_no
         store = TCPStore("127.0.0.1", ports.get(timeout=60), is_master=False, timeout=timedelta(seconds=60))
         pipeline = pair()
         stage = pipeline.stages[which]
-        monkeypatch.setattr(stage.shadow._stages, "_store", lambda: store)
+        monkeypatch.setattr(stage.shadow._pipeline, "_store", lambda: store)
         pipeline.run(90)
         os.kill(keeper.pid or 0, signal.SIGSTOP)
         begun = time.monotonic()
@@ -450,7 +448,7 @@ def test_a_store_whose_process_is_stopped_ends_the_check_of_a_stage_and_keeps_no
 # -- what is counted
 
 
-def test_a_last_stage_with_a_drafter_checks_the_steps_of_the_others_and_its_drafts_in_turns() -> None:
+def test_a_last_stage_checks_the_common_steps_and_its_drafts_in_turns() -> None:
     first, last = (StageV2StandIn(0.05, lambda calls: 60 + calls % 3, drafts) for drafts in (0, 3))
     PipelineStandIn(first, last).run(2000)
     assert first.checked == last.checked
@@ -468,7 +466,7 @@ def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyP
     """
     begun = Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
     monkeypatch.setattr(process, "SHADOW", begun)
-    monkeypatch.setattr(stages, "of_this_rank", lambda share, due: Stages(Place(0, size, "0"), share, due))
+    monkeypatch.setattr(stages, "of_this_rank", lambda share, due: PipelineCoordinator(Place(0, size, "0"), share, due))
 
     class WorkerStandIn:
         vllm_config = SimpleNamespace(
@@ -487,7 +485,7 @@ def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyP
     worker: Any = SimpleNamespace(Worker=WorkerStandIn)
     member.gate._watch_capture("Worker", "compile_or_warm_up_model", worker)
     assert worker.Worker().compile_or_warm_up_model() == "warm"
-    assert (begun.schedule.count, begun.schedule.step, begun._stages is None) == (
+    assert (begun.schedule.count, begun.schedule.step, begun._pipeline is None) == (
         (17, 17, True) if size == 1 else (0, 0, False)
     )
     assert (begun.schedule.within > 0) == (size > 1)
@@ -497,8 +495,8 @@ def steps_checked(rate: Rate, drafts: int, steps: int) -> list[tuple[int, int]]:
     """The steps of a stage on model runner V2 that are checked; and which replay of them, 0 for the target model's."""
     schedule = Schedule(rate)
     schedule.count = 12 + drafts  # of its start, which is another number on each stage
-    schedule.begin_together(drafts=True)
-    found = []
+    schedule.restart(drafts=True)
+    actual = []
     for step in range(1, steps + 1):
         before = schedule.count
         for replay in range(drafts + 1):
@@ -509,9 +507,9 @@ def steps_checked(rate: Rate, drafts: int, steps: int) -> list[tuple[int, int]]:
             if schedule.count >= schedule.due:
                 if not replay:
                     schedule.drafts = before & schedule.within
-                found.append((step, replay))
-                schedule.checked(schedule.wanted(0.0))
-    return found
+                actual.append((step, replay))
+                schedule.check_in(schedule.wanted(0.0))
+    return actual
 
 
 def test_replays_of_a_drafter_that_one_stage_alone_has_do_not_count_as_steps() -> None:
@@ -549,39 +547,39 @@ def _rank(rank: int, port: int, answers: Any) -> None:
         state.get_pp_group = lambda: SimpleNamespace(
             world_size=2, rank_in_group=stage, ranks=[f"{what} {rank % 2 if tensor_parallel == 1 else 0}"]
         )
-        found = StageStandIn(0.05, lambda call: 40 + 13 * rank + call % 5)
-        found.shadow.begin_in_pipeline(drafts=False)
+        actual = StageStandIn(0.05, lambda call: 40 + 13 * rank + call % 5)
+        actual.shadow.start_in_pipeline(drafts=False)
         if what == "silent" and stage == 1:
-            found.shadow._stages._place = found.shadow._stages._place._replace(tells=False)
+            actual.shadow._pipeline._place = actual.shadow._pipeline._place._replace(speaks=False)
         sent: list[Any] = []
         for call in range(1, calls + 1):
             if stage:
                 torch.distributed.recv(torch.zeros(1), rank - 2)
             if rank == fails and call == calls // 2:
-                found.fails = ValueError("planted")
-            found.call()
+                actual.fails = ValueError("planted")
+            actual.call()
             if not stage:
                 sent.append(torch.distributed.isend(torch.zeros(1), rank + 2))
                 if len(sent) > 3:
                     sent.pop(0).wait()
         for each in sent:
             each.wait()
-        return found
+        return actual
 
-    found = {
+    actual = {
         "agreed": served("agreed", 500),
         "alone": served("alone", 500, tensor_parallel=1),
         "failed": served("failed", 800, fails=3),
     }
     begun = time.monotonic()
-    found["silent"] = served("silent", 300)
-    told = {what: (each.checked, each.shadow.stopped) for what, each in found.items()}
-    answers.put((rank, told, time.monotonic() - begun))
+    actual["silent"] = served("silent", 300)
+    reported = {what: (each.checked, each.shadow.stopped) for what, each in actual.items()}
+    answers.put((rank, reported, time.monotonic() - begun))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def test_real_ranks_of_two_stages_check_the_same_steps_and_none_waits_for_one_that_is_over() -> None:
+def test_real_ranks_of_two_stages_check_the_same_steps() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -591,20 +589,20 @@ def test_real_ranks_of_two_stages_check_the_same_steps_and_none_waits_for_one_th
     started = [context.Process(target=_rank, args=(rank, port, answers), daemon=True) for rank in range(4)]
     for each in started:
         each.start()
-    told: dict[int, Any] = {}
+    reported: dict[int, Any] = {}
     try:
         for _ in started:
-            rank, found, taken = answers.get(timeout=120)
-            told[rank] = found
+            rank, actual, taken = answers.get(timeout=120)
+            reported[rank] = actual
             assert taken < 20
     except queue.Empty:
-        pytest.fail(f"only ranks {sorted(told)} have come to an end")
+        pytest.fail(f"only ranks {sorted(reported)} have come to an end")
     finally:
         for each in started:
             each.join(10)
             each.kill()
-    checked = {what: [told[rank][what][0] for rank in range(4)] for what in told[0]}
-    stopped = {what: [told[rank][what][1] for rank in range(4)] for what in told[0]}
+    checked = {what: [reported[rank][what][0] for rank in range(4)] for what in reported[0]}
+    stopped = {what: [reported[rank][what][1] for rank in range(4)] for what in reported[0]}
     expected = [100]
     while (later := expected[-1] + 40 + 13 * 3 + expected[-1] % 5) <= 500:
         expected.append(later)
@@ -622,7 +620,7 @@ def test_real_ranks_of_two_stages_check_the_same_steps_and_none_waits_for_one_th
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_plan_or_check_that_fails_turns_the_check_off_and_ends_a_rank_for_which_others_wait(
+def test_a_plan_or_check_that_fails_ends_a_rank_for_which_others_wait(
     alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -630,15 +628,15 @@ def test_a_plan_or_check_that_fails_turns_the_check_off_and_ends_a_rank_for_whic
 
     ends: list[str] = []
     monkeypatch.setattr(watchdog, "end", ends.append)
-    monkeypatch.setattr(ranks, "limited", fail)
-    monkeypatch.setattr(ranks, "alone", lambda: alone)
+    monkeypatch.setattr(ranks, "deadline", fail)
+    monkeypatch.setattr(ranks, "is_single_rank", lambda: alone)
     calls: list[Callable[[Any], Any]] = [
-        lambda begun: begun.plan(),
+        lambda begun: begun.plan_next(),
         lambda begun: begun.check("key", fail, lambda: "replayed"),
     ]
     for call in calls:
         begun: Any = Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
-        begun._stages = SimpleNamespace(plan_at=0, told=True, end=lambda: None)
+        begun._pipeline = SimpleNamespace(plan_at=0, has_wished=True, end=lambda: None)
         begun.schedule.due = 1
         assert call(begun) in (None, "replayed")
         assert (begun.stopped, begun.schedule.due) == ("RuntimeError: can't start new thread", NEVER)

@@ -35,7 +35,7 @@ def in_a_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_wait_that_cannot_be_interrupted_ends_the_process_and_the_log_and_the_record_say_why(tmp_path: Path) -> None:
+def test_a_wait_that_cannot_be_interrupted_ends_the_process_with_a_reason(tmp_path: Path) -> None:
     code = """
     import vllm_graphfix
     vllm_graphfix.register()
@@ -102,7 +102,7 @@ def test_a_child_of_a_fork_is_watched_too(tmp_path: Path) -> None:
     assert in_a_process(code, tmp_path).stdout == f"{watchdog.EXIT_CODE}\n"
 
 
-def test_a_wait_that_nothing_depends_on_is_given_up() -> None:
+def test_a_wait_that_nothing_depends_on_is_abandoned() -> None:
     assert watchdog.within(5.0, lambda: "answer") == "answer"
     with pytest.raises(ConnectionError, match="gone"):
         watchdog.within(5.0, lambda: (_ for _ in ()).throw(ConnectionError("gone")).__next__())

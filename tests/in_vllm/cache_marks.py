@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from vllm_graphfix.marks.watch import _MOST_WAITING, KVMarks
-from vllm_graphfix.shadow.concerned import requests_of_rows
+from vllm_graphfix.shadow.affected_requests import requests_of_rows
 from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.idle_runner import ATTENTION, BLOCKS, DRAFT, PAGE, PROMPT, WIDTH, cached_request

@@ -57,9 +57,9 @@ class BuilderStandIn:
         self.scale, self.factor = torch.ones(1), 1.0
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any) -> MetadataStandIn:
-        found = MetadataStandIn(common_attn_metadata.seq_lens, self.scale, self.factor)
-        self.update_draft_decode_metadata(found)
-        return dataclasses.replace(found, scale=None) if self.planned else found
+        actual = MetadataStandIn(common_attn_metadata.seq_lens, self.scale, self.factor)
+        self.update_draft_decode_metadata(actual)
+        return dataclasses.replace(actual, scale=None) if self.planned else actual
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MetadataStandIn:
         return self.build(0, common_attn_metadata)
@@ -146,7 +146,7 @@ class TablesStandIn:
 
 
 class States(dict[Any, Any]):
-    """What the capture of the target model left (0.21.0 - 0.25.1)."""
+    """The data that the capture of the target model left behind (0.21.0 - 0.25.1)."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -223,7 +223,7 @@ class Served:
             self.speculator.init_cudagraph_manager(mode)
         if mode != CUDAGraphMode.NONE:
             self._capture()
-        self.model.calls, self.steps, self.given = 0, 0, torch.Generator().manual_seed(0)
+        self.model.calls, self.steps, self.generator = 0, 0, torch.Generator().manual_seed(0)
         self.model.layer.kv_cache[0].zero_()
         getattr(self.speculator, "draft_token_confidence_probs", torch.empty(0)).zero_()  # of an estimate that is off
 
@@ -248,7 +248,7 @@ class Served:
         buffers.query_start_loc[:] = (torch.arange(REQUESTS + 1).clamp(max=rows) * width).int()
         buffers.seq_lens.zero_()[:rows] = computed + width
         slots.fill_(-1)[0, : rows * width] = batch.repeat_interleave(width) * LENGTH + positions[: rows * width]
-        given = SimpleNamespace(
+        input_batch = SimpleNamespace(
             num_reqs=rows,
             num_reqs_after_padding=padded,
             num_tokens=rows * width,
@@ -257,22 +257,22 @@ class Served:
             has_prefill=False,
             decode_graph_eligible=True,
             idx_mapping=batch,
-            input_ids=torch.randint(VOCABULARY, (tokens,), generator=self.given, dtype=torch.int32),
+            input_ids=torch.randint(VOCABULARY, (tokens,), generator=self.generator, dtype=torch.int32),
             positions=positions,
             query_start_loc=buffers.query_start_loc[: padded + 1],
             seq_lens=buffers.seq_lens[:padded],
             seq_lens_cpu_upper_bound=torch.full((rows,), computed + width),
         )
-        metadata = {LAYER: self.builder.build(0, SimpleNamespace(seq_lens=given.seq_lens))}
+        metadata = {LAYER: self.builder.build(0, SimpleNamespace(seq_lens=input_batch.seq_lens))}
         drafted: torch.Tensor = self.speculator.propose(
-            given,
+            input_batch,
             metadata,
             {LAYER: slots[0, :tokens]},
-            torch.randn(tokens, WIDTH, generator=self.given),
+            torch.randn(tokens, WIDTH, generator=self.generator),
             None,
             num_sampled=torch.ones(rows, dtype=torch.int32),
             num_rejected=torch.zeros(rows, dtype=torch.int32),
-            last_sampled=torch.randint(VOCABULARY, (REQUESTS,), generator=self.given),
+            last_sampled=torch.randint(VOCABULARY, (REQUESTS,), generator=self.generator),
             next_prefill_tokens=torch.zeros(REQUESTS, dtype=torch.int32),
             temperature=torch.full((REQUESTS,), 0.7),
             seeds=torch.arange(REQUESTS),
@@ -282,14 +282,14 @@ class Served:
 
     def held(self) -> dict[str, torch.Tensor]:
         """All that the speculator keeps, and what its layers have, less the slot of padding."""
-        found = {
+        actual = {
             f"{owner}.{name}": value.clone()
             for owner, thing in (("speculator", self.speculator), ("buffers", self.speculator.input_buffers))
             for name, value in vars(thing).items()
             if isinstance(value, torch.Tensor)
         }
         cache = self.model.layer.kv_cache[0].view(-1, WIDTH)[1:]
-        return found | {
+        return actual | {
             "cache": cache.clone(),
             "slots": self.tables.slot_mappings.clone(),
             "scale": self.builder.scale.clone(),

@@ -58,7 +58,7 @@ def test_what_is_no_full_graph_is_not_checked() -> None:
     assert served.shadow.results.checks == 1
 
 
-def test_a_wrapper_without_full_graphs_is_vllm_s_own_once_all_are_captured_and_its_calls_count_nowhere() -> None:
+def test_a_wrapper_without_full_graphs_is_stock_after_the_captures() -> None:
     """A drafter's, which not every data-parallel rank calls as often, and of a pipeline the last stage alone; and V2's.
 
     It has the model and the buffers of another one, as a drafter may.

@@ -86,8 +86,8 @@ class Connected:
         metadata = ExampleConnectorMetadata()
         metadata.add_request([1, 2], [1], BLOCK, is_store=True, mm_hashes=[])
         self.connector.bind_connector_metadata(metadata)
-        self.asked: list[str] = []
-        self.connector.wait_for_layer_load = self.asked.append  # the connector's own has nothing to do
+        self.calls: list[str] = []
+        self.connector.wait_for_layer_load = self.calls.append  # the connector's own has nothing to do
 
     def step(self, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> torch.Tensor:
         with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector):
@@ -100,20 +100,18 @@ class Connected:
 def test_a_step_without_a_graph_loads_and_stores(tmp_path: Path) -> None:
     engine = Connected(tmp_path)
     engine.step(CUDAGraphMode.NONE)
-    assert (engine.asked, engine.stored()) == (["layer.0"], 1)
+    assert (engine.calls, engine.stored()) == (["layer.0"], 1)
 
 
 @pytest.mark.parametrize("stale", [False, True])
-def test_a_check_neither_loads_nor_stores_and_finds_what_it_finds_without_a_connector(
-    tmp_path: Path, stale: bool
-) -> None:
+def test_a_check_neither_loads_nor_stores_through_the_connector(tmp_path: Path, stale: bool) -> None:
     engine = Connected(tmp_path, stale=stale)
     for _ in range(2):
         engine.step()
     results = engine.served.shadow.results
     assert (results.checks, results.mismatches, engine.served.shadow.stopped) == (2, 2 * stale, None)
     assert engine.served.model.eager_runs >= 2
-    assert (engine.asked, engine.stored()) == ([], 0)
+    assert (engine.calls, engine.stored()) == ([], 0)
 
 
 def test_a_step_in_quarantine_neither_loads_nor_stores_as_its_graph_would(tmp_path: Path) -> None:
@@ -124,10 +122,10 @@ def test_a_step_in_quarantine_neither_loads_nor_stores_as_its_graph_would(tmp_pa
     runs = engine.served.model.eager_runs
     engine.step()
     assert engine.served.model.eager_runs == runs + 1
-    assert (engine.asked, engine.stored()) == ([], 0)
+    assert (engine.calls, engine.stored()) == ([], 0)
 
 
-def test_the_connector_is_asked_again_after_a_run_that_failed(tmp_path: Path) -> None:
+def test_the_connector_is_back_after_a_run_that_failed(tmp_path: Path) -> None:
     engine = Connected(tmp_path)
     engine.served.model.breaks_at = 1
     engine.step()
@@ -141,7 +139,7 @@ def test_not_silenced_a_check_would_load_and_store(tmp_path: Path) -> None:
     with mock.patch.object(connectors, "_hooks", return_value=None):
         engine.step()
     assert (engine.served.shadow.results.checks, engine.stored()) == (1, 1)
-    assert engine.asked
+    assert engine.calls
 
 
 def test_an_engine_whose_operators_ask_elsewhere_is_refused(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def refused() -> str:
 
 
 def wrong_graphs(served: Served) -> set[str]:
-    return {each.graph.name.partition(",")[0] for each in served.shadow.results.kept}
+    return {each.graph.name.partition(",")[0] for each in served.shadow.results.first_mismatches}
 
 
 def differing(one: Served, other: Served) -> list[str]:
@@ -80,8 +80,8 @@ def test_right_graphs_are_equal_to_the_last_bit_and_all_is_as_without_the_check(
     assert results.checks == served.shadow.schedule.count >= len(BATCHES)
 
 
-def test_what_each_batch_takes_without_a_graph_is_measured_while_graphs_are_captured() -> None:
-    with mock.patch.object(memory, "_peak_from_here", return_value=100), mock.patch.object(memory, "_peak") as peak:
+def test_memory_of_each_batch_is_measured_while_graphs_are_captured() -> None:
+    with mock.patch.object(memory, "_reset_peak", return_value=100), mock.patch.object(memory, "_peak") as peak:
         peak.return_value = 107
         served = Served()
         captured = {
@@ -99,7 +99,7 @@ def test_what_each_batch_takes_without_a_graph_is_measured_while_graphs_are_capt
 
 @pytest.mark.skipif(hasattr(gumbel, "murmur3_hash32"), reason="the double runs no such kernel")
 @FUSED
-def test_sampled_drafts_are_drawn_again_and_padded_rows_that_write_a_requests_logits_are_caught(fused: bool) -> None:
+def test_padded_rows_of_sampled_drafts_that_write_logits_are_caught(fused: bool) -> None:
     unwatched, served = Served(Rate(), sampled=True, fused=fused), Served(sampled=True, fused=fused)
     for requests in BATCHES:
         assert torch.equal(served.step(requests), unwatched.step(requests))
@@ -109,7 +109,7 @@ def test_sampled_drafts_are_drawn_again_and_padded_rows_that_write_a_requests_lo
 
 
 @FUSED
-def test_graphs_that_keep_what_has_changed_are_mismatches_and_what_they_drafted_is_served(fused: bool) -> None:
+def test_stale_graphs_are_mismatches_and_their_drafts_are_served(fused: bool) -> None:
     unwatched, served = Served(Rate(), fused=fused), Served(fused=fused)
     unwatched.builder.factor = served.builder.factor = 2.0
     requests = [5, 0, 3, 1]
@@ -117,11 +117,11 @@ def test_graphs_that_keep_what_has_changed_are_mismatches_and_what_they_drafted_
     assert [name for name in differing(served, unwatched) if name != "cache"] == []
     assert wrong_graphs(served) == GRAPHS
     served.step([2, 6, 7])
-    for each in served.shadow.results.kept:
+    for each in served.shadow.results.first_mismatches:
         assert len(each.errors) == each.rows <= each.graph.padded_rows == 4
         assert min(each.errors) > 0
         assert len(each.graph.backends) == 1
-    assert {each.rows for each in served.shadow.results.kept} == {3, 4}
+    assert {each.rows for each in served.shadow.results.first_mismatches} == {3, 4}
 
 
 def test_a_plan_that_the_warm_up_has_made_is_caught_in_decodes() -> None:
@@ -171,7 +171,7 @@ def test_drafts_count_for_a_budget_and_leave_the_clock_to_the_target_model() -> 
 def test_in_a_pipeline_drafts_are_no_steps_and_belong_to_the_one_before_them() -> None:
     served = Served()
     schedule = served.shadow.schedule
-    schedule.begin_together(drafts=True)
+    schedule.restart(drafts=True)
     schedule.count = schedule.within + 1  # the target model's call
     schedule.due = schedule.count + 1
     served.step([0, 1])
@@ -242,7 +242,7 @@ def test_whatever_fails_in_finding_out_what_is_replayed_drafting_goes_on() -> No
 
 
 @pytest.mark.parametrize("attribute", ["draft_watermarker", "acceptance_estimator"])
-def test_drafters_with_a_history_of_their_own_are_left_alone(attribute: str) -> None:
+def test_drafters_with_a_history_are_not_checked(attribute: str) -> None:
     served = Served()
     setattr(served.speculator, attribute, object())
     managers = {

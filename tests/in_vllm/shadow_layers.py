@@ -62,31 +62,31 @@ def cell(cache: torch.Tensor, tokens: int, block: int, offset: int) -> torch.Ten
     return cache[tuple(at)]
 
 
-def test_the_first_layer_is_found_whatever_the_blocks_of_its_group() -> None:
-    found = {name: layer_of(*kind) for name, kind in KINDS.items()}
+def test_the_first_layer_is_named_whatever_the_blocks_of_its_group() -> None:
+    actual = {name: layer_of(*kind) for name, kind in KINDS.items()}
     slots = {name: torch.tensor([-1, 3 * tokens + 5, 5 * tokens]) for name, (*_, tokens) in KINDS.items()}
-    before = layers.written(found, slots, [])
+    before = layers.written(actual, slots, [])
     assert [name for name, _ in before] == list(KINDS)
     for name in reversed(KINDS):
-        cache, tokens = found[name].kv_cache, KINDS[name][2]
+        cache, tokens = actual[name].kv_cache, KINDS[name][2]
         cell(cache, tokens, 4, 5).fill_(1)  # another request's
         cell(cache, tokens, 0, 0).fill_(1)
-        assert layers.first_difference(before, layers.written(found, slots, [])) != name
+        assert layers.first_difference(before, layers.written(actual, slots, [])) != name
         cell(cache, tokens, 3, 5).fill_(1)
-        assert layers.first_difference(before, layers.written(found, slots, [])) == name
+        assert layers.first_difference(before, layers.written(actual, slots, [])) == name
 
 
-def test_caches_are_copied_up_to_a_limit_of_all_layers_and_slots_that_there_are_not_never() -> None:
-    found = {name: layer_of(*kind) for name, kind in KINDS.items()}
+def test_caches_are_copied_up_to_a_limit_and_missing_slots_never() -> None:
+    actual = {name: layer_of(*kind) for name, kind in KINDS.items()}
     slots = {name: torch.tensor([5]) for name in KINDS}
-    sizes = [tensor.numel() * tensor.element_size() for _, tensor in layers.written(found, slots, [])]
-    with mock.patch.object(layers, "_MOST_COPIED", sum(sizes[:2])):
-        assert [name for name, _ in layers.written(found, slots, [])] == list(KINDS)[:2]
+    sizes = [tensor.numel() * tensor.element_size() for _, tensor in layers.written(actual, slots, [])]
+    with mock.patch.object(layers, "_MAX_COPIED", sum(sizes[:2])):
+        assert [name for name, _ in layers.written(actual, slots, [])] == list(KINDS)[:2]
     slots["triton"] = torch.tensor([7 * 48])
-    assert "triton" not in dict(layers.written(found, slots, []))
+    assert "triton" not in dict(layers.written(actual, slots, []))
 
 
-def test_an_entry_that_stands_for_several_tokens_is_found_in_the_block_of_their_slots() -> None:
+def test_an_entry_of_several_tokens_is_in_the_block_of_their_slots() -> None:
     """DeepSeek V4's: a block has slots for four times as many tokens as it has entries."""
     kind, backend, tokens = KINDS["mla"]
     layer = layer_of(kind, backend, tokens)
@@ -97,7 +97,7 @@ def test_an_entry_that_stands_for_several_tokens_is_found_in_the_block_of_their_
     assert layers.first_difference(before, layers.written({"entries": layer}, slots, [])) == "entries"
 
 
-def test_a_key_of_several_tokens_is_found_where_its_layer_has_turned_heads_and_tokens_around() -> None:
+def test_a_key_of_several_tokens_is_copied_with_swapped_axes() -> None:
     """Qwen4-exp's: (blocks, keys, 1, width)."""
     caches: Any = pytest.importorskip("vllm.models.qwen4_exp.common.qsa_cache", reason="from 0.29.0 on")
     layer: Any = object.__new__(caches.QSACompressedKeyCache)

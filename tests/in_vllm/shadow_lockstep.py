@@ -88,12 +88,12 @@ class SharedStandIn(SummedStandIn):
 
 
 def parallel_config(**more: Any) -> Any:
-    given = {"data_parallel_size": 2, "is_moe_model": True, "all2all_backend": "allgather_reducescatter"}
-    return SimpleNamespace(**{**given, "pipeline_parallel_size": 1, "use_sequence_parallel_moe": False, **more})
+    arguments = {"data_parallel_size": 2, "is_moe_model": True, "all2all_backend": "allgather_reducescatter"}
+    return SimpleNamespace(**{**arguments, "pipeline_parallel_size": 1, "use_sequence_parallel_moe": False, **more})
 
 
 def begin(served: Any) -> None:
-    process.serve(SimpleNamespace(vllm_config=served.config))
+    process.on_captured(SimpleNamespace(vllm_config=served.config))
 
 
 def made(rate: Rate, action: Action = Action.REPORT, **more: Any) -> Served:
@@ -138,10 +138,10 @@ def test_both_ranks_check_the_same_steps_and_those_without_requests_take_part() 
     ended = two_ranks(scenario)
     never_wrong(ended)
     assert [each.code for each in ended] == [0, 0], ended
-    assert [each.said[-1] for each in ended] == [[CHECKED, len(CHECKED), 0, None]] * 2, ended
+    assert [each.messages[-1] for each in ended] == [[CHECKED, len(CHECKED), 0, None]] * 2, ended
 
 
-def test_a_wrong_graph_of_one_rank_is_a_mismatch_on_both_and_quarantine_makes_its_steps_right() -> None:
+def test_a_wrong_graph_of_one_rank_is_quarantined_on_both() -> None:
     def scenario(rank: int, say: Say) -> None:
         right, watched = made(Rate()), made(EVERY_STEP, Action.QUARANTINE, stale=rank == 0)
         for _ in range(3):
@@ -153,12 +153,12 @@ def test_a_wrong_graph_of_one_rank_is_a_mismatch_on_both_and_quarantine_makes_it
             before = step(right, kind)
             say(bool(torch.equal(step(watched, kind), before)))
         results = watched.shadow.results
-        here = [each.here for each in results.kept]
+        here = [each.here for each in results.first_mismatches]
         say(results.mismatches, here, len(results.quarantined), watched.shadow.stopped, watched.model.eager_runs - runs)
 
     ended = two_ranks(scenario)
     never_wrong(ended)
-    assert [each.said[-1] for each in ended] == [[2, [rank == 0] * 2, 1, None, 4] for rank in range(2)], ended
+    assert [each.messages[-1] for each in ended] == [[2, [rank == 0] * 2, 1, None, 4] for rank in range(2)], ended
 
 
 def with_fault(fault: Callable[[], None], place: int, idle: bool) -> Callable[[int, Say], None]:
@@ -183,7 +183,7 @@ def with_fault(fault: Callable[[], None], place: int, idle: bool) -> Callable[[i
         (be_stopped, "another rank of the group may have failed, and 3 s were not enough"),
         (be_killed, "the ranks of its group cannot agree any more"),
     ],
-    ids=lambda given: getattr(given, "__name__", ""),
+    ids=lambda arguments: getattr(arguments, "__name__", ""),
 )
 def test_a_rank_that_fails_within_a_pass_or_is_gone_ends_the_other_one(
     fault: Callable[[], None], message: str, idle: bool
@@ -194,14 +194,14 @@ def test_a_rank_that_fails_within_a_pass_or_is_gone_ends_the_other_one(
 def test_a_slow_rank_is_waited_for() -> None:
     ended = two_ranks(with_fault(be_slow, 1, idle=True))
     never_wrong(ended)
-    assert [each.said[-1] for each in ended] == [[5, None, None]] * 2
+    assert [each.messages[-1] for each in ended] == [[5, None, None]] * 2
 
 
 def test_a_rank_that_fails_behind_its_last_collective_turns_the_check_off_on_both() -> None:
     ended = two_ranks(with_fault(raise_in_a_layer, 2, idle=False))
     never_wrong(ended)
     for each in ended:
-        assert (each.code, each.said[-1][0], each.log.count("the shadow check is now off")) == (0, 1, 1), ended
+        assert (each.code, each.messages[-1][0], each.log.count("the shadow check is now off")) == (0, 1, 1), ended
 
 
 def of_one(meddle: Callable[[Any, int], None], begin_with: Rate = EVERY_STEP) -> list[Ended]:
@@ -227,10 +227,10 @@ def of_one(meddle: Callable[[Any, int], None], begin_with: Rate = EVERY_STEP) ->
 def test_a_rank_whose_check_is_over_for_a_reason_of_its_own_tells_the_other_one() -> None:
     def fail(shadow: Any, number: int) -> None:
         if number == 2:
-            shadow.stop("planted")
+            shadow.stop(RuntimeError("planted"))
 
     ended = of_one(fail)
-    assert [each.said[-1] for each in ended] == [
+    assert [each.messages[-1] for each in ended] == [
         [2, "it failed on another rank of the same group", None],
         [2, "planted", None],
     ], ended
@@ -240,7 +240,7 @@ def test_a_rank_whose_check_is_over_for_a_reason_of_its_own_tells_the_other_one(
 
 def test_where_one_rank_does_not_take_part_nobody_waits_for_it() -> None:
     ended = of_one(lambda *_: None, Rate())
-    assert ended[0].said[-1] == [0, None, "rank 1 of the ranks that share experts takes no part in it"], ended
+    assert ended[0].messages[-1] == [0, None, "rank 1 of the ranks that share experts takes no part in it"], ended
 
 
 def test_a_rank_without_room_leaves_the_step_out_on_both() -> None:
@@ -249,11 +249,11 @@ def test_a_rank_without_room_leaves_the_step_out_on_both() -> None:
             shadow._why_no_room = lambda key: lambda copies: "planted"
 
     ended = of_one(meddle)
-    assert [each.said[-1] for each in ended] == [[1, None, None]] * 2, ended
+    assert [each.messages[-1] for each in ended] == [[1, None, None]] * 2, ended
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("arguments", "reason"),
     [
         ({"all2all_backend": "deepep_low_latency"}, "exchange tokens by deepep_low_latency"),
         ({"pipeline_parallel_size": 2}, "in a pipeline"),
@@ -262,12 +262,14 @@ def test_a_rank_without_room_leaves_the_step_out_on_both() -> None:
         ({"moe_backend": "deep_gemm_mega_moe"}, "experts of deep_gemm_mega_moe exchange tokens themselves"),
     ],
 )
-def test_engines_that_were_not_examined_are_refused(given: dict[str, Any], reason: str) -> None:
+def test_engines_that_were_not_examined_are_refused(arguments: dict[str, Any], reason: str) -> None:
     process.start(EVERY_STEP, Action.REPORT)
     config = SimpleNamespace(
-        parallel_config=parallel_config(**given), cache_config=SimpleNamespace(), kernel_config=SimpleNamespace(**given)
+        parallel_config=parallel_config(**arguments),
+        cache_config=SimpleNamespace(),
+        kernel_config=SimpleNamespace(**arguments),
     )
-    process.serve(SimpleNamespace(vllm_config=config))
+    process.on_captured(SimpleNamespace(vllm_config=config))
     assert reason in (process.REFUSED or "")
     process.start(Rate(), Action.REPORT)
 
@@ -286,7 +288,7 @@ class ServedV2(shadow_v2.Served):
         self.manager.dispatch = lambda *_, **__: self.desc
         process.SHADOW = self.shadow
         if rate:
-            process.serve(SimpleNamespace(vllm_config=self.config, use_v2_model_runner=True))
+            process.on_captured(SimpleNamespace(vllm_config=self.config, use_v2_model_runner=True))
 
     def common_step(self, kind: str) -> torch.Tensor:
         process.SHADOW = self.shadow
@@ -308,7 +310,7 @@ STEPS_V2 = [*BOTH * 2, (BUSY, IDLE), (IDLE, BUSY), (PROMPTS, BUSY), *BOTH * 3]
 CHECKED_V2 = [2, 3, 4, 6, 7, 8]
 
 
-def test_on_model_runner_v2_they_check_the_steps_of_which_vllm_agrees_that_all_replay() -> None:
+def test_on_v2_they_check_the_steps_that_vllm_agrees_that_all_replay() -> None:
     def scenario(rank: int, say: Say) -> None:
         unwatched, watched = ServedV2(rank, Rate()), ServedV2(rank, EVERY_STEP)
         for kind in steps_of(rank, STEPS_V2):
@@ -319,7 +321,7 @@ def test_on_model_runner_v2_they_check_the_steps_of_which_vllm_agrees_that_all_r
 
     ended = two_ranks(scenario)
     never_wrong(ended)
-    assert [each.said[-1] for each in ended] == [[CHECKED_V2, len(CHECKED_V2), 0, None]] * 2, ended
+    assert [each.messages[-1] for each in ended] == [[CHECKED_V2, len(CHECKED_V2), 0, None]] * 2, ended
 
 
 def test_a_rank_that_is_late_is_waited_for_as_long_as_nothing_is_queued() -> None:
@@ -349,10 +351,10 @@ def test_a_rank_that_is_late_is_waited_for_as_long_as_nothing_is_queued() -> Non
 
     ended = two_ranks(scenario)
     never_wrong(ended)
-    assert [each.said[-1] for each in ended] == [[3, None]] * 2, ended
+    assert [each.messages[-1] for each in ended] == [[3, None]] * 2, ended
 
 
-def test_on_model_runner_v2_a_wrong_graph_of_one_rank_is_a_mismatch_on_both_and_goes_into_quarantine() -> None:
+def test_on_v2_a_wrong_graph_of_one_rank_is_quarantined_on_both() -> None:
     def scenario(rank: int, say: Say) -> None:
         right, watched = ServedV2(rank, Rate()), ServedV2(rank, EVERY_STEP, Action.QUARANTINE, stale=rank == 0)
         for _ in range(3):
@@ -364,9 +366,9 @@ def test_on_model_runner_v2_a_wrong_graph_of_one_rank_is_a_mismatch_on_both_and_
             before = right.common_step(kind)
             say(bool(torch.equal(watched.common_step(kind), before)))
         results = watched.shadow.results
-        here = [each.here for each in results.kept]
+        here = [each.here for each in results.first_mismatches]
         say(results.mismatches, here, len(results.quarantined), watched.shadow.stopped, watched.model.eager_runs - runs)
 
     ended = two_ranks(scenario)
     never_wrong(ended)
-    assert [each.said[-1] for each in ended] == [[2, [rank == 0] * 2, 1, None, 3] for rank in range(2)], ended
+    assert [each.messages[-1] for each in ended] == [[2, [rank == 0] * 2, 1, None, 3] for rank in range(2)], ended

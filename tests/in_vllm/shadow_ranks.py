@@ -55,7 +55,7 @@ class Ended(NamedTuple):
 
     code: int
     """The exit code; negative for a signal."""
-    said: list[Any]
+    messages: list[Any]
     log: str
     seconds: float
 
@@ -96,10 +96,10 @@ def two_ranks(
             each.join()
         logs = [(Path(folder) / f"log-{rank}").read_text() for rank in range(2)]
         assert may_hang or not hung, f"ranks {hung} hang: {logs}"
-        said = [
+        messages = [
             [json.loads(line) for line in (Path(folder) / f"said-{rank}").read_text().splitlines()] for rank in range(2)
         ]
-        return [Ended(started[rank].exitcode or 0, said[rank], logs[rank], took[rank]) for rank in range(2)]
+        return [Ended(started[rank].exitcode or 0, messages[rank], logs[rank], took[rank]) for rank in range(2)]
 
 
 def tensor_parallel(rank: int, run: Callable[[], None]) -> None:
@@ -125,10 +125,10 @@ def _rank(rank: int, port: int, folder: Path, scenario: Callable[[int, Say], Non
     os.environ["FAULT_FOLDER"] = str(folder)
     torch.set_num_threads(1)
     watchdog.LIMIT, watchdog.DRAIN = LIMIT, DRAIN
-    with (folder / f"said-{rank}").open("w", buffering=1) as said:
+    with (folder / f"said-{rank}").open("w", buffering=1) as messages:
 
         def say(*what: Any) -> None:
-            said.write(json.dumps(what) + "\n")
+            messages.write(json.dumps(what) + "\n")
 
         parallel_state.init_distributed_environment(2, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         with wrappers_on_the_double():
@@ -217,19 +217,19 @@ def with_fault(fault: Callable[[], None] | None, place: int, *, quarantined: boo
 
 def never_wrong(ended: list[Ended]) -> None:
     for each in ended:
-        assert [False] not in each.said, each
-        assert each.said[:1] == [[True]], each
+        assert [False] not in each.messages, each
+        assert each.messages[:1] == [[True]], each
 
 
 def clean_stop(ended: list[Ended], *reasons: str) -> None:
     """All processes that still lived served nothing wrong, and the log gives one of *reasons* why it is over."""
     never_wrong(ended)
-    left = [each for each in ended if each.code != -signal.SIGKILL]
-    assert [each.code for each in left] == [watchdog.EXIT_CODE] * len(left), ended
-    for each in left:
+    remaining = [each for each in ended if each.code != -signal.SIGKILL]
+    assert [each.code for each in remaining] == [watchdog.EXIT_CODE] * len(remaining), ended
+    for each in remaining:
         assert "the shadow check ends this process, and with it the engine" in each.log, ended
         assert each.seconds < 2 * LIMIT + DRAIN + 15, ended  # with the start of a loaded machine
-    assert any(reason in each.log for reason in reasons for each in left), ended
+    assert any(reason in each.log for reason in reasons for each in remaining), ended
 
 
 MODES = pytest.mark.parametrize("quarantined", [False, True], ids=["check", "quarantine"])
@@ -237,9 +237,7 @@ MODES = pytest.mark.parametrize("quarantined", [False, True], ids=["check", "qua
 
 @MODES
 @pytest.mark.parametrize("fault", [run_out_of_memory, raise_in_a_layer], ids=lambda fault: fault.__name__)
-def test_a_rank_that_fails_half_way_through_its_run_ends_all_and_nothing_wrong_is_served(
-    fault: Callable[[], None], quarantined: bool
-) -> None:
+def test_a_rank_that_fails_in_the_middle_of_a_run_ends_all_ranks(fault: Callable[[], None], quarantined: bool) -> None:
     ended = two_ranks(with_fault(fault, 1, quarantined=quarantined))
     # The one waits in an agreement and the other in its run, both as long: which one ends first is chance.
     clean_stop(ended, "it waits for another rank of its group", "another rank of the group may have failed")
@@ -248,18 +246,16 @@ def test_a_rank_that_fails_half_way_through_its_run_ends_all_and_nothing_wrong_i
 
 @MODES
 @pytest.mark.parametrize("fault", [run_out_of_memory, raise_in_a_layer], ids=lambda fault: fault.__name__)
-def test_a_rank_that_fails_when_all_collectives_have_found_their_partners_is_no_reason_to_stop(
-    fault: Callable[[], None], quarantined: bool
-) -> None:
+def test_a_rank_that_fails_after_the_last_collective_ends_no_rank(fault: Callable[[], None], quarantined: bool) -> None:
     ended = two_ranks(with_fault(fault, 2, quarantined=quarantined))
     never_wrong(ended)
     assert [each.code for each in ended] == [0, 0], ended
-    runs = [each.said[-1][3] for each in ended]
+    runs = [each.messages[-1][3] for each in ended]
     if quarantined:  # that step was replayed by both, and those after it are run again
-        assert [each.said[-1][2] for each in ended] == [None, None]
+        assert [each.messages[-1][2] for each in ended] == [None, None]
         assert runs == [STEPS, STEPS]
     else:
-        assert all(each.said[-1][2] for each in ended)
+        assert all(each.messages[-1][2] for each in ended)
         assert runs[0] == runs[1] <= AT + 1
 
 
@@ -269,23 +265,23 @@ def test_a_slow_rank_is_waited_for_and_the_check_goes_on(quarantined: bool) -> N
     never_wrong(ended)
     for each in ended:
         assert each.code == 0, ended
-        assert each.said[-1][:3] == ([0, 0, None] if quarantined else [STEPS, 0, None])
+        assert each.messages[-1][:3] == ([0, 0, None] if quarantined else [STEPS, 0, None])
 
 
 @MODES
 @pytest.mark.parametrize("fault", [be_stopped, be_killed], ids=lambda fault: fault.__name__)
 def test_a_rank_that_is_stopped_or_gone_ends_the_other_one(fault: Callable[[], None], quarantined: bool) -> None:
-    told = {
+    in_log = {
         be_stopped: "another rank of the group may have failed, and 3 s were not enough",
         be_killed: "the ranks of its group cannot agree any more",
     }
-    clean_stop(two_ranks(with_fault(fault, 1, quarantined=quarantined)), told[fault])
+    clean_stop(two_ranks(with_fault(fault, 1, quarantined=quarantined)), in_log[fault])
 
 
 def test_a_step_that_fails_alike_on_all_ranks_is_a_mismatch_as_on_one() -> None:
     ended = two_ranks(with_fault(raise_in_a_layer, 0, quarantined=False, everywhere=True))
     never_wrong(ended)
-    assert [each.said[-1][:3] for each in ended] == [[STEPS, STEPS, None]] * 2
+    assert [each.messages[-1][:3] for each in ended] == [[STEPS, STEPS, None]] * 2
 
 
 # -- what a GPU has queued
@@ -325,10 +321,10 @@ def queued_steps(rank: int, say: Say, *, sums: int, fails_after: int, quarantine
         shadow.quarantined.add("graph")
 
     def forward(step: int, last: int) -> torch.Tensor:
-        given = float(10 * step + rank)
+        value = float(10 * step + rank)
 
         def add(number: int) -> None:
-            summed = group.all_reduce(torch.full((1, 1), given + number))
+            summed = group.all_reduce(torch.full((1, 1), value + number))
             memory_of_step.copy_(summed)
 
         for number in range(last):
@@ -353,7 +349,7 @@ def queued_steps(rank: int, say: Say, *, sums: int, fails_after: int, quarantine
                 *(Graph("graph", 1, ()), lambda number=number: eager(number), lambda: 1, {}, (), (), list),
                 results=results,
             )
-            run = shadow.without_graph if quarantined else shadow.check
+            run = shadow.run_without_graph if quarantined else shadow.check
             run("graph", lambda step=step: step, lambda number=number: forward(number, sums))
             device.synchronize()
             say(float(memory_of_step) == 20.0 * number + 1 + 2 * (sums - 1))
@@ -361,7 +357,7 @@ def queued_steps(rank: int, say: Say, *, sums: int, fails_after: int, quarantine
 
 @MODES
 @pytest.mark.parametrize("fails_after", [0, 1])
-def test_collectives_that_are_left_over_on_a_gpu_end_all_ranks(quarantined: bool, fails_after: int) -> None:
+def test_unpaired_collectives_on_a_gpu_end_all_ranks(quarantined: bool, fails_after: int) -> None:
     def scenario(rank: int, say: Say) -> None:
         queued_steps(rank, say, sums=2, fails_after=fails_after, quarantined=quarantined)
 
@@ -371,33 +367,33 @@ def test_collectives_that_are_left_over_on_a_gpu_end_all_ranks(quarantined: bool
 
 
 @MODES
-def test_where_none_is_left_over_on_a_gpu_the_ranks_go_on(quarantined: bool) -> None:
+def test_without_unpaired_collectives_on_a_gpu_the_ranks_go_on(quarantined: bool) -> None:
     def scenario(rank: int, say: Say) -> None:
         queued_steps(rank, say, sums=2, fails_after=2, quarantined=quarantined)
 
     ended = two_ranks(scenario)
-    assert [(each.code, each.said) for each in ended] == [(0, [[True]] * STEPS)] * 2
+    assert [(each.code, each.messages) for each in ended] == [(0, [[True]] * STEPS)] * 2
 
 
-def test_ranks_that_did_not_wait_for_each_other_would_serve_sums_of_two_different_steps() -> None:
-    """What the wait is for: with less than that, the tests above would see wrong sums."""
+def test_ranks_that_did_not_wait_would_serve_sums_of_two_steps() -> None:
+    """The tests above would see wrong sums if ranks waited for less than that."""
 
     def paired(prepare: Callable[[], object], run: Callable[[], Any], *seconds: float) -> Any:
         with Attempt() as attempt:
             prepare()
-        assert not ranks.largest(attempt.error is not None)[0]
+        assert not ranks.all_reduce_max(attempt.error is not None)[0]
         with Attempt() as attempt:
             output = run()
-        if ranks.largest(attempt.error is not None)[0]:
+        if ranks.all_reduce_max(attempt.error is not None)[0]:
             raise attempt.error or RuntimeError("elsewhere")
         return output
 
     def scenario(rank: int, say: Say) -> None:
-        with mock.patch.object(ranks, "paired", paired):
+        with mock.patch.object(ranks, "run_collectively", paired):
             queued_steps(rank, say, sums=2, fails_after=1, quarantined=True)
 
     ended = two_ranks(scenario, 2 * LIMIT, may_hang=True)
-    assert any([False] in each.said for each in ended), ended
+    assert any([False] in each.messages for each in ended), ended
 
 
 # -- memory
@@ -408,7 +404,7 @@ def short_of_memory(free: dict[int, int], *, need: int | None, quarantined: bool
 
     def scenario(rank: int, say: Say) -> None:
         with (
-            mock.patch.object(memory, "_peak_from_here", return_value=None if need is None else 1000),
+            mock.patch.object(memory, "_reset_peak", return_value=None if need is None else 1000),
             mock.patch.object(memory, "_peak", return_value=1000 + (need or 0)),
             mock.patch.object(memory, "_free_and_unused", return_value=(free[rank], 0)),
             served(rank, Action.QUARANTINE, quarantined=quarantined) as (watched, right),
@@ -421,7 +417,7 @@ def short_of_memory(free: dict[int, int], *, need: int | None, quarantined: bool
 
 
 MIB = 1 << 20
-GIVEN_UP = 3
+MAX_FAILURES = 3
 """Steps after which a graph whose steps cannot run without it is no longer in quarantine, and its replays are
 checked."""
 ENOUGH, NOT_ENOUGH = memory.RESERVE + 101 * MIB, memory.RESERVE + 99 * MIB
@@ -440,11 +436,11 @@ def test_no_rank_runs_without_its_graph_unless_all_have_the_memory_for_it(
     never_wrong(ended)
     for each in ended:
         assert each.code == 0
-        assert each.said[-1] == [STEPS - GIVEN_UP if quarantined else STEPS, None, 0]
+        assert each.messages[-1] == [STEPS - MAX_FAILURES if quarantined else STEPS, None, 0]
 
 
 def test_with_enough_memory_on_all_ranks_every_step_is_checked() -> None:
     ended = two_ranks(short_of_memory({0: ENOUGH, 1: ENOUGH}, need=100 * MIB, quarantined=False))
     never_wrong(ended)
-    assert [each.said[-1][:2] for each in ended] == [[0, None]] * 2
-    assert ended[0].said[-1][2] >= STEPS
+    assert [each.messages[-1][:2] for each in ended] == [[0, None]] * 2
+    assert ended[0].messages[-1][2] >= STEPS

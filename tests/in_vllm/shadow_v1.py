@@ -21,7 +21,7 @@ from wrapped_model import CAPTURED, LONGEST, Served, SlotsStandIn
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.settings.shadow_rate import Action, Rate
-from vllm_graphfix.shadow import check, failures, forward, layers, memory, process, ranks, runner_v1, runs
+from vllm_graphfix.shadow import check, failures, forward, judge, layers, memory, process, ranks, runner_v1, runs
 from vllm_graphfix.shadow.verdict import TARGET
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
@@ -47,7 +47,7 @@ def test_off_there_is_no_wrapper_at_all() -> None:
     assert type(Served(Rate()).run) is cuda_graph.CUDAGraphWrapper
 
 
-def test_a_right_graph_is_equal_to_the_last_bit_and_serves_what_it_serves_without_the_check() -> None:
+def test_a_right_graph_serves_the_same_bits_with_and_without_the_check() -> None:
     unwatched, served = Served(Rate()), Served()
     for requests in (3, 4, 1, 3, 2):
         assert torch.equal(served.step(requests), unwatched.step(requests))
@@ -57,13 +57,13 @@ def test_a_right_graph_is_equal_to_the_last_bit_and_serves_what_it_serves_withou
     assert served.shadow.stopped is None
 
 
-def test_a_graph_that_reads_what_nobody_refreshed_is_a_mismatch_with_all_that_a_report_needs() -> None:
+def test_a_stale_graph_is_a_mismatch_with_all_that_a_report_needs() -> None:
     unwatched, served = Served(Rate(), stale=True), Served(stale=True)
     for _ in range(3):
         assert torch.equal(served.step(), unwatched.step())  # reported, and not meddled with
     results = served.shadow.results
     assert (results.checks, results.mismatches) == (3, 3)
-    first, second, _ = results.kept
+    first, second, _ = results.first_mismatches
     assert (first.rows, len(first.errors), first.graph.padded_rows) == (3, 3, CAPTURED)
     assert min(first.errors) > 0.1
     assert first.graph.backends == ("MetadataStandIn",)
@@ -71,7 +71,7 @@ def test_a_graph_that_reads_what_nobody_refreshed_is_a_mismatch_with_all_that_a_
     assert (first.first_layer, second.first_layer) == (None, "layer.1")  # the output of layer.0 is what is wrong
 
 
-def test_quarantine_makes_the_steps_of_that_graph_right_and_leaves_others_to_their_graphs() -> None:
+def test_quarantine_corrects_one_graph_and_others_are_replayed() -> None:
     right, served = Served(Rate()), Served(action=Action.QUARANTINE, stale=True)
     for _ in range(2):
         served.step(), right.step()
@@ -95,24 +95,24 @@ def execute_model(self, scheduler_output, step):
 def test_abort_ends_the_requests_of_a_wrong_step_and_lets_its_output_be() -> None:
     """The model runner whose step it is, is a double: of it, the names that `requests_of_rows` reads."""
     unwatched, served = Served(Rate(), stale=True), Served(action=Action.ABORT, stale=True)
-    told: list[Any] = []
-    served.shadow._abort = SimpleNamespace(why_not=lambda: None, tell=lambda *given: told.append(given))
+    reported: list[Any] = []
+    served.shadow._abort = SimpleNamespace(why_not=lambda: None, tell=lambda *arguments: reported.append(arguments))
     made: dict[str, Any] = {"__name__": "vllm.v1.worker.gpu_model_runner"}
     exec(EXECUTE, made)  # noqa: S102
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["b", "a", "c"]))
     output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys("abc", 1))
     assert torch.equal(made["execute_model"](runner, output, served.step), unwatched.step())
-    ((names, blocks, why),) = told
+    ((names, blocks, why),) = reported
     assert (names, blocks) == (["b", "a", "c"], ())
     assert "a replayed CUDA graph was wrong: target model" in why
     assert not served.shadow.quarantined
     served.step()  # in no step that is known
-    assert len(told) == 1
+    assert len(reported) == 1
     assert "no step of requests is running" in str(process.state({"shadow-v1": STATE}).reason)
     assert served.shadow.stopped is None
 
 
-def test_metadata_context_random_numbers_and_output_addresses_are_as_the_replay_left_them() -> None:
+def test_metadata_context_random_numbers_and_addresses_are_restored() -> None:
     served = Served()
     served.model.random = True
     entry = served.run.concrete_cudagraph_entries[BatchDescriptor(CAPTURED)]
@@ -124,7 +124,7 @@ def test_metadata_context_random_numbers_and_output_addresses_are_as_the_replay_
     assert served.forward(CUDAGraphMode.FULL).data_ptr() == entry.output.data_ptr()
 
 
-def test_padded_rows_name_blocks_that_there_are_where_the_step_is_run_again_and_there_alone() -> None:
+def test_padded_rows_name_existing_blocks_in_further_runs_alone() -> None:
     """With -1 there, flashmla-padding's kernel ends the process, also where the replay does not read it."""
     served = Served()
     served.step(requests=3)
@@ -200,7 +200,7 @@ def test_in_a_graph_with_adapters_a_few_last_bits_are_no_mismatch(
 def _begin_with_adapters(served: Served, lora: str | None, dtype: Any) -> None:
     served.config.lora_config, served.config.model_config = lora, SimpleNamespace(dtype=dtype)
     served.config.parallel_config.pipeline_parallel_size = 1
-    process.serve(SimpleNamespace(vllm_config=served.config))
+    process.on_captured(SimpleNamespace(vllm_config=served.config))
 
 
 def test_noise_of_graphs_with_adapters_hides_nothing_in_others() -> None:
@@ -218,21 +218,21 @@ def test_noise_of_graphs_with_adapters_hides_nothing_in_others() -> None:
     assert (served.shadow.results.checks, served.shadow.results.mismatches) == (5, 2)
 
 
-def test_ranks_in_lockstep_go_by_one_measure_whether_or_not_their_own_batch_has_adapters() -> None:
+def test_ranks_in_lockstep_have_one_tolerance_with_or_without_adapters() -> None:
     served = Served(splits_by="max_seq_len")
     _begin_with_adapters(served, "adapters", torch.bfloat16)
     served.shadow.lockstep = mock.Mock()
-    with mock.patch.object(served.shadow, "all_replay", return_value=True):
+    with mock.patch.object(served.shadow, "all_ranks_replay", return_value=True):
         served.step()
     assert (served.shadow.results.checks, served.shadow.results.mismatches) == (1, 0)
 
 
-def test_a_type_of_numbers_that_is_none_ends_the_check_and_begins_what_other_ranks_wait_for() -> None:
+def test_an_unknown_dtype_ends_the_check_after_the_rank_has_joined() -> None:
     served = Served(adapters=True)
     served.config.parallel_config.data_parallel_size = 2
     with (
         mock.patch.object(forward, "unsafe", return_value=None),
-        mock.patch.object(served.shadow, "begin_in_lockstep") as begun,
+        mock.patch.object(served.shadow, "start_in_lockstep") as begun,
     ):
         _begin_with_adapters(served, "adapters", "auto")
     assert served.shadow.stopped is not None
@@ -282,7 +282,7 @@ def test_an_eager_run_that_fails_once_turns_the_check_off_and_serving_goes_on(at
     assert served.model.eager_runs == 2
 
 
-def test_a_step_that_cannot_be_run_without_its_graph_is_a_mismatch_and_is_replayed_also_in_quarantine() -> None:
+def test_a_step_that_cannot_run_eagerly_is_a_mismatch_and_is_replayed() -> None:
     """mamba-padding does this on stock releases: metadata of a prefill, and the graph of a decode."""
     unwatched, served = Served(Rate()), Served(action=Action.QUARANTINE)
     served.model.breaks_eager = IndexError("index is out of bounds")
@@ -291,18 +291,18 @@ def test_a_step_that_cannot_be_run_without_its_graph_is_a_mismatch_and_is_replay
         assert all(map(torch.equal, served.caches(), unwatched.caches()))
     results = served.shadow.results
     assert (results.checks, results.mismatches, len(results.quarantined), served.shadow.stopped) == (2, 2, 1, None)
-    assert results.kept[0].failure == "IndexError: index is out of bounds"
-    assert "two such runs ended in IndexError: index is out of bounds" in results.kept[0].sentence()
+    assert results.first_mismatches[0].failure == "IndexError: index is out of bounds"
+    assert "two such runs ended in IndexError: index is out of bounds" in results.first_mismatches[0].sentence()
     assert process.wrong()[0].errors == "IndexError: index is out of bounds"
 
 
-def test_a_graph_whose_steps_cannot_be_run_without_it_is_replayed_again_after_three_in_a_row() -> None:
+def test_a_quarantined_graph_is_replayed_again_after_three_failures() -> None:
     served = Served(action=Action.QUARANTINE)
     error = IndexError("index is out of bounds")
     for breaks in (error, error, error, error, None, error, error):
         served.model.breaks_eager = breaks
         served.step()
-    assert (len(served.shadow.quarantined), served.shadow.results.given_up) == (1, 0)
+    assert (len(served.shadow.quarantined), served.shadow.results.quarantines_ended) == (1, 0)
     served.model.breaks_eager = error
     served.step()
     assert (len(served.shadow.quarantined), process.counts()["shadow"]["quarantines-given-up"]) == (0, 1)
@@ -375,14 +375,14 @@ def test_a_model_that_is_right_once_and_not_twice_is_refused() -> None:
     assert (served.model.eager_runs, served.shadow.results.mismatches, served.shadow.stopped) == (2, 0, None)
 
 
-def test_what_is_kept_of_a_wrong_graph_does_not_grow_and_its_layer_is_sought_twice() -> None:
+def test_mismatches_of_a_graph_are_bounded_and_its_layer_is_sought_twice() -> None:
     served = Served(stale=True)
     with mock.patch.object(runs, "first_difference", return_value=None) as sought:
         for _ in range(70):
             served.step()
     (known,) = served.shadow._histories.values()
-    assert (known.mismatches, known.layer, sought.call_count) == (70, None, 2)
-    assert len(served.shadow.results.kept) == 50
+    assert (known.mismatches, known.first_layer, sought.call_count) == (70, None, 2)
+    assert len(served.shadow.results.first_mismatches) == 50
 
 
 def test_a_step_in_quarantine_that_finds_no_memory_is_replayed() -> None:
@@ -401,18 +401,18 @@ def test_a_step_in_quarantine_is_replayed_by_all_ranks_if_one_cannot_run_it() ->
     served.shadow.quarantined.add((id(served.run), BatchDescriptor(CAPTURED)))
     answers = [(0.0,), (2.0,), (0.0,)]  # all are ready; another rank's run fails; nothing is left on any GPU
     with (
-        mock.patch.object(ranks, "alone", return_value=False),
-        mock.patch.object(ranks, "largest", side_effect=answers) as asked,
+        mock.patch.object(ranks, "is_single_rank", return_value=False),
+        mock.patch.object(ranks, "all_reduce_max", side_effect=answers) as agreements,
     ):
         assert torch.equal(served.step(), unwatched.step())
-    assert (asked.call_count, served.model.eager_runs) == (3, 1)
+    assert (agreements.call_count, served.model.eager_runs) == (3, 1)
     (known,) = served.shadow._histories.values()
-    assert known.failed == 1
+    assert known.quarantine_failures == 1
     assert all(map(torch.equal, served.caches(), unwatched.caches()))
 
 
-def test_what_a_batch_takes_without_a_graph_is_measured_in_its_warm_up_and_not_in_a_step() -> None:
-    with mock.patch.object(memory, "_peak_from_here", return_value=100), mock.patch.object(memory, "_peak") as peak:
+def test_memory_of_a_batch_is_measured_in_its_warm_up_alone() -> None:
+    with mock.patch.object(memory, "_reset_peak", return_value=100), mock.patch.object(memory, "_peak") as peak:
         peak.return_value = 107
         served = Served()
         expected = {(id(served.run), CAPTURED): 7}
@@ -427,7 +427,7 @@ def test_what_a_batch_takes_without_a_graph_is_measured_in_its_warm_up_and_not_i
 
 def test_a_run_of_which_vllm_measures_the_peak_itself_is_not_measured() -> None:
     """This is how vLLM sees how large its cache may be: without attention metadata."""
-    with mock.patch.object(memory, "_peak_from_here") as begun:
+    with mock.patch.object(memory, "_reset_peak") as begun:
         served = Served()
         begun.reset_mock()
         served.context.attn_metadata = None
@@ -450,14 +450,14 @@ def test_every_call_into_torch_and_the_ranks_may_fail() -> None:
     """Whatever fails in a check, what is served is the replay's, and there is one warning."""
     for owner, name in (
         (check, "CheckedStep"),
-        (check, "FirstRun"),
-        (check, "SecondRun"),
+        (judge, "FirstRun"),
+        (judge, "SecondRun"),
         (runs, "row_errors"),
-        (ranks, "largest"),
+        (ranks, "all_reduce_max"),
         (runner_v1, "_step"),
         (runner_v1, "_replays"),
-        (runs.CheckedStep, "put_back"),
-        (runs.CheckedStep, "replayed"),
+        (runs.CheckedStep, "restore"),
+        (runs.CheckedStep, "save_replay"),
     ):
         unwatched, served = Served(Rate(), stale=True), Served(stale=True)
         with mock.patch.object(owner, name, side_effect=ValueError("planted")):
@@ -467,11 +467,11 @@ def test_every_call_into_torch_and_the_ranks_may_fail() -> None:
         assert served.shadow.results.checks <= 1
 
 
-def test_a_check_that_another_rank_cannot_make_is_left_out_by_all() -> None:
+def test_a_check_that_one_rank_cannot_make_is_skipped_by_all() -> None:
     served = Served()
     with mock.patch.object(
         ranks,
-        "largest",
+        "all_reduce_max",
         lambda *values: tuple(max(value, 1.0) if place == 1 else value for place, value in enumerate(values)),
     ):
         served.step()
@@ -479,7 +479,7 @@ def test_a_check_that_another_rank_cannot_make_is_left_out_by_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "because"),
+    ("changes", "because"),
     [
         ({"attention_config": SimpleNamespace(hisparse_config=SimpleNamespace())}, "HiSparse"),
         ({"additional_config": {"decode_backend": "latency_specialized"}}, "other kernels"),
@@ -487,13 +487,13 @@ def test_a_check_that_another_rank_cannot_make_is_left_out_by_all() -> None:
         ({"parallel_config": SimpleNamespace(data_parallel_size=1, enable_eplb=True)}, "load of experts"),
     ],
 )
-def test_an_engine_whose_steps_cannot_run_twice_is_refused(told: dict[str, Any], because: str) -> None:
-    served = Served(**told)
+def test_an_engine_whose_steps_cannot_run_twice_is_refused(changes: dict[str, Any], because: str) -> None:
+    served = Served(**changes)
     assert because in (process.REFUSED or "")
     assert type(served.run) is cuda_graph.CUDAGraphWrapper
 
 
-def test_a_model_that_clears_the_embeddings_of_images_is_refused_where_graphs_hold_prompts() -> None:
+def test_a_model_that_clears_image_embeddings_is_refused_for_prompts() -> None:
     hf_config = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=[1]))
     for mode, reason in (("FULL", "embeddings of its images"), ("FULL_AND_PIECEWISE", None)):
         config = SimpleNamespace(
@@ -502,8 +502,8 @@ def test_a_model_that_clears_the_embeddings_of_images_is_refused_where_graphs_ho
             cache_config=SimpleNamespace(),
             model_config=SimpleNamespace(hf_config=hf_config),
         )
-        found = forward.unsafe(config)
-        assert found is None if reason is None else reason in (found or "")
+        actual = forward.unsafe(config)
+        assert actual is None if reason is None else reason in (actual or "")
 
 
 def test_deepseek_v41_is_refused_where_its_graphs_alone_overlap_parts_of_a_layer() -> None:
@@ -514,19 +514,19 @@ def test_deepseek_v41_is_refused_where_its_graphs_alone_overlap_parts_of_a_layer
     )
     module: Any = ModuleType("vllm.models.deepseek_v41.nvidia.ops.mhc")
     for overlaps in (True, False):
-        module.supports_mhc_overlap = lambda asked, overlaps=overlaps: asked is config and overlaps
+        module.supports_mhc_overlap = lambda each, overlaps=overlaps: each is config and overlaps
         with mock.patch.dict(sys.modules, {module.__name__: module}):
-            found = forward.unsafe(config)
-            assert "other kernels" in (found or "") if overlaps else found is None
-            config.model_config.hf_config.model_type, kept = "llama", config.model_config.hf_config.model_type
+            actual = forward.unsafe(config)
+            assert "other kernels" in (actual or "") if overlaps else actual is None
+            config.model_config.hf_config.model_type, saved = "llama", config.model_config.hf_config.model_type
             assert forward.unsafe(config) is None
-            config.model_config.hf_config.model_type = kept
+            config.model_config.hf_config.model_type = saved
     module.supports_mhc_overlap = mock.Mock(side_effect=AttributeError("hc_mult"))
     with mock.patch.dict(sys.modules, {module.__name__: module}):
         assert "other kernels" in (forward.unsafe(config) or "")
 
 
-def test_a_layer_whose_projections_have_kernels_of_their_own_in_graphs_makes_the_check_incompatible() -> None:
+def test_a_layer_with_other_kernels_in_graphs_is_incompatible() -> None:
     served = Served()
     for most, refused in ((0, False), (32, True)):
         served.model.layers["layer.0"]._projection_overlap_max_tokens = most

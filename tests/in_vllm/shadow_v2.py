@@ -55,7 +55,7 @@ class Served:
         vars(self.config).update(config)
         self.hidden = torch.zeros(CAPTURED, WIDTH)
         self.slots, self.rows = torch.full((CAPTURED,), -1), torch.zeros(CAPTURED, dtype=torch.int32)
-        self.scale, self.given = torch.ones(1), torch.Generator().manual_seed(0)
+        self.scale, self.generator = torch.ones(1), torch.Generator().manual_seed(0)
         self.desc = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.FULL, num_tokens=CAPTURED, num_reqs=CAPTURED)
         self.manager: Any = object.__new__(ModelCudaGraphManager)
         graph: Any = torch.cuda.CUDAGraph()
@@ -83,7 +83,7 @@ class Served:
 
     def step(self, requests: int = 3, *, dummy_run: bool = False) -> torch.Tensor:
         self.steps += 1
-        self.hidden[:requests] = torch.randn(requests, WIDTH, generator=self.given)
+        self.hidden[:requests] = torch.randn(requests, WIDTH, generator=self.generator)
         self.hidden[requests:] = float("nan")
         self.slots.fill_(-1)[:requests] = torch.arange(requests) * 4 + 4 + self.steps % 4
         self.rows.fill_(0)[:requests] = torch.arange(1, 1 + requests)
@@ -102,7 +102,7 @@ class Served:
         return [layer.kv_cache[0][1:].clone() for layer in self.model.layers.values()]
 
 
-def test_a_right_graph_is_equal_to_the_last_bit_and_serves_what_it_serves_without_the_check() -> None:
+def test_a_right_graph_serves_the_same_bits_with_and_without_the_check() -> None:
     unwatched, served = Served(Rate()), Served()
     for requests in (3, 4, 1, 3, 2):
         assert torch.equal(served.step(requests), unwatched.step(requests))
@@ -111,11 +111,11 @@ def test_a_right_graph_is_equal_to_the_last_bit_and_serves_what_it_serves_withou
     assert (results.checks, results.mismatches, results.noise, served.shadow.stopped) == (5, 0, 0.0, None)
 
 
-def test_a_graph_that_reads_what_nobody_refreshed_is_a_mismatch_and_quarantine_makes_its_steps_right() -> None:
+def test_a_stale_graph_is_a_mismatch_and_quarantine_corrects_its_steps() -> None:
     right, served = Served(Rate()), Served(action=Action.QUARANTINE, stale=True)
     for _ in range(2):
         served.step(), right.step()
-    first, second = served.shadow.results.kept
+    first, second = served.shadow.results.first_mismatches
     assert (first.rows, len(first.errors), first.graph.padded_rows) == (3, 3, CAPTURED)
     assert "BatchExecutionDescriptor(" in first.graph.name
     assert second.first_layer == "layer.1"
@@ -125,7 +125,7 @@ def test_a_graph_that_reads_what_nobody_refreshed_is_a_mismatch_and_quarantine_m
         assert torch.equal(served.step(), right.step())
 
 
-def test_a_weight_that_moves_after_the_capture_is_a_mismatch_and_one_that_is_written_to_is_none() -> None:
+def test_a_moved_weight_is_a_mismatch_and_one_written_in_place_is_none() -> None:
     served = Served()
     layer = served.model.layers["layer.0"]
     served.step()
@@ -149,7 +149,7 @@ def test_dummy_batches_and_other_callers_are_not_checked() -> None:
 
 def test_in_a_pipeline_each_replay_of_the_target_model_is_a_step() -> None:
     served = Served()
-    assert served.shadow.schedule.begin_together(drafts=True) == 1
+    assert served.shadow.schedule.restart(drafts=True) == 1
     for step in range(1, 4):
         served.step(dummy_run=step == 2)
         assert served.shadow.schedule.step == step

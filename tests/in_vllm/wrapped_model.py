@@ -154,7 +154,7 @@ class Served:
         self.rows = torch.zeros(CAPTURED, dtype=torch.int32)
         self.scale = torch.ones(1)
         self.blocks = torch.zeros(CAPTURED, 2, dtype=torch.int32)
-        self.given = torch.Generator().manual_seed(0)
+        self.generator = torch.Generator().manual_seed(0)
         self.metadata: dict[str, Any] = {}
         self.steps = 0
         self.model.layers["layer.0"].splits_by = splits_by
@@ -169,7 +169,7 @@ class Served:
     def step(self, requests: int = 3, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> torch.Tensor:
         """The output of *requests* real rows."""
         self.steps += 1
-        self.hidden[:requests] = torch.randn(requests, WIDTH, generator=self.given)
+        self.hidden[:requests] = torch.randn(requests, WIDTH, generator=self.generator)
         self.hidden[requests:] = float("nan")  # what a row of padding holds is nobody's business
         self.slots.fill_(-1)[:requests] = torch.arange(requests) * 4 + 4 + self.steps % 4
         self.rows.fill_(0)[:requests] = torch.arange(1, 1 + requests)

@@ -1,4 +1,4 @@
-"""What is known of vLLM's classes that say what a layer's cache is: whether a step can write it a second time.
+"""vLLM's classes that define a layer's cache, and whether a step can write such a cache a second time.
 
 A class that is not here is refused. docs/shadow.md has the table; a test reads the classes of each release.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Treatment(Enum):
-    """What a check does with a cache, in words of the table."""
+    """The treatment of a cache by a check, as the table names it."""
 
     SLOT = "checked"
     RING = "checked; the ring is put back and compared"
@@ -22,7 +22,7 @@ class CacheClass(NamedTuple):
     models: str
     treatment: Treatment
     why: str
-    """What a step writes there, or why no step is checked; a clause."""
+    """A clause: the data that a step writes there, or the reason why no step is checked."""
 
 
 _INSERT = "each token's own key and value, at its own slot"
@@ -41,11 +41,11 @@ _BY_NAME = {
         "StaticSinkAttention",
     )
 }
-"""By the name alone: from release to release these were in other modules."""
+"""By name alone: these classes moved between modules from release to release."""
 RECURRENT = "MambaBase"
 """The class of vLLM whose cache is a state for each request: Mamba, GDN, KDA, linear attention, short convolutions.
 
-Its subclasses may say anew how many states there are: those of a step are named by its metadata all the same.
+A subclass may override the number of states; the metadata of a step name those that it uses all the same.
 """
 OF_A_STATE = CacheClass("", Treatment.STATE, "a request's state, in the rows that the step's metadata name")
 
@@ -111,23 +111,23 @@ _REFUSED = {
         "hidden states, which a KV connector saves while the step goes on",
     ),
 }
-"""Read in the sources: of which models, and what a step writes."""
+"""Models, and the data that a step writes, as read in the sources."""
 OTHER_DEVICES = ("amd", "rocm", "xpu", "cpu")
-"""Packages and modules of a model's own classes for other devices than NVIDIA's, which may write otherwise: refused."""
+"""Packages and modules of a model's classes for devices other than NVIDIA's, which may write otherwise: refused."""
 UNKNOWN = "it is not known whether a step can write its cache twice"
 
 
 CLASSES = _CLASSES.keys() | _REFUSED.keys()
-"""All that are known by ``module.Class``, without ``vllm.``."""
+"""Every class known by ``module.Class``, without ``vllm.``."""
 
 
 def known(kind: type) -> CacheClass | None:
-    """What is known of the class *kind*, the one of a layer's class that says what its cache is."""
+    """Return the entry for *kind*, the class among a layer's bases that defines its cache."""
     return known_at(f"{kind.__module__}.{kind.__name__}".removeprefix("vllm.")) or known_by_name(kind.__name__)
 
 
 def known_at(place: str) -> CacheClass | None:
-    """The same by ``module.Class``, without ``vllm.``."""
+    """Return the entry for ``module.Class``, without ``vllm.``."""
     if place in _REFUSED:
         models, written = _REFUSED[place]
         return CacheClass(models, Treatment.REFUSED, f"{written}; read, and never run twice")

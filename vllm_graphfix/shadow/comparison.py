@@ -1,4 +1,4 @@
-"""Whether two runs of one step came to the same: the relative error of each real row."""
+"""The relative error of each real row between two runs of one step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from vllm_graphfix.shadow.snapshot import Rows
 
 _MARGIN = 8.0
-"""Where eager runs differ among themselves, by atomic additions say, a graph's may differ from both by more than they
-do: a few samples do not show the largest difference. Corruption is larger by orders of magnitude. Where they do not
-differ, every difference is one."""
-_AT_ONCE = 1 << 22
-"""Numbers that are compared at once, in a few copies of 8 bytes each, which `memory.RESERVE` has room for: the logits
+"""A graph's runs may differ from eager ones by more than a few samples of those show among themselves, as with atomic
+additions. Corruption is larger by orders of magnitude. If eager runs are equal, every difference counts."""
+_CHUNK = 1 << 22
+"""Numbers that are compared at once, in a few copies of 8 bytes each, for which `memory.RESERVE` has room: the logits
 of a batch are more."""
 
 
 def tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a model returns, in one order.
+    """Yield the tensors in what a model returns, in one order.
 
-    A model returns one tensor, tuples and lists, or the `IntermediateTensors` of a pipeline stage.
+    A model returns a tensor, tuples and lists, or the `IntermediateTensors` of a pipeline stage. Raises TypeError for
+    anything else.
     """
     import torch
 
@@ -38,25 +38,24 @@ def tensors(output: Any) -> Iterator[Tensor]:
         raise TypeError(f"a model returned a {type(output).__name__}, which cannot be compared")
 
 
-def row_errors(found: list[Tensor], expected: list[Tensor], rows: int) -> Tensor:
-    """The relative error of each of the first *rows* rows of all tensors: (rows,) float64.
+def row_errors(actual: list[Tensor], expected: list[Tensor], rows: int) -> Tensor:
+    """Return the largest relative error in each of the first *rows* rows over all tensors: (rows,) float64.
 
-    It is the largest difference in the row divided by the largest value expected there.
-
-    NaN where NaN is expected, and the same infinity, are no difference; NaN on one side alone is an infinite one.
+    Relative to the largest value expected in the row. NaN on both sides, and the same infinity, are no difference; NaN
+    on one side is an infinite one, and so are tensors of another number or shape.
     """
     import torch
 
     errors = torch.zeros(rows, dtype=torch.float64)
-    if len(found) != len(expected):
+    if len(actual) != len(expected):
         return errors + torch.inf
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         if one.shape != other.shape:
             return errors + torch.inf
         here = min(rows, len(one))
         if not one[:here].numel():
             continue
-        together = max(1, _AT_ONCE // one[0].numel())
+        together = max(1, _CHUNK // one[0].numel())
         for start in range(0, here, together):
             part = slice(start, min(start + together, here))
             errors[part] = torch.maximum(errors[part], _errors(one[part], other[part]).cpu())
@@ -66,32 +65,32 @@ def row_errors(found: list[Tensor], expected: list[Tensor], rows: int) -> Tensor
 def _errors(one: Tensor, other: Tensor) -> Tensor:
     import torch
 
-    a, b = (tensor.flatten(1).to(torch.float64) for tensor in (_rows_first(one), _rows_first(other)))
+    a, b = (tensor.flatten(1).to(torch.float64) for tensor in (_with_columns(one), _with_columns(other)))
     same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
     scale = torch.where(b.isfinite(), b.abs(), 0.0).amax(1).clamp_min(torch.finfo(torch.float32).tiny)
     return difference.amax(1) / scale
 
 
-def rows_drawn_alike(found: list[Tensor], expected: list[Tensor], rows: int) -> Tensor:
-    """(rows,) bool: the rows in which all integers, which are tokens and what follows from them, are the same."""
+def rows_drawn_alike(actual: list[Tensor], expected: list[Tensor], rows: int) -> Tensor:
+    """Return which rows have the same integers, which are tokens and what follows from them: (rows,) bool."""
     import torch
 
     alike = torch.ones(rows, dtype=torch.bool)
-    for one, other in zip(found, expected, strict=False):
+    for one, other in zip(actual, expected, strict=False):
         if not one.is_floating_point() and one.shape == other.shape and one[:rows].numel():
             here = min(rows, len(one))
-            alike[:here] &= (_rows_first(one[:here]) == _rows_first(other[:here])).flatten(1).all(1).cpu()
+            alike[:here] &= (_with_columns(one[:here]) == _with_columns(other[:here])).flatten(1).all(1).cpu()
     return alike
 
 
-def state_error(found: list[Rows], expected: list[Rows]) -> float:
-    """The largest relative error of a row of recurrent state.
+def state_error(actual: list[Rows], expected: list[Rows]) -> float:
+    """Return the largest relative error of a row of recurrent state.
 
-    Block 0 is the null block, where padding writes what it will.
+    Block 0 does not count: it is the null block, to which padding writes.
     """
     worst = 0.0
-    for (rows, one), (_, other) in zip(found, expected, strict=True):
+    for (rows, one), (_, other) in zip(actual, expected, strict=True):
         if not rows.compared:
             continue
         errors = row_errors([one], [other], len(one))[(rows.blocks > 0).cpu()]
@@ -99,10 +98,10 @@ def state_error(found: list[Rows], expected: list[Rows]) -> float:
     return worst
 
 
-def _rows_first(tensor: Tensor) -> Tensor:
+def _with_columns(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() > 1 else tensor.unsqueeze(-1)
 
 
 def threshold(noise: float) -> float:
-    """The error above which a replay is wrong, where eager runs differed among themselves by *noise* at most."""
+    """Return the error above which a replay is wrong, where eager runs differed among themselves by *noise* at most."""
     return _MARGIN * noise

@@ -1,8 +1,8 @@
-"""KV connectors, which take and give each layer's cache in a forward pass, and must not in one without its graph.
+"""KV connectors, which load and save each layer's cache in a forward pass, and must not do so in a further one.
 
-A replayed graph calls none of them: it runs no Python. What a connector does for a step it does before and after the
-model is called, and that is left as it is. In the model only the attention operators ask for it, through
-`maybe_transfer_kv_layer`; while a check's own run, or one in quarantine, lasts, they are told that there is none.
+A replayed graph calls no connector: it runs no Python. What a connector does for a step before and after the model is
+called stays as it is. Inside the model only the attention operators ask for a connector, through
+`maybe_transfer_kv_layer`; during a run of the check, or one in quarantine, the answer is that there is none.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _HOOKS = ("vllm.model_executor.layers.attention.kv_transfer_utils", "vllm.attention.utils.kv_transfer_utils")
-"""Where the operators ask: from 0.16.0 on, and before."""
-_ASKS = "has_kv_transfer_group"
+"""Modules in which the operators ask: from 0.16.0 on, and before."""
+_QUESTION = "has_kv_transfer_group"
 
 
 def _hooks() -> Any:
-    return next((module for name in _HOOKS if hasattr(module := sys.modules.get(name), _ASKS)), None)
+    return next((module for name in _HOOKS if hasattr(module := sys.modules.get(name), _QUESTION)), None)
 
 
 def can_be_silenced() -> bool:
-    """Whether the operators of this vLLM ask where it is known; a model has been made, so that it is imported."""
+    """Tell whether the operators of this vLLM ask in a known module; call it once a model has imported that."""
     return _hooks() is not None
 
 
 def silenced(run: Callable[[], T]) -> Callable[[], T]:
-    """What *run* does, without a KV connector in it."""
+    """Wrap *run* so that no KV connector acts in it."""
 
     @functools.wraps(run)
     def call() -> T:
         hooks = _hooks()
         if hooks is None:  # there is no connector either, or the engine would have been refused
             return run()
-        # Not the connector itself is taken away: its threads, and vLLM's other code, ask for it elsewhere.
-        asks = getattr(hooks, _ASKS)
-        setattr(hooks, _ASKS, _is_there_none)
+        # The connector itself stays: its threads, and vLLM's other code, ask for it elsewhere.
+        stock = getattr(hooks, _QUESTION)
+        setattr(hooks, _QUESTION, _no_connector)
         try:
             return run()
         finally:
-            setattr(hooks, _ASKS, asks)
+            setattr(hooks, _QUESTION, stock)
 
     return call
 
 
-def _is_there_none() -> bool:
+def _no_connector() -> bool:
     return False

@@ -1,7 +1,7 @@
-"""Where model runner V2 replays full graphs of a drafter, in each shape of vLLM's code that is known (0.19.0 - 0.33.0).
+"""The known shapes of vLLM's code in which model runner V2 replays full graphs of a drafter (0.19.0 - 0.33.0).
 
-A shape says which speculator has the graphs, which of its methods replays them, and by what method it runs the same
-step without one. What a second run could spoil decides whether code has such a shape: `KNOWN` lists what drafting uses.
+A shape names the speculator that has the graphs, the method that replays them, and the method that runs the same step
+without one. Code that uses other attributes than those in `KNOWN` has no known shape: a second run might spoil them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _BASE = f"{_FOLDER}/speculator.py"
 
 
 class DrafterGraphs(NamedTuple):
-    """The full graphs of one manager, and the same step without one."""
+    """The full graphs of one manager, and the method that runs the same step without one."""
 
     name: str
-    """For people."""
+    """As people see it."""
     manager: str
     """Attribute of the speculator."""
     caller: str
     """The speculator's method that replays them."""
     eager: str
-    """Its method that runs such a step without graph, called by *caller* with its variables: requests, tokens,
+    """The method that runs such a step without a graph, called by *caller* with its variables: requests, tokens,
     *metadata*, *slots*."""
     metadata: str
     slots: str
@@ -38,15 +38,14 @@ class DrafterGraphs(NamedTuple):
     """The columns of draft tokens and logits that a replay writes: ``first``, ``step`` (the caller's variable) or
     ``rest``, all but the first."""
     builds: bool = True
-    """Whether *caller* has metadata where it replays; else the graph makes its own of those that it was captured
-    with."""
+    """Whether *caller* has metadata where it replays; otherwise the graph makes its own from those of its capture."""
 
 
 class Speculator(NamedTuple):
     path: str
     name: str
     hook: str
-    """The method after which the managers are there."""
+    """The method that makes the managers."""
     graphs: tuple[DrafterGraphs, ...]
 
     @property
@@ -104,14 +103,14 @@ KNOWN = frozenset(
     _maybe_predict_acceptance _prepare_eplb_forward _generate_draft _update_draft_decode_metadata
     """.split()
 )
-"""What drafting reads, writes and calls of a speculator in the releases that were looked at: tensors, which are kept
-and put back, and numbers. Something else may be state that a second run spoils."""
+"""Attributes of a speculator that drafting uses in the releases that were examined: tensors, which are copied and
+restored, numbers and methods. Another attribute may be state that a second run spoils."""
 _ARGUMENTS = ("attn_metadata", "slot_mappings", "num_tokens_across_dp", "cudagraph_runtime_mode")
 _MORE = {"mm_inputs", "skip_sample", "num_speculative_steps"}
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """`AFFECTED` here: there are graphs that can be checked."""
+    """Return `AFFECTED` if there are graphs that can be checked."""
     if source.function(_MANAGER, "ModelCudaGraphManager.run_fullgraph") is None:
         return Diagnosis(Verdict.ABSENT, "no full graphs of model runner V2")
     run = source.function(_MANAGER, "CudaGraphManager.run_fullgraph")
@@ -136,11 +135,11 @@ def _has_shape(source: Source, speculator: Speculator, hook: Function) -> bool:
             _BASE, f"DraftModelSpeculator.{name}"
         )
 
-    # More methods that replay than are known are another shape.
+    # A further method that replays makes another shape.
     whole = source.function(speculator.path, speculator.name)
     if whole is None:
         return False
-    helpers = [found for found in map(method, _HELPERS) if found]
+    helpers = [helper for helper in map(method, _HELPERS) if helper]
     replays = sum(
         len(whole.find(f"self.{manager}.run_fullgraph(...)")) for manager in {g.manager for g in speculator.graphs}
     )
@@ -170,7 +169,7 @@ BUILT_OF = ("num_reqs", "batch_desc", "num_query_per_req", "seq_lens_cpu_upper_b
 
 
 def _attributes_used(function: Function) -> set[str]:
-    """The attributes of ``self``."""
+    """Return the attributes of ``self`` in *function*."""
     return {
         node.attr
         for node in ast.walk(function.node)
@@ -183,8 +182,8 @@ def _is_called_as_known(caller: Function, graphs: DrafterGraphs) -> bool:
     if not isinstance(call, ast.Call):
         return False
     named = {keyword.arg: keyword.value for keyword in call.keywords}
-    given = [*call.args, *(named[name] for name in _ARGUMENTS[2:] if name in named)]
-    names = [each.id if isinstance(each, ast.Name) else None for each in given]
+    arguments = [*call.args, *(named[name] for name in _ARGUMENTS[2:] if name in named)]
+    names = [each.id if isinstance(each, ast.Name) else None for each in arguments]
     return names[:5] == ["num_reqs", None, graphs.metadata, graphs.slots, _ARGUMENTS[2]] and set(named) <= _MORE | set(
         _ARGUMENTS
     )

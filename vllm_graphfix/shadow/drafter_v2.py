@@ -1,16 +1,15 @@
 """Model runner V2: full graphs of a drafter, Eagle or MTP, which its speculator replays (from 0.19.0 on).
 
-Such a graph takes no arguments and returns nothing: it reads and writes tensors that the speculator keeps, and the
-draft layers' cache. It ends in draft tokens, sampled with random numbers that follow from seed and position, so that a
-second run draws the same. A check keeps those tensors, calls the speculator's own function for a step without graph,
-and compares what both have left for the rows of requests.
+Such a graph takes no arguments and returns nothing: it reads and writes tensors of the speculator, and the draft
+layers' cache. It ends in draft tokens, sampled with random numbers that follow from seed and position, so that a second
+run draws the same. A check copies those tensors, calls the speculator's own function for a step without a graph, and
+compares the rows of requests after both.
 
-That function is run with the rows of the graph, padding included, as when the graph was captured: with fewer, the
-matrix of logits is of another shape, which another kernel may compute, and the likeliest token may be another one for
-want of the last bit. What a padded row writes for the request that it stands for must not matter, so it stands for one
-that is not in the batch.
+That function runs with as many rows as the graph, padding included, as when the graph was captured: with fewer rows
+another kernel may compute the matrix of logits, and a last bit may decide on another likeliest token. A padded row
+stands for a request that is not in the batch, so that what it writes for that request does not matter.
 
-Drafters with graphs of their own kind are left alone: DFlash and what is made of it, MTP of several modules, 0.18's.
+Drafters with graphs of another kind are not checked: DFlash and its derivatives, MTP of several modules, 0.18's.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.drafter_shapes import BUILT_OF, SHAPES, DrafterGraphs, Speculator
-from vllm_graphfix.shadow.failures import UnfitStep, UnsafeError
+from vllm_graphfix.shadow.failures import StepNotCheckable, UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.lockstep import is_in_lockstep
 from vllm_graphfix.shadow.runs import Step
@@ -50,10 +49,7 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def _watch_managers(speculator: Speculator, stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps the method that makes a speculator's managers.
-
-    Each of them counts its replays, and checks the one that is due.
-    """
+    """Wrap the method that makes a speculator's managers, so that each of them counts its replays and checks one."""
 
     @functools.wraps(stock)
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -100,14 +96,13 @@ class _Drafter(NamedTuple):
 
 
 def _counting_replay(stock: Callable[[Any], Any], drafter: _Drafter, shadow: Shadow) -> Callable[[Any], Any]:
-    """In place of a manager's method `run_fullgraph`; the class has it in common with the target model's."""
+    """Replace a manager's method `run_fullgraph`, on the instance: the class shares it with the target model's."""
     schedule, quarantined, mark = shadow.schedule, shadow.quarantined, id(drafter.manager)
 
     @functools.wraps(stock)
     def run_fullgraph(desc: Any) -> Any:
-        # Every rank of a group counts the same replays. The time of the step is that between the target model's, whose
-        # replays alone read the clock; where it has none, a budget goes by what a check is taken to cost, as at the
-        # beginning.
+        # Every rank of a group counts the same replays. Only the target model's replays read the clock, for the time of
+        # a step; if it has none, a budget uses the assumed cost of a check, as at the beginning.
         schedule.count += 1
         if schedule.count < schedule.due and not (quarantined and (mark, desc) in quarantined):
             return stock(desc)
@@ -117,7 +112,7 @@ def _counting_replay(stock: Callable[[Any], Any], drafter: _Drafter, shadow: Sha
 
 
 class _Call(NamedTuple):
-    """A replay, and the variables of the method that is about to make it."""
+    """A replay, and the variables of the method that makes it."""
 
     speculator: Any
     desc: Any
@@ -131,7 +126,7 @@ class _Call(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """With those of padding."""
+        """The number of rows, padding included."""
         return int(self.desc.num_reqs or self.requests)
 
 
@@ -145,33 +140,36 @@ def _maybe_check(shadow: Shadow, stock: Callable[[Any], Any], drafter: _Drafter,
         if call is None:
             return replay()
     except Exception as error:  # the same on every rank: no tensor was looked at
-        shadow.stop(f"{type(error).__name__}: {error}", error)
+        shadow.stop(error)
         return replay()
-    if key in shadow.quarantined:  # with no row of padding, as a speculator drafts without graphs
-        return shadow.without_graph(key, lambda: _step(call, call.requests), replay)
+    if key in shadow.quarantined:  # without padding, as a speculator drafts without graphs
+        return shadow.run_without_graph(key, lambda: _step(call, call.requests), replay)
     if shadow.schedule.count < shadow.schedule.due:
         return replay()
     return shadow.check(key, lambda: _step(call, call.rows), replay)
 
 
-_CALLERS = 8
-"""Functions between, decorators included."""
+_MAX_FRAMES = 8
+"""Frames between a replay and `propose`, decorators included."""
 
 
 def _call_in_frames(drafter: _Drafter, desc: Any, frame: FrameType | None) -> _Call | None:
-    """None where somebody else replays, or for a dummy batch. Raises UnsafeError where variables have other names."""
-    found: tuple[DrafterGraphs, Mapping[str, Any]] | None = None
-    for _ in range(_CALLERS):
+    """Find the call in the frames below *frame*; None for another caller, or for a dummy batch.
+
+    Raises UnsafeError where variables have other names.
+    """
+    replaying: tuple[DrafterGraphs, Mapping[str, Any]] | None = None
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             return None
         name = frame.f_code.co_name
-        if (found is None and name in drafter.graphs) or (found is not None and name == "propose"):
+        if (replaying is None and name in drafter.graphs) or (replaying is not None and name == "propose"):
             variables = frame.f_locals
             if variables.get("self") is drafter.speculator:
-                if found is None:
-                    found = drafter.graphs[name], variables
+                if replaying is None:
+                    replaying = drafter.graphs[name], variables
                 if name == "propose":
-                    return _call_of(drafter, desc, *found, variables)
+                    return _call_of(drafter, desc, *replaying, variables)
         frame = frame.f_back
     return None
 
@@ -193,10 +191,10 @@ def _step(call: _Call, run_rows: int) -> Step:
         desc.num_tokens,
         call.rows,
     ):
-        raise UnfitStep("the target model's attention metadata have another size than the draft's graph")
+        raise StepNotCheckable("the target model's attention metadata have another size than the draft's graph")
     metadata, slots = _metadata_of_caller(call) if graphs.builds else ({}, {})
     own = speculator.draft_attn_layer_names
-    found = Pass(
+    forward = Pass(
         speculator.vllm_config,
         {layer: metadata[layer] for layer in metadata if layer in own},  # a prefill has the target model's too
         {layer: slots[layer] for layer in slots if layer in own},
@@ -207,7 +205,7 @@ def _step(call: _Call, run_rows: int) -> Step:
     stands_for = _request_outside_batch(call, requests) if run_rows > call.requests else None
     logits = _logits(call)
     eager = _without_graph(call, run_rows, stands_for)
-    step = found.step(graphs.name, desc, eager, lambda: call.requests)
+    step = forward.step(graphs.name, desc, eager, lambda: call.requests)
     states = list(step.states)
     if logits is not None:
         rows = speculator.idx_mapping[: call.rows].long()
@@ -218,8 +216,8 @@ def _step(call: _Call, run_rows: int) -> Step:
 
     def results() -> list[Tensor]:
         last = call.requests
-        kept = [speculator.hidden_states[:last], speculator.draft_tokens[:last]]
-        return kept if logits is None else [*kept, logits.index_select(0, requests)]
+        drafted = [speculator.hidden_states[:last], speculator.draft_tokens[:last]]
+        return drafted if logits is None else [*drafted, logits.index_select(0, requests)]
 
     return step._replace(
         graph=step.graph._replace(padded_rows=call.rows, backends=step.graph.backends or _backends(speculator)),
@@ -238,9 +236,9 @@ def _backends(speculator: Any) -> tuple[str, ...]:
 
 
 def _buffers(speculator: Any, tokens: int) -> dict[str, Tensor]:
-    """Tensors of the speculator, less draft logits.
+    """Return the speculator's tensors, without draft logits.
 
-    Those with a row for each token of the largest batch are cut to the rows of this one.
+    Those with a row for each token of the largest batch are cut to the rows of this batch.
     """
     import torch
 
@@ -252,7 +250,7 @@ def _buffers(speculator: Any, tokens: int) -> dict[str, Tensor]:
 
 
 def _builders(speculator: Any) -> dict[str, Tensor]:
-    """Buffers of the metadata builders, which a second run fills when it makes metadata that the replay had not."""
+    """Return the metadata builders' buffers, which a second run fills when it makes metadata that the replay lacked."""
     import torch
 
     return {
@@ -265,7 +263,7 @@ def _builders(speculator: Any) -> dict[str, Tensor]:
 
 
 def _logits(call: _Call) -> Tensor | None:
-    """(requests, …, vocabulary): the columns that the replay writes."""
+    """Return the columns of draft logits that the replay writes: (requests, …, vocabulary)."""
     logits: Tensor | None = call.speculator.draft_logits
     if logits is None:
         return None
@@ -275,24 +273,24 @@ def _logits(call: _Call) -> Tensor | None:
 
 
 def _request_outside_batch(call: _Call, requests: Tensor) -> int:
-    """A request, by its place in the speculator's buffers, that is not in the batch.
+    """Return the place in the speculator's buffers of a request that is not in the batch.
 
-    There is one where a row is padded.
+    There is one if a row is padded.
     """
     taken = set(requests.tolist())
     return next(place for place in range(call.speculator.max_num_reqs) if place not in taken)
 
 
 def _metadata_of_caller(call: _Call) -> tuple[Any, Any]:
-    """Attention metadata and slots by layer, which the method that replays has."""
+    """Return attention metadata and slots by layer, variables of the method that replays."""
     metadata, slots = call.variables[call.graphs.metadata], call.variables[call.graphs.slots]
     return metadata, _by_layer(call, call.variables["slot_mappings"]) if slots is None else slots
 
 
 def _metadata_built_here(call: _Call) -> tuple[Any, Any]:
-    """Attention metadata and slots by layer, made as for a step whose graph does not make its own.
+    """Make attention metadata and slots by layer, as for a step whose graph does not make its own.
 
-    It is done after the replay, which must not see it.
+    After the replay, since this fills buffers that the replay reads.
     """
     speculator, buffers, requests = call.speculator, call.speculator.input_buffers, call.requests
     slots = speculator.block_tables.compute_slot_mappings(
@@ -311,17 +309,17 @@ def _by_layer(call: _Call, slots: Tensor) -> Any:
 
 
 def _without_graph(call: _Call, rows: int, stands_for: int | None = None) -> Callable[[], None]:
-    """The speculator's own function on *rows*.
+    """Return a call of the speculator's own function on so many *rows*.
 
-    Padded rows stand for the request *stands_for*, unless they stand for none.
+    Padded rows that stand for a request stand for *stands_for* in it.
     """
     speculator, desc, variables = call.speculator, call.desc, call.variables
     eager = getattr(speculator, call.graphs.eager)
-    takes = inspect.signature(eager).parameters
+    parameters = inspect.signature(eager).parameters
     more: dict[str, Any] = {}
-    if "mm_inputs" in takes:
+    if "mm_inputs" in parameters:
         more["mm_inputs"] = variables["mm_inputs"]
-    if "num_speculative_steps" in takes:  # as it was captured
+    if "num_speculative_steps" in parameters:  # as it was captured
         more["num_speculative_steps"] = getattr(
             desc, "num_speculative_tokens", speculator.vllm_config.num_speculative_tokens
         )

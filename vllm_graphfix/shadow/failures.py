@@ -1,4 +1,4 @@
-"""What may go wrong with a step that is run twice: why, in words, and whether it is of the step or of the machine."""
+"""Errors of a step that runs twice, and their description for the log."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing_extensions import Self
 A = TypeVar("A", bound="Attempt")
 
 
-class UnfitStep(Exception):  # noqa: N818 - no error: the next step may be checked
-    """This step cannot be checked."""
+class StepNotCheckable(Exception):  # noqa: N818 - no error: the next step may be checked
+    """This step cannot be checked; the message says why."""
 
 
 class UnsafeError(Exception):
@@ -20,28 +20,25 @@ class UnsafeError(Exception):
 
 
 class StepError(Exception):
-    """vLLM's own error in a run of a step that its graph has gone through.
-
-    Graph and attention metadata are of two kinds.
-    """
+    """vLLM's own error in a run without a graph: the step's metadata do not fit the graph that was replayed."""
 
 
 class FailedElsewhereError(Exception):
-    """Nothing failed here."""
+    """Another rank of the group failed."""
 
     def __str__(self) -> str:
         return "it failed on another rank of the same group"
 
 
-def is_of_the_device(error: Exception) -> bool:
-    """Whether an error is of the GPU or of its memory: of the machine, and not of the step."""
+def is_device_error(error: Exception) -> bool:
+    """Tell an error of the GPU or of its memory from one of the step."""
     import torch
 
-    return isinstance(error, torch.OutOfMemoryError) or is_lost(error)
+    return isinstance(error, torch.OutOfMemoryError) or is_gpu_lost(error)
 
 
-def is_lost(error: Exception) -> bool:
-    """Whether nothing runs on the GPU any more in this process."""
+def is_gpu_lost(error: Exception) -> bool:
+    """Tell whether *error* leaves the CUDA context of this process unusable."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
@@ -50,7 +47,10 @@ def is_lost(error: Exception) -> bool:
 
 
 class Attempt:
-    """Catch the error of a ``with`` block in `error`, and release the tensors in the frames that it came through."""
+    """Catch the error of a ``with`` block, and release the tensors in the frames that it came through.
+
+    `error` is the first one; one that was set before stays.
+    """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -62,7 +62,7 @@ class Attempt:
         if not isinstance(error, Exception):
             return False
         clear_traceback(error)
-        # Without the block's own frame, which refers to this object: such a cycle would hold the frame's tensors.
+        # Drop the block's own frame: it refers to this object, and the cycle would hold the frame's tensors.
         self.error = self.error or error.with_traceback(trace.tb_next if trace is not None else None)
         return True
 
@@ -70,7 +70,7 @@ class Attempt:
 def clear_traceback(error: BaseException | None) -> None:
     """Release the tensors in the frames that *error* came through.
 
-    On a GPU they would be held until Python looks for cycles.
+    Otherwise they occupy GPU memory until Python collects cycles.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -78,8 +78,7 @@ def clear_traceback(error: BaseException | None) -> None:
 
 
 def description(error: Exception) -> str:
-    """*error* on one line of a log; its type too, unless the message stands for itself."""
+    """Format *error* in one line of a log; with its type, unless the message stands for itself."""
     text = " ".join(str(error).split())[:300]
-    return (
-        text if isinstance(error, (UnfitStep, StepError, FailedElsewhereError)) else f"{type(error).__name__}: {text}"
-    )
+    speaks_for_itself = isinstance(error, (StepNotCheckable, StepError, FailedElsewhereError))
+    return text if speaks_for_itself else f"{type(error).__name__}: {text}"

@@ -1,6 +1,6 @@
-"""One forward pass as vLLM's forward context describes it: what a second one would read and write.
+"""A forward pass as vLLM's forward context describes it, and the data that a second one would read and write.
 
-It also says in which engines there must be no second pass.
+`unsafe` names the engines in which there must be no second pass.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _LARGEST_INPUT = 64 << 20
-"""The largest tensor among the inputs that is copied, in bytes; larger ones are workspaces, which a pass fills before
-it reads them."""
+"""Bytes of the largest input that is copied; larger tensors are workspaces, which a pass fills before it reads them."""
 
 
 def unsafe(config: Any) -> str | None:
-    """Why no step of an engine with this `VllmConfig` may run twice; None if nothing is known against it."""
+    """Return why no step of an engine with this `VllmConfig` may run twice; None if nothing is known against it."""
     parallel = config.parallel_config
     if getattr(config, "kv_transfer_config", None) is not None and not connectors.can_be_silenced():
         return "a KV connector takes each layer's cache while a forward pass runs, and would get it twice"
@@ -51,9 +50,9 @@ def unsafe(config: Any) -> str | None:
 
 
 def _captures_other_kernels(config: Any) -> bool:
-    """Whether Kimi K3 or DeepSeek V4.1 has its specialised decode, or V4.1 the mHC of a Blackwell.
+    """Detect the specialised decode of Kimi K3 or DeepSeek V4.1, and V4.1's mHC on a Blackwell.
 
-    Both run where a graph is captured, and nowhere else.
+    Both run in captured graphs and nowhere else.
     """
     further = getattr(config, "additional_config", None)
     if isinstance(further, dict) and further.get("decode_backend", "auto") != "auto":
@@ -66,27 +65,27 @@ def _captures_other_kernels(config: Any) -> bool:
         return False
     try:
         return bool(supports_mhc_overlap(config))
-    except Exception:  # of a configuration that it does not know either
+    except Exception:  # vLLM's function does not know such a configuration either
         return True
 
 
 def _captured_projection(layers: Mapping[str, Any]) -> str | None:
-    """The first layer of Kimi K3 whose projections have kernels of their own in graphs, as with eight ranks of it."""
+    """Return the first layer of Kimi K3 whose projections have kernels of their own in graphs, as with eight ranks."""
     return next((name for name in layers if getattr(layers[name], "_projection_overlap_max_tokens", 0) > 0), None)
 
 
 def _consumes_embeddings(config: Any) -> bool:
-    """Qwen3-VL and its like, in full graphs of prompts; decodes have no images."""
+    """Detect Qwen3-VL and its like with full graphs of prompts; decodes have no images."""
     mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
     if getattr(mode, "name", None) != "FULL":
         return False
-    known = getattr(getattr(config, "model_config", None), "hf_config", None)
-    vision = getattr(getattr(known, "thinker_config", known), "vision_config", None)
+    of_model = getattr(getattr(config, "model_config", None), "hf_config", None)
+    vision = getattr(getattr(of_model, "thinker_config", of_model), "vision_config", None)
     return bool(getattr(vision, "deepstack_visual_indexes", None))
 
 
 class Pass(NamedTuple):
-    """A forward pass: what vLLM's `ForwardContext` says of it, and the arguments of the model."""
+    """A forward pass: the data of vLLM's `ForwardContext`, and the arguments of the model."""
 
     config: Any
     """`VllmConfig`."""
@@ -94,22 +93,22 @@ class Pass(NamedTuple):
     """Attention metadata by layer."""
     slots: Any
     """Slot mapping by layer: (tokens,), -1 for padding."""
-    given: object
-    """To the model."""
+    arguments: object
+    """The model's."""
     own: object = None
-    """More that belongs to the pass, whose attributes may be set while it runs."""
+    """Further objects of the pass, whose attributes may be set while it runs."""
     only: Collection[str] | None = None
     """The layers that run in it; None: all."""
     dummy: bool = False
-    """Whether it is a dummy batch of a rank without requests, which is run because other ranks run theirs."""
+    """Whether it is the dummy batch of a rank without requests, which runs because other ranks run theirs."""
 
     @property
     def layers(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.config.compilation_config.static_forward_context
-        return found if self.only is None else {name: found[name] for name in found if name in self.only}
+        layers: Mapping[str, Any] = self.config.compilation_config.static_forward_context
+        return layers if self.only is None else {name: layers[name] for name in layers if name in self.only}
 
     def step(self, model: str, descriptor: Any, eager: Callable[[], Any], real_rows: Callable[[], int]) -> Step:
-        """Raises UnsafeError for a model with a cache that a step cannot write twice."""
+        """Describe the pass to a check. Raises UnsafeError for a model with a cache that a step cannot write twice."""
         if not isinstance(self.metadata, dict) or not isinstance(self.slots, dict):
             raise UnsafeError("there are no attention metadata, or they belong to micro-batches")
         if reason := unknown_cache(self.layers):
@@ -117,7 +116,7 @@ class Pass(NamedTuple):
         if name := _captured_projection(self.layers):
             raise UnsafeError(f"{name} runs other kernels in a graph than without one, and rounds differently there")
         backends = tuple(dict.fromkeys(type(each).__name__ for each in self.metadata.values()))
-        # Among all layers there are a drafter's, which do not run in a step of the target model.
+        # All layers include a drafter's, which do not run in a step of the target model.
         rings = ring_rows(self.layers, self.metadata, every=self.only is not None)
         states = [*recurrent_rows(self.layers, self.metadata), *rings]
         if self.dummy:
@@ -134,41 +133,41 @@ class Pass(NamedTuple):
         )
 
     def _inputs(self) -> dict[str, Tensor]:
-        """Tensors that the pass is given: arguments of the model, slots, and what is in the attention metadata."""
-        found: dict[int, tuple[str, Tensor]] = {}
+        """Return the tensors that the pass reads: the model's arguments, slots, and those of the attention metadata."""
+        by_id: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in (
-            *_named_tensors("arguments", self.given, 4),
+            *_named_tensors("arguments", self.arguments, 4),
             *_named_tensors("slot_mapping", self.slots, 2),
             *_named_tensors("attention metadata", self.metadata, 4),
         ):
             if tensor.numel() * tensor.element_size() <= _LARGEST_INPUT:
-                found.setdefault(id(tensor), (name, tensor))
-        return {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(found.values())}
+                by_id.setdefault(id(tensor), (name, tensor))
+        return {f"{name} ({number})": tensor for number, (name, tensor) in enumerate(by_id.values())}
 
 
 def _has_adapters(model: str, descriptor: Any) -> bool:
-    """Whether kernels of adapters may run in a graph: V2 says it in the graph's name from 0.24.0 on, and V1 always.
+    """Tell whether kernels of adapters may run in a graph, by its descriptor: V2's says so from 0.24.0 on, V1's always.
 
-    They are the target model's: vLLM gives drafters none.
+    Drafters have no adapters in vLLM.
     """
-    told = (getattr(descriptor, "has_lora", None), getattr(descriptor, "num_active_loras", None))
-    return model == TARGET and (any(told) or told == (None, None))
+    fields = (getattr(descriptor, "has_lora", None), getattr(descriptor, "num_active_loras", None))
+    return model == TARGET and (any(fields) or fields == (None, None))
 
 
 def _launches(config: Any, descriptor: Any) -> tuple[dict[str, int], ...]:
-    """What a capture may have been told, by which kernels cut their work.
+    """Return the numbers that a capture may have passed to kernels, which split their work by them.
 
-    It may have been told that its longest request is as long as can be (FlashAttention 2); and for batches of prompts
-    and decodes, that it has one request, or requests of one token (Triton's attention).
+    Its longest request may be as long as possible (FlashAttention 2); a batch of prompts and decodes may have one
+    request, or requests of one token (Triton's attention).
     """
     longest = getattr(getattr(config, "model_config", None), "max_model_len", None)
     if longest is None:
         return ()
-    told = {"max_seq_len": longest, "max_seqlen_k": longest}
+    lengths = {"max_seq_len": longest, "max_seqlen_k": longest}
     if getattr(descriptor, "uniform", False) or getattr(descriptor, "uniform_token_count", None) is not None:
-        return (told,)
+        return (lengths,)
     tokens = (descriptor.num_tokens, 1)
-    return (told, *(told | {"max_query_len": count, "max_seqlen_q": count} for count in tokens))
+    return (lengths, *(lengths | {"max_query_len": count, "max_seqlen_q": count} for count in tokens))
 
 
 def _named_tensors(name: str, value: object, deepest: int) -> Iterator[tuple[str, Tensor]]:

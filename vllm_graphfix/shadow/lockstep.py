@@ -1,19 +1,18 @@
-"""What data-parallel ranks of a mixture of experts agree on: in which of their common steps they check.
+"""Agreement of data-parallel ranks of a mixture of experts on which of their common steps they check.
 
-A forward pass of theirs has collectives of all of them, so that each makes as many passes as the others: a rank without
-work runs a dummy batch. From the end of their start on all count alike, then: on model runner V1 calls of the model, on
-V2 what `sync_cudagraph_and_dp_padding` agrees for it.
+Their forward passes have collectives of all of them, so each rank makes as many passes as the others: a rank without
+requests runs a dummy batch. From the end of their start on they count alike: on model runner V1 calls of the model, on
+V2 calls of `sync_cudagraph_and_dp_padding` for it.
 
-At the end of its start each leaves word in torch.distributed's store, and in the first common step it looks who has. A
-rank's process may be a step or more ahead of another's there, so what the first one sees is settled in the store, for
-all: nobody waits, all have the same answer, and where one is missing, nobody asks it anything. After that a step that
-is due is checked if every rank replays a graph of one shape in it. A rank whose check is over comes to that, and says
-so; a rank whose store did not answer looks again there.
+At the end of its start each rank publishes a key in torch.distributed's store, and in the first common step it reads
+who has. One rank's process may be steps ahead of another's there, so the first one to read settles the answer in the
+store for all: nobody waits, all have the same answer, and if a rank is missing, nobody checks. After that a step that
+is due is checked if every rank replays a graph of one shape in it. A rank whose check is over still joins that
+agreement and says so; a rank whose store did not answer reads again there.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -21,20 +20,16 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix.ranks import common_store
 from vllm_graphfix.shadow import ranks
-from vllm_graphfix.shadow.watchdog import within
+from vllm_graphfix.shadow.coordinator import Coordinator, engine_numbers
 
 AGREEMENT_MODULE, AGREEMENT = "vllm.v1.worker.gpu.dp_utils", "sync_cudagraph_and_dp_padding"
-"""What data-parallel ranks call together in each step of the target model and of drafts, on model runner V2."""
-_STORE = 5.0
-"""Seconds for what is done in the store at one time."""
-_LONGEST_PAUSE = 64
-"""Steps from one that not all replay to the next at which they ask again."""
-_ENGINES = itertools.count(1)
-"""Numbers the engines of this process: the next one may find the store of the one before, and the words in it."""
+"""The function that data-parallel ranks call together in each step of the target model and of drafts, on V2."""
+_MAX_PAUSE = 64
+"""Steps between two agreements while the ranks replay different shapes."""
 
 
 class Shape(NamedTuple):
-    """What is the same on all ranks of the graphs that they replay together; one rank may name its own otherwise."""
+    """The part of a graph's descriptor that is the same on all ranks that replay together."""
 
     num_tokens: int
     uniform: bool
@@ -42,91 +37,88 @@ class Shape(NamedTuple):
 
     @property
     def number(self) -> int:
-        """One above 0 for each shape."""
+        """A number above 0, another one for each shape."""
         return 2 * self.num_tokens + self.uniform + 1
 
 
 def shape_of(descriptor: Any) -> Shape:
-    """The shape of a graph, by its descriptor on model runner V1 or V2."""
+    """Return the shape of the graph that has this descriptor of model runner V1 or V2."""
     uniform = getattr(descriptor, "uniform", False) or getattr(descriptor, "uniform_token_count", None) is not None
     return Shape(int(descriptor.num_tokens), bool(uniform))
 
 
-class Lockstep:
-    """What this rank knows of the others, and they of it."""
+class DataParallelCoordinator(Coordinator):
+    """This rank's part in the agreement."""
 
     def __init__(self, rank: int, ranks: list[int], first: int, store: Callable[[], Any] = common_store) -> None:
-        """*ranks*: all of them, *rank*, which is this one, too, as torch.distributed numbers them."""
-        self._rank, self._ranks, self._store = rank, ranks, store
+        """*ranks*: all of them, *rank* included, which is this one, as torch.distributed numbers them."""
+        super().__init__(f"lockstep/{next(engine_numbers)}", store)
+        self._rank, self._ranks = rank, ranks
         self.first = max(first, 2)
-        """The first step that is due; before it all have looked who takes part."""
-        self._engine = next(_ENGINES)
-        self.met: bool | None = None
-        """Whether all ranks take part, so that each waits for the others at a step that is due; None: not known yet."""
-        self.common: Shape | None = None
+        """The first step that is due; before it every rank has read who takes part."""
+        self.all_take_part: bool | None = None
+        """Whether each rank waits for the others at a step that is due; None: not known yet."""
+        self.common_shape: Shape | None = None
         """The shape of the graph that all ranks replay in this step, on model runner V2."""
         self._pause = 1
 
     def introduce(self) -> None:
-        """Raises TimeoutError, and what the store raises; the word may come there all the same, later."""
-        within(_STORE, lambda: self._in_store().set(str(self._rank), "1"))
+        """Publish that this rank takes part.
+
+        Raises TimeoutError, and the store's errors; the key may arrive there all the same, later.
+        """
+        self._with_store(lambda store: store.set(str(self._rank), "1"))
 
     def missing(self) -> list[int]:
-        """The ranks that do not take part: what the first one saw that asked.
+        """Return the ranks that do not take part, as the first rank that asked has seen it.
 
-        Raises TimeoutError, and what the store raises.
+        Raises TimeoutError, and the store's errors.
         """
 
-        def look() -> list[int]:
-            store = self._in_store()
-            here = store.check([str(rank) for rank in self._ranks])
-            missing = [] if here else [str(rank) for rank in self._ranks if not store.check([str(rank)])]
+        def settle(store: Any) -> list[int]:
+            complete = store.check([str(rank) for rank in self._ranks])
+            missing = [] if complete else [str(rank) for rank in self._ranks if not store.check([str(rank)])]
             settled = store.compare_set("settled", "", " ".join(["missing", *missing])).decode()
             return [int(rank) for rank in settled.split()[1:]]
 
-        return within(_STORE, look)
-
-    def _in_store(self) -> Any:
-        from torch.distributed.distributed_c10d import PrefixStore
-
-        return PrefixStore(f"shadow/lockstep/{self._engine}", self._store())
+        return self._with_store(settle)
 
     def pause(self) -> int:
-        """Steps to wait, since not all replay the same; more each time, as in a long phase of prompts."""
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        """Return the steps to wait after one with different shapes; more each time, as in a long phase of prompts."""
+        self._pause = min(2 * self._pause, _MAX_PAUSE)
         return self._pause // 2
 
     def resume(self) -> None:
-        """All replay the same again."""
+        """Reset the pause: all ranks replay one shape again."""
         self._pause = 1
 
 
-def of_this_rank(first: int) -> Lockstep:
+def of_this_rank(first: int) -> DataParallelCoordinator:
     group = ranks.group()
-    return Lockstep(int(group.rank), [int(rank) for rank in group.ranks], first)
+    return DataParallelCoordinator(int(group.rank), [int(rank) for rank in group.ranks], first)
 
 
 def is_in_lockstep(config: Any) -> bool:
-    """Whether the forward passes of an engine with this `VllmConfig` have collectives of its data-parallel ranks."""
+    """Tell whether forward passes under this `VllmConfig` have collectives of the data-parallel ranks."""
     parallel = config.parallel_config
     return getattr(parallel, "data_parallel_size", 1) > 1 and getattr(parallel, "is_moe_model", True) is not False
 
 
 def can_count() -> bool:
-    """Whether this rank counts the steps on which data-parallel ranks of model runner V2 agree."""
+    """Tell whether this rank counts the steps on which data-parallel ranks of model runner V2 agree."""
     return hasattr(getattr(sys.modules.get(AGREEMENT_MODULE), AGREEMENT, None), "__wrapped__")
 
 
 _BACKENDS = ("allgather_reducescatter", "naive")
-"""Between the ranks there are NCCL's collectives alone, which find each other in the order in which they are queued."""
+"""Backends that use NCCL's collectives alone, which pair in the order in which they are queued."""
 
 _EXCHANGES_ITSELF = re.compile("mega_moe|moe_ep")
-"""Names of kernels of experts that do, whatever exchange is configured. vLLM's list of them, in some releases, lacks
-one."""
+"""Names of expert kernels that exchange tokens themselves, whatever backend is set. vLLM's own list of them lacks one
+in some releases."""
 
 
 def why_not(config: Any) -> str | None:
-    """Why steps of such an engine must not be run twice; None if nothing is known against it."""
+    """Return why steps of such an engine must not run twice; None if nothing is known against it."""
     parallel = config.parallel_config
     if (backend := getattr(parallel, "all2all_backend", None)) not in _BACKENDS:
         return f"data-parallel ranks exchange tokens by {backend}, whose buffers were not examined"

@@ -1,9 +1,9 @@
-"""The GPU memory that a run without a graph takes, measured before the graph was captured, and whether as much is free.
+"""The GPU memory that a run without a graph needs, measured before its graph is captured, and the free memory.
 
-vLLM runs each batch size without a graph just before it captures it: the peak of what torch has allocated then, less
-what was allocated before, is what such a run takes. When vLLM measures how large its cache may be, it reads the same
-peak; no run is measured there (V1: such runs have no attention metadata; V2: it has been read when graphs are captured
-for a trial).
+vLLM runs each batch size without a graph just before it captures it: the peak of torch's allocations during that run,
+less those before, is what such a run needs. Runs by which vLLM measures how large its cache may be read the same peak,
+and must not be measured here (V1: such runs have no attention metadata; V2: the peak has been read when graphs are
+captured for a trial).
 """
 
 from __future__ import annotations
@@ -13,48 +13,44 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 RESERVE = 512 << 20
-"""Bytes that are left free beside what was measured: for the comparison, copies of outputs, and pieces of free memory
-that are too small."""
+"""Bytes that stay free beside what was measured: for the comparison, copies of outputs, and fragments."""
 
 T = TypeVar("T")
 
 
 class Memory:
-    """What is known, in one process, of the memory that runs without a graph need."""
+    """The measurements of one process."""
 
     def __init__(self) -> None:
         self.measuring = True
         """Graphs may still be captured."""
         self.needs: dict[tuple[object, object], int] = {}
-        """Bytes, by what keeps the graphs, an id, and the number of tokens."""
+        """Bytes, by owner of the graphs (an id) and number of tokens."""
         self._in_graphs: int | None = None
 
     def measured(self, owner: object, tokens: object, run: Callable[[], T]) -> T:
-        """The result of *run*, a warm-up of *tokens* tokens for the graphs of *owner*, an id.
-
-        The memory that it needs is remembered.
-        """
-        begun = self.begin()
+        """Return the result of *run*, a warm-up of *tokens* tokens for the graphs of *owner*, and record its need."""
+        before = self.begin()
         output = run()
-        self.finish(owner, tokens, begun)
+        self.finish(owner, tokens, before)
         return output
 
     def begin(self) -> int | None:
-        """Bytes that are allocated before a run; None where nothing can be measured."""
+        """Return the bytes allocated before a run; None where nothing can be measured."""
         with suppress(Exception):
-            return _peak_from_here()
+            return _reset_peak()
         return None
 
-    def finish(self, owner: object, tokens: object, begun: int | None) -> None:
-        if begun is not None:
+    def finish(self, owner: object, tokens: object, before: int | None) -> None:
+        if before is not None:
             with suppress(Exception):
-                self.needs[owner, tokens] = max(self.needs.get((owner, tokens), 0), _peak() - begun)
+                self.needs[owner, tokens] = max(self.needs.get((owner, tokens), 0), _peak() - before)
 
-    def lacks(self, copies: int, owner: object, tokens: object, *, must_know: bool) -> str | None:
-        """Why there is no room for a further run; None if there is.
+    def shortage(self, copies: int, owner: object, tokens: object, *, must_know: bool) -> str | None:
+        """Return why there is no room for *copies* bytes and a run without a graph; None if there is.
 
-        The room is for *copies* bytes and a run without the graph of *tokens* tokens of *owner*. *must_know*: other
-        ranks depend on it, so that a run of which it is not known what it takes must not be tried.
+        The run has *tokens* tokens, and *owner* has its graphs. *must_know*: other ranks depend on it, so that a run
+        that was not measured must not be tried.
         """
         free = self._free()
         if free is None:
@@ -72,25 +68,25 @@ class Memory:
         )
 
     def _free(self) -> int | None:
-        """What the device and the allocator have left; None without a GPU.
+        """Return the free bytes of the device and of torch's allocator; None without a GPU.
 
-        Memory of graphs is not free, though torch counts it as unused.
+        The pools of graphs are not free, though torch counts what no graph uses at the moment as unused.
         """
-        if self._in_graphs is None:  # it does not change after the last capture
+        if self._in_graphs is None:  # constant after the last capture
             self._in_graphs = _unused_in_graphs()
         free, unused = _free_and_unused()
         return None if free is None else free + max(0, unused - self._in_graphs)
 
 
 def _gpu() -> Any:
-    """torch.cuda, where this process uses it."""
+    """Return torch.cuda, if this process uses it."""
     import torch
 
     return torch.cuda if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
 
-def _peak_from_here() -> int | None:
-    """Bytes that are allocated, from which on torch measures a new peak."""
+def _reset_peak() -> int | None:
+    """Return the bytes allocated now, from which torch measures a new peak; None where it must not be reset."""
     gpu = _gpu()
     if gpu is None or gpu.is_current_stream_capturing():
         return None
@@ -103,7 +99,7 @@ def _peak() -> int:
 
 
 def _free_and_unused() -> tuple[int | None, int]:
-    """Bytes that the device has free, and that torch's allocator keeps without using them."""
+    """Return the bytes that the device has free, and those that torch's allocator holds unused."""
     gpu = _gpu()
     if gpu is None:
         return None, 0
@@ -111,7 +107,7 @@ def _free_and_unused() -> tuple[int | None, int]:
 
 
 def _unused_in_graphs() -> int:
-    """Bytes that the allocator keeps for the replays of graphs alone, in pools of their own."""
+    """Return the bytes that the allocator holds in the pools of graphs, for their replays alone."""
     gpu = _gpu()
     if gpu is None:
         return 0

@@ -1,4 +1,4 @@
-"""The shadow check of this process, and why there may be none."""
+"""The shadow check of this process, its state, and the reason why there is none."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from vllm_graphfix.shadow.check import Shadow
 
 NAME = "shadow"
-"""Under which records, `fleet` and metrics tell of it, as of a fix."""
+"""The check's name in records, `fleet` and metrics, where it stands beside the fixes."""
 DRAFTER = "-drafter"
 """The end of the name of what is wrapped for drafts."""
-_TOLD = 5
+_MAX_MISMATCHES = 5
 """Mismatches in a record."""
 
 SHADOW: Shadow | None = None
 """None where nothing is checked."""
 REFUSED: str | None = None
-"""Why no step of this engine may run twice."""
+"""The reason why no step of this engine may run twice."""
 
 
 def start(
-    rate: Rate, action: Action, tell: Callable[[str], None] = lambda problem: None, abort: Abort | None = None
+    rate: Rate, action: Action, publish: Callable[[str], None] = lambda problem: None, abort: Abort | None = None
 ) -> None:
-    """Begins anew: a process may make one engine after the other, or be forked.
+    """Start anew: a process may make one engine after the other, or be forked.
 
-    *tell* is called with the reason where the check ends this process; *abort* ends requests, if that is the action.
+    *publish* takes the reason if the check ends this process; *abort* ends requests, if that is the action.
     """
     global SHADOW, REFUSED  # noqa: PLW0603 - one a process
     REFUSED = SHADOW = None
@@ -41,19 +41,18 @@ def start(
         from vllm_graphfix.shadow import watchdog
         from vllm_graphfix.shadow.check import Shadow
 
-        watchdog.last_words = functools.partial(_note_end, tell)
+        watchdog.last_words = functools.partial(_record_end, publish)
         SHADOW = Shadow(rate, action, refuse, abort)
 
 
-def serve(worker: Any) -> None:
-    """Begins the check, once *worker* has captured its graphs.
+def on_captured(worker: Any) -> None:
+    """Start to count steps, once *worker* has captured its graphs.
 
-    All stages of a pipeline make the same steps from here on, and up to here they do not: V1's last stage makes one
-    more, and so do those that capture when they measure memory. Data-parallel ranks that share experts do, too.
+    From here on all stages of a pipeline make the same steps, and data-parallel ranks that share experts do, too.
+    Before, they do not: V1's last stage makes one more, and so do those that capture when they measure memory.
     """
     if SHADOW is None:
         return
-    from vllm_graphfix.shadow.failures import description
     from vllm_graphfix.shadow.forward import unsafe
     from vllm_graphfix.shadow.lockstep import can_count, is_in_lockstep
 
@@ -61,9 +60,9 @@ def serve(worker: Any) -> None:
     on_v2 = bool(getattr(worker, "use_v2_model_runner", False))
     if getattr(worker.vllm_config, "lora_config", None) is not None:
         try:
-            SHADOW.expect_adapters(worker.vllm_config.model_config.dtype)
-        except Exception as error:  # what follows is begun all the same: other ranks wait for a word of this one
-            SHADOW.stop(description(error), error)
+            SHADOW.judge.allow_adapter_rounding(worker.vllm_config.model_config.dtype)
+        except Exception as error:  # the rest has to start all the same: other ranks wait for a key of this one
+            SHADOW.stop(error)
     if is_in_lockstep(worker.vllm_config):
         reason = unsafe(worker.vllm_config)
         if reason is None and on_v2 and not can_count():
@@ -71,22 +70,22 @@ def serve(worker: Any) -> None:
         if reason is not None:
             refuse(reason)
         if REFUSED is None:
-            SHADOW.begin_in_lockstep()
+            SHADOW.start_in_lockstep()
     elif worker.vllm_config.parallel_config.pipeline_parallel_size > 1:
-        SHADOW.begin_in_pipeline(drafts=on_v2)
+        SHADOW.start_in_pipeline(drafts=on_v2)
         if REFUSED is not None:
             SHADOW.end()
 
 
-def _note_end(tell: Callable[[str], None], reason: str) -> None:
-    """Writes down why this process ends, which it does now: other ranks may have run something else than this one."""
+def _record_end(publish: Callable[[str], None], reason: str) -> None:
+    """Record why this process ends now: other ranks may have run something else than this one."""
     if SHADOW is not None:
         SHADOW.stopped = reason
-    tell(f"the shadow check ended this process: {reason}")
+    publish(f"the shadow check ended this process: {reason}")
 
 
 def refuse(reason: str) -> None:
-    """Says once that the check is not compatible with this engine."""
+    """Mark this engine as incompatible with the check; only the first reason counts."""
     global REFUSED  # noqa: PLW0603 - one a process
     if REFUSED is None:
         REFUSED = reason
@@ -96,47 +95,49 @@ def refuse(reason: str) -> None:
 
 
 def state(of_runners: Mapping[str, FixState]) -> FixState:
-    """One state of what is wrapped for both model runners, of which an engine has one, and of the check itself."""
-    told = list(of_runners.values())
-    # Of the target model: that drafts alone are checked is not what was asked for.
-    targets = [each for each in told if not each.name.endswith(DRAFTER)] or told
+    """Combine the states of the wrappers for both model runners, of which an engine has one, and of the check."""
+    states = list(of_runners.values())
+    # Those of the target model: a check of drafts alone is not what was asked for.
+    targets = [each for each in states if not each.name.endswith(DRAFTER)] or states
     best = next((each for each in targets if each.state is State.ACTIVE), targets[0])
-    reason = "; ".join(f"{each.name}: {each.state.value}, {each.reason}" for each in told)
-    found = best._replace(name=NAME, reason=reason)
+    reason = "; ".join(f"{each.name}: {each.state.value}, {each.reason}" for each in states)
+    combined = best._replace(name=NAME, reason=reason)
     if REFUSED is not None:
-        return found._replace(state=State.INCOMPATIBLE, reason=REFUSED, code=Code.ENGINE)
-    if SHADOW is not None and SHADOW.stopped is not None:
-        return found._replace(state=State.FAILED, reason=f"the check has stopped: {SHADOW.stopped}", code=Code.ERROR)
-    if SHADOW is not None and SHADOW.leaves_out_a_graph():
-        reason = f"each step of a graph is left out, so that nobody sees whether it is right; {found.reason}"
-        found = found._replace(reason=reason, code=Code.GRAPH_EXCLUDED)
-    if SHADOW is not None and SHADOW.cannot_abort is not None:
-        reason = f"requests are not ended, since {SHADOW.cannot_abort}; {found.reason}"
-        found = found._replace(reason=reason, code=Code.CANNOT_ABORT)
-    return found
+        return combined._replace(state=State.INCOMPATIBLE, reason=REFUSED, code=Code.ENGINE)
+    if SHADOW is None:
+        return combined
+    if SHADOW.stopped is not None:
+        return combined._replace(state=State.FAILED, reason=f"the check has stopped: {SHADOW.stopped}", code=Code.ERROR)
+    if SHADOW.skips_a_graph():
+        reason = f"each step of a graph is left out, so that nobody sees whether it is right; {combined.reason}"
+        combined = combined._replace(reason=reason, code=Code.GRAPH_EXCLUDED)
+    if SHADOW.cannot_abort is not None:
+        reason = f"requests are not ended, since {SHADOW.cannot_abort}; {combined.reason}"
+        combined = combined._replace(reason=reason, code=Code.CANNOT_ABORT)
+    return combined
 
 
 def counts() -> dict[str, dict[str, int]]:
-    """For the events of a record."""
+    """Return the events of a record."""
     if SHADOW is None:
         return {}
-    found = SHADOW.results
+    results = SHADOW.results
     return {
         NAME: {
-            "checks": found.checks,
-            "mismatches": found.mismatches,
-            "quarantined-graphs": len(found.quarantined),
-            "quarantines-given-up": found.given_up,
-            "aborted": 0,  # requests count where they end: `engine.abort`
-            "steps-left-out": found.skipped,
-            "milliseconds": int(1000 * found.seconds),
+            "checks": results.checks,
+            "mismatches": results.mismatches,
+            "quarantined-graphs": len(results.quarantined),
+            "quarantines-given-up": results.quarantines_ended,
+            "aborted": 0,  # the scheduler's process counts requests, where they end: `engine.abort`
+            "steps-left-out": results.skipped,
+            "milliseconds": int(1000 * results.seconds),
         }
     }
 
 
 def wrong() -> tuple[Any, ...]:
-    """For the report of a record: the first mismatches that this rank has found itself."""
-    if SHADOW is None or not SHADOW.results.kept:
+    """Return the `Wrong`s of a record: the first mismatches that this rank itself found."""
+    if SHADOW is None or not SHADOW.results.first_mismatches:
         return ()
     from vllm_graphfix.records.record import SHORT, Wrong
 
@@ -151,7 +152,7 @@ def wrong() -> tuple[Any, ...]:
             _ascii(each.first_layer)[:SHORT],
             each.check,
         )
-        for each in SHADOW.results.to_report(_TOLD)
+        for each in SHADOW.results.to_report(_MAX_MISMATCHES)
     )
 
 

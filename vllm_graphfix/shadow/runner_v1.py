@@ -1,8 +1,8 @@
 """Model runner V1: full graphs of the target model (from 0.18.0 on).
 
 `CUDAGraphWrapper` in mode FULL captures and replays them, and up to 0.29.0 `BreakableCUDAGraphWrapper` those of models
-for which vLLM enables breakable graphs, such as DeepSeek V3.2 and V4. A drafter of V1 has piecewise graphs only. A
-wrapper of such pieces is left alone, as is everything where nothing is checked.
+for which vLLM enables breakable graphs, such as DeepSeek V3.2 and V4. A drafter of V1 has piecewise graphs only.
+Wrappers of pieces stay stock, as do all wrappers where nothing is checked.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
 from vllm_graphfix.shadow import process
+from vllm_graphfix.shadow.affected_requests import has_requests
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.concerned import has_requests
 from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.lockstep import shape_of
@@ -39,7 +39,7 @@ _SHAPE, _OR_BREAKABLE = "full-wrapper", "full-wrapper or-breakable"
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """`AFFECTED` here: there are graphs that can be checked."""
+    """Return `AFFECTED` if there are graphs that can be checked."""
     init, call = (source.function(GRAPHS, f"CUDAGraphWrapper.{name}") for name in ("__init__", "__call__"))
     override = source.function(CONTEXT, "override_forward_context")
     context = source.function(CONTEXT, "ForwardContext")
@@ -80,7 +80,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _shape(source: Source) -> str | None:
-    """Whether breakable graphs take the place of full ones; None if that is not recognised."""
+    """Return the shape of the code: full graphs may be breakable ones, or not; None if it is not recognised."""
     if not source.contains_word(RUNNER, "BreakableCUDAGraphWrapper"):
         return _SHAPE
     load = source.function(RUNNER, "GPUModelRunner.load_model")
@@ -114,11 +114,10 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def _check_instances(stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wraps `CUDAGraphWrapper.__init__`, or `BreakableCUDAGraphWrapper`'s: each instance with full graphs is checked.
+    """Wrap `CUDAGraphWrapper.__init__`, or `BreakableCUDAGraphWrapper`'s, to check instances with full graphs.
 
-    Such an instance becomes one of a subclass whose call counts and checks.
-
-    Instances, not the class: a model has one of mode FULL and, for each of its pieces, one of mode PIECEWISE.
+    Such an instance becomes one of a subclass whose call counts and checks. The class itself stays stock: a model has
+    one instance of mode FULL and, for each of its pieces, one of mode PIECEWISE.
     """
 
     @functools.wraps(stock)
@@ -129,21 +128,22 @@ def _check_instances(stock: StockFunction, activity: Activity) -> StockFunction:
                 if reason := unsafe(self.vllm_config):
                     process.refuse(reason)
                 else:
-                    self.__class__ = _measuring_class(type(self), shadow, known="runtime_mode" in vars(self))
+                    self.__class__ = _measuring_class(type(self), shadow, has_full="runtime_mode" in vars(self))
         except Exception as error:
             activity.failed(error)
 
     return initialise
 
 
-def _measuring_class(kind: Any, shadow: Shadow, *, known: bool) -> Any:
-    """Until all graphs are captured: what is run without one beforehand is measured (`memory`).
+def _measuring_class(kind: Any, shadow: Shadow, *, has_full: bool) -> Any:
+    """Return a subclass of *kind* for the time until all graphs are captured: it measures warm-ups (`memory`).
 
-    *known*: to have full graphs. A breakable wrapper that has captured none is vLLM's own again after that, and its
-    calls count nowhere: it is a drafter's, which not every rank calls as often, or model runner V2's, for pieces.
+    *has_full*: the wrapper has full graphs for sure. A breakable wrapper that has captured none by then becomes
+    vLLM's own again, and its calls do not count: it is a drafter's, which not every rank calls as often, or model
+    runner V2's, for pieces.
     """
     checked = _checking_class(kind, shadow)
-    call, memory, has_full = checked.__call__, shadow.memory, known
+    call, memory = checked.__call__, shadow.memory
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal has_full
@@ -164,13 +164,13 @@ def _measuring_class(kind: Any, shadow: Shadow, *, known: bool) -> Any:
 
 
 def _is_full() -> bool:
-    """Whether the call captures or replays a full graph."""
+    """Tell whether the call captures or replays a full graph."""
     context = sys.modules["vllm.forward_context"]._forward_context
     return context is not None and context.cudagraph_runtime_mode.name == "FULL"
 
 
 def _warm_up() -> int | None:
-    """Its tokens, if that is what the call is: a run with attention and without a graph."""
+    """Return the number of tokens if the call is a warm-up: a run with attention and without a graph."""
     context = sys.modules["vllm.forward_context"]._forward_context
     if getattr(getattr(context, "cudagraph_runtime_mode", None), "name", None) != "NONE" or not context.attn_metadata:
         return None
@@ -182,7 +182,7 @@ def _checking_class(kind: Any, shadow: Shadow) -> Any:
     schedule, quarantined, timed = shadow.schedule, shadow.quarantined, shadow.schedule.timed
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Every rank of a group counts the same calls, replays or not.
+        # Every rank of a group counts the same calls, whether they replay or not.
         schedule.count += 1
         if timed:
             schedule.tick()
@@ -198,28 +198,23 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
     def replay() -> Any:
         return kind.__call__(wrapper, *args, **kwargs)
 
-    shadow.plan()
+    shadow.plan_next()
     key: tuple[int, Any] | None = None
     try:
         context = sys.modules["vllm.forward_context"]._forward_context
         if _replays(wrapper, context):
-            found = context.batch_descriptor
-            key = id(wrapper), found if shadow.lockstep is None else shape_of(found)
+            descriptor = context.batch_descriptor
+            key = id(wrapper), descriptor if shadow.lockstep is None else shape_of(descriptor)
     except Exception as error:  # the same on every rank: no tensor was looked at
-        shadow.stop(f"{type(error).__name__}: {error}", error)
-    if shadow.lockstep is not None and not shadow.all_replay(key[1] if key is not None else None):
+        shadow.stop(error)
+    together = shadow.lockstep is None or shadow.all_ranks_replay(key[1] if key is not None else None)
+    if key is None or not together:
         return replay()
-    if key is None:
-        return replay()
-    if key in shadow.quarantined:
-        return shadow.without_graph(key, lambda: _step(shadow, wrapper, context, args, kwargs), replay)
-    if shadow.schedule.count < shadow.schedule.due:
-        return replay()
-    return shadow.check(key, lambda: _step(shadow, wrapper, context, args, kwargs), replay)
+    return shadow.run(key, lambda: _step(shadow, wrapper, context, args, kwargs), replay)
 
 
 def _replays(wrapper: Any, context: Any) -> bool:
-    """Whether the call is going to be a replay of a batch of requests; a dummy batch may have no attention metadata."""
+    """Tell whether the call is going to replay a batch of requests; a dummy batch may have no attention metadata."""
     if context is None or context.cudagraph_runtime_mode.name != "FULL" or not context.attn_metadata:
         return False
     entry = (_full(wrapper) or {}).get(context.batch_descriptor)
@@ -228,10 +223,11 @@ def _replays(wrapper: Any, context: Any) -> bool:
 
 
 def _full(wrapper: Any) -> dict[Any, Any] | None:
-    """What a wrapper has captured, by batch; None for one that has no full graphs.
+    """Return a wrapper's graphs by batch descriptor; None for a wrapper without full graphs.
 
-    A breakable one has those of all modes. What it has not itself, it takes from the model.
+    A breakable one has the graphs of all modes.
     """
+    # vars(): a breakable wrapper takes attributes that it lacks from the model.
     own = vars(wrapper)
     if "concrete_cudagraph_entries" in own and own["runtime_mode"].name != "FULL":
         return None
@@ -240,39 +236,39 @@ def _full(wrapper: Any) -> dict[Any, Any] | None:
 
 
 def _step(shadow: Shadow, wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-    found = Pass(
+    forward = Pass(
         *(wrapper.vllm_config, context.attn_metadata, context.slot_mapping, (args, kwargs), context.additional_kwargs),
         dummy=shadow.lockstep is not None and not has_requests(),
     )
     eager = _without_graphs(context, wrapper.runnable, args, kwargs)
-    return found.step(TARGET, context.batch_descriptor, eager, lambda: _real_rows(context, wrapper.vllm_config))
+    return forward.step(TARGET, context.batch_descriptor, eager, lambda: _real_rows(context, wrapper.vllm_config))
 
 
 def _real_rows(context: Any, config: Any) -> int:
-    """The number of tokens that are not padding, which is behind them: masked, or with -1 for a slot.
+    """Return the number of tokens before the padding, which is masked or has slot -1.
 
-    With decode context parallelism a rank has slots for its own tokens only; then it is told by where the last request
-    ends.
+    With decode context parallelism a rank has slots for its own tokens only; there the end of the last request counts.
+    Raises UnsafeError where none of these is there.
     """
     if (mask := getattr(context, "is_padding", None)) is not None:
         return int((~mask).sum())
     if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        found = [
-            given.query_start_loc[-1] for given in context.attn_metadata.values() if hasattr(given, "query_start_loc")
+        counts = [
+            each.query_start_loc[-1] for each in context.attn_metadata.values() if hasattr(each, "query_start_loc")
         ]
     else:
-        found = [(slots >= 0).sum() for slots in context.slot_mapping.values()]
-    if not found:
+        counts = [(slots >= 0).sum() for slots in context.slot_mapping.values()]
+    if not counts:
         raise UnsafeError("it is not known which rows are padding")
-    return int(found[0])
+    return int(counts[0])
 
 
 def _without_graphs(
     context: Any, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any]:
-    """The runnable in a copy of the forward context in which no graph is to be replayed.
+    """Return a function that runs the model in a copy of the forward context, in graph mode NONE.
 
-    The pass counts its layers in the copy.
+    A copy, since the pass counts its layers in it.
     """
     module = sys.modules["vllm.forward_context"]
     none = type(context.cudagraph_runtime_mode)["NONE"]

@@ -1,10 +1,9 @@
 """Model runner V2: full graphs of the target model (from 0.18.0 on).
 
-`ModelCudaGraphManager.run_fullgraph` replays them.
-
-The method is given a descriptor alone: the graph has its inputs. What the model would be called with, had the step no
-graph, are variables of its caller, `GPUModelRunner.execute_model`, in every release under the same names. They are read
-there, and only when a step is checked. Drafters' graphs have managers of other classes: `drafter_v2`.
+`ModelCudaGraphManager.run_fullgraph` replays them. It gets a descriptor alone: the graph has its inputs. The arguments
+of the model for a step without a graph are variables of its caller, `GPUModelRunner.execute_model`, under the same
+names in every release. They are read there, and only when a step is checked. Drafters' graphs have managers of other
+classes: `drafter_v2`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
 from vllm_graphfix.fixes._capture_source import forward_functions
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.failures import UnsafeError, description
+from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.lockstep import AGREEMENT, AGREEMENT_MODULE, is_in_lockstep, shape_of
 from vllm_graphfix.shadow.runs import Step
@@ -40,17 +39,17 @@ CONTEXT = "vllm/forward_context.py"
 
 _SHAPE = "run-fullgraph"
 _UNMEASURED = "run-fullgraph-unmeasured"
-"""The shape of code of which it is not known that it asks for the function of each batch size before it warms up."""
+"""A shape of code that may not ask for the function of each batch size before it warms up."""
 _ALONE = "-alone"
-"""The end of the shape of code of which it is not known how data-parallel ranks agree on a batch."""
+"""The end of the shape of code in which data-parallel ranks may agree on a batch otherwise than known."""
 _VARIABLES = ("attn_metadata", "slot_mappings_by_layer", "input_batch", "model_inputs", "dummy_run")
-_CALLERS = 4
-"""Functions between: a decorator or two."""
+_MAX_FRAMES = 4
+"""Frames between a replay and `execute_model`: a decorator or two."""
 _MANAGER = "ModelCudaGraphManager"
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """`AFFECTED` here: there are graphs that can be checked."""
+    """Return `AFFECTED` if there are graphs that can be checked."""
     run = source.function(GRAPHS, "ModelCudaGraphManager.run_fullgraph")
     execute = source.function(RUNNER, "GPUModelRunner.execute_model")
     context = source.function(CONTEXT, "set_forward_context")
@@ -92,7 +91,7 @@ def diagnose(source: Source) -> Diagnosis:
 
 
 def _agrees_with_the_others(source: Source) -> bool:
-    """Whether data-parallel ranks agree on a batch where it is known (from 0.20.0 on)."""
+    """Recognise the code by which data-parallel ranks agree on a batch (from 0.20.0 on)."""
     agree = source.function(DISPATCH, AGREEMENT)
     dispatch = source.function(DISPATCH, "dispatch_cg_and_sync_dp")
     return bool(
@@ -117,13 +116,11 @@ def patches(shape: str) -> tuple[Patch, ...]:
 
 
 def _measure_warm_ups(stock: StockFunction, _: Activity) -> StockFunction:
-    """Wraps `CudaGraphManager.capture(create_forward_fn, …)`.
+    """Wrap `CudaGraphManager.capture(create_forward_fn, …)`, of the target model's and a drafter's managers.
 
-    A drafter's managers have the method in common with the target model's.
-
-    It asks *create_forward_fn* for each batch size before it warms up, and for the next one, or again before the
-    capture, after that: what is allocated in between is measured. Not around the functions that it gets: fixes look
-    into those.
+    It calls *create_forward_fn* before each warm-up of a batch size, and again after it, for the capture or for the
+    next size: the allocations in between are measured. The functions that it returns stay unwrapped, since fixes
+    inspect them.
     """
 
     @functools.wraps(stock)
@@ -145,7 +142,7 @@ def _measure_warm_ups(stock: StockFunction, _: Activity) -> StockFunction:
             return made
 
         result = stock(self, create, *args, **kwargs)
-        over = True  # what comes later asks for a state alone
+        over = True  # later calls ask for an attention state alone
         memory.finish(id(self), tokens, begun)
         return result
 
@@ -153,21 +150,21 @@ def _measure_warm_ups(stock: StockFunction, _: Activity) -> StockFunction:
 
 
 def _check_replays(stock: StockFunction, _: Activity) -> StockFunction:
-    """Around `ModelCudaGraphManager.run_fullgraph(desc)`."""
+    """Wrap `ModelCudaGraphManager.run_fullgraph(desc)`."""
 
     @functools.wraps(stock)
     def run_fullgraph(self: Any, desc: Any) -> Any:
         shadow = process.SHADOW
         if shadow is None:
             return stock(self, desc)
-        if shadow.lockstep is not None:  # which has counted this step
+        if shadow.lockstep is not None:  # `_count_common_step` has counted this step
             return _maybe_check_together(shadow, stock, self, desc)
         schedule = shadow.schedule
         before = schedule.count
         schedule.count = (before | schedule.within) + 1
         if schedule.timed:
             schedule.tick()
-        # Other graphs than those in quarantine pay for a look into a set, not for one at the caller.
+        # A graph that is not in quarantine pays for a lookup in a set, not for reading the caller's variables.
         if schedule.count < schedule.due and not (shadow.quarantined and (id(self), desc) in shadow.quarantined):
             return stock(self, desc)
         schedule.drafts = before & schedule.within
@@ -177,9 +174,9 @@ def _check_replays(stock: StockFunction, _: Activity) -> StockFunction:
 
 
 def _count_common_steps(stock: StockFunction, _: Activity) -> StockFunction:
-    """Around `sync_cudagraph_and_dp_padding(cudagraph_manager, …)`, which data-parallel ranks call together.
+    """Wrap `sync_cudagraph_and_dp_padding(cudagraph_manager, …)`, which data-parallel ranks call together.
 
-    Drafters' managers are of other classes.
+    Calls for a drafter, whose managers are of other classes, do not count.
     """
 
     @functools.wraps(stock)
@@ -191,7 +188,7 @@ def _count_common_steps(stock: StockFunction, _: Activity) -> StockFunction:
                 _count_common_step(shadow, agreed)
             except Exception as error:
                 with suppress(Exception):
-                    shadow.stop(description(error), error)
+                    shadow.stop(error)
         return agreed
 
     return agree
@@ -203,7 +200,7 @@ def _count_common_step(shadow: Shadow, agreed: Any) -> None:
     if schedule.timed:
         schedule.tick()
     if others is not None:
-        others.common = None
+        others.common_shape = None
     if schedule.count >= schedule.due or shadow.quarantined:
         _ask_the_others(shadow, agreed)
 
@@ -215,19 +212,19 @@ def _ask_the_others(shadow: Shadow, agreed: Any) -> None:
         if desc.cg_mode.name == "FULL":
             shape = shape_of(desc)
     except Exception as error:
-        shadow.stop(f"{type(error).__name__}: {error}", error)
-    if shadow.all_replay(shape) and shadow.lockstep is not None:
-        shadow.lockstep.common = shape
+        shadow.stop(error)
+    if shadow.all_ranks_replay(shape) and shadow.lockstep is not None:
+        shadow.lockstep.common_shape = shape
 
 
 def _maybe_check_together(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) -> Any:
     def replay() -> Any:
         return stock(manager, desc)
 
-    shape = shadow.lockstep.common if shadow.lockstep is not None else None
+    shape = shadow.lockstep.common_shape if shadow.lockstep is not None else None
     if shadow.lockstep is None or shape is None:
         return replay()
-    shadow.lockstep.common = None
+    shadow.lockstep.common_shape = None
     key, caller = (id(manager), shape), sys._getframe(2)
 
     def describe() -> Step:
@@ -236,18 +233,14 @@ def _maybe_check_together(shadow: Shadow, stock: StockFunction, manager: Any, de
             raise UnsafeError("a step that its ranks have agreed on is replayed by somebody else")
         return _step(manager, desc, variables)
 
-    if key in shadow.quarantined:
-        return shadow.without_graph(key, describe, replay)
-    if shadow.schedule.count < shadow.schedule.due:
-        return replay()
-    return shadow.check(key, describe, replay)
+    return shadow.run(key, describe, replay)
 
 
 def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) -> Any:
     def replay() -> Any:
         return stock(manager, desc)
 
-    shadow.plan()
+    shadow.plan_next()
     try:
         if (reason := unsafe(manager.vllm_config)) is not None:
             process.refuse(reason)
@@ -257,52 +250,48 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
         if caller is None or caller["dummy_run"] or not caller["attn_metadata"]:
             return replay()
     except Exception as error:  # the same on every rank: no tensor was looked at
-        shadow.stop(f"{type(error).__name__}: {error}", error)
+        shadow.stop(error)
         return replay()
-    if key in shadow.quarantined:
-        return shadow.without_graph(key, lambda: _step(manager, desc, caller), replay)
-    if shadow.schedule.count < shadow.schedule.due:
-        return replay()
-    return shadow.check(key, lambda: _step(manager, desc, caller), replay)
+    return shadow.run(key, lambda: _step(manager, desc, caller), replay)
 
 
 def _variables_of_caller(frame: FrameType | None) -> Mapping[str, Any] | None:
-    """The variables of the `execute_model` that is replaying; None where somebody else is.
+    """Return the variables of the `execute_model` that is replaying; None if another function is.
 
     Raises UnsafeError where they have other names.
     """
-    for _ in range(_CALLERS):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             return None
         if frame.f_code.co_name == "execute_model" and frame.f_globals.get("__name__") == RUNNER_MODULE:
-            found = frame.f_locals
-            if missing := [name for name in ("self", *_VARIABLES) if name not in found]:
+            variables = frame.f_locals
+            if missing := [name for name in ("self", *_VARIABLES) if name not in variables]:
                 raise UnsafeError(f"execute_model has no {', '.join(missing)}")
-            return {name: found[name] for name in ("self", *_VARIABLES)}
+            return {name: variables[name] for name in ("self", *_VARIABLES)}
         frame = frame.f_back
     return None
 
 
 def _step(manager: Any, desc: Any, caller: Mapping[str, Any]) -> Step:
     batch = caller["input_batch"]
-    found = Pass(
+    forward = Pass(
         *(manager.vllm_config, caller["attn_metadata"], caller["slot_mappings_by_layer"], caller["model_inputs"]),
-        dummy=bool(caller["dummy_run"]),  # of which a rank alone runs none
+        dummy=bool(caller["dummy_run"]),  # only among data-parallel ranks
     )
-    return found.step(TARGET, desc, _without_graphs(manager, desc, caller), lambda: int(batch.num_tokens))
+    return forward.step(TARGET, desc, _without_graphs(manager, desc, caller), lambda: int(batch.num_tokens))
 
 
 def _without_graphs(manager: Any, desc: Any, caller: Mapping[str, Any]) -> Callable[[], Any]:
-    """What `execute_model` does for a step that has no graph."""
+    """Return a function that does what `execute_model` does for a step without a graph."""
     import torch
 
     module = sys.modules["vllm.forward_context"]
-    known = inspect.signature(module.set_forward_context).parameters
+    supported = inspect.signature(module.set_forward_context).parameters
     batch, parallel = caller["input_batch"], manager.vllm_config.parallel_config
-    given = {
+    arguments = {
         "num_tokens": desc.num_tokens,
         "num_tokens_across_dp": (
-            # Graphs of one size on all, or vLLM would agree on it once more.
+            # All ranks replay graphs of one size. Without this vLLM would have them agree once more.
             torch.full((parallel.data_parallel_size,), desc.num_tokens, dtype=torch.int32, device="cpu")
             if is_in_lockstep(manager.vllm_config)
             else None
@@ -312,7 +301,7 @@ def _without_graphs(manager: Any, desc: Any, caller: Mapping[str, Any]) -> Calla
         "slot_mapping": caller["slot_mappings_by_layer"],
         "is_padding": getattr(batch, "is_padding", None),
     }
-    context = {name: value for name, value in given.items() if name in known}
+    context = {name: value for name, value in arguments.items() if name in supported}
 
     def run() -> Any:
         with module.set_forward_context(caller["attn_metadata"], manager.vllm_config, **context):

@@ -1,6 +1,6 @@
-"""Where the shadow check wraps vLLM.
+"""The parts of vLLM that the shadow check wraps.
 
-The places are records that `FixManager` applies like fixes: diagnosed, all of their targets or none, read back.
+They are records that `FixManager` applies like fixes: diagnosed, all of their targets or none, read back.
 """
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Graphs(NamedTuple):
-    """Graphs of a model runner, and what `FixManager` asks of a fix; docs/shadow.md tells people the rest."""
+    """Graphs of a model runner, with the fields of a fix that `FixManager` uses."""
 
     name: str
     runner: str
@@ -31,7 +31,7 @@ class Graphs(NamedTuple):
     requires: tuple[Companion, ...] = ()
     evidence: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
-    """None: what the check counts is in its `Results`."""
+    """None: the check counts in its `Results`."""
 
 
 RUNNERS = (

@@ -1,6 +1,6 @@
-"""The runs of one step: its replay, and eager ones from where the replay began.
+"""The runs of one step: its replay, and eager runs from the state before the replay.
 
-It says what they left and how far apart that is, and puts all back.
+They compare what each run leaves, and restore everything to what the replay left.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.shadow import ranks
 from vllm_graphfix.shadow.comparison import row_errors, rows_drawn_alike, state_error, tensors
-from vllm_graphfix.shadow.failures import StepError, UnfitStep, clear_traceback, description, is_of_the_device
+from vllm_graphfix.shadow.failures import (
+    StepError,
+    StepNotCheckable,
+    clear_traceback,
+    description,
+    is_device_error,
+    is_gpu_lost,
+)
 from vllm_graphfix.shadow.layers import first_difference
 from vllm_graphfix.shadow.snapshot import PythonState, RandomState, Rows, Snapshot, StateRows, copies_of_rows
 from vllm_graphfix.shadow.verdict import Graph
@@ -20,10 +27,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COPIES = 4
-"""The number of copies of the recurrent state at once: before the replay, after it, after each of two eager runs."""
+"""Copies of the recurrent state at one time: before the replay, after it, after each of two eager runs."""
 _LEAST_NOISE = 1e-30
-Lacks = Callable[[int], "str | None"]
-"""Why there is no room for copies of so many bytes and for a run without the graph; None if there is."""
+MemoryShortage = Callable[[int], "str | None"]
+"""Returns why there is no room for copies of so many bytes and for a run without the graph; None if there is."""
 
 
 class Step(NamedTuple):
@@ -31,25 +38,24 @@ class Step(NamedTuple):
 
     graph: Graph
     eager: Callable[[], Any]
-    """The same model on the same inputs and attention metadata, no graph of any kind replayed."""
+    """Runs the model on the same inputs and attention metadata, without replaying a graph of any kind."""
     real_rows: Callable[[], int]
-    """How many rows, the first ones, are no padding; may wait for the device."""
+    """Returns the number of rows before the padding; may wait for the device."""
     inputs: Mapping[str, Tensor]
     objects: Sequence[object]
     """Attention metadata and the like, whose attributes a run may set."""
     states: Sequence[StateRows]
     caches: Callable[[], list[tuple[str, Tensor]]]
-    """What the layers have in their caches for this step's tokens, in the model's order: copies."""
+    """Copies what each layer, in the model's order, has in its cache for this step's tokens."""
     launches: Sequence[Mapping[str, int]] = ()
-    """What the capture may have been told in place of what this step tells the kernels: numbers in *objects*, by
-    attribute."""
+    """Numbers in *objects*, by attribute, that the capture may have passed to the kernels instead of this step's."""
     results: Callable[[], Any] | None = None
-    """What a run has left, where that is not what it returns, in tensors whose first rows are the real ones; of
-    *inputs* and *states*."""
+    """Returns what a run has left in tensors of *inputs* and *states* whose first rows are the real ones; None if the
+    results are what the run returns."""
 
 
 class Replay:
-    """vLLM's replay of a step, and what came of it the first time."""
+    """vLLM's replay of a step, and the outcome of its first call."""
 
     def __init__(self, replay: Callable[[], Any]) -> None:
         self._replay = replay
@@ -69,13 +75,14 @@ class Replay:
 
 
 class CheckedStep:
-    """A step, what it found, and what came of it."""
+    """A step whose replay is compared with eager runs, and the state before and after the replay."""
 
-    def __init__(self, step: Step, lacks: Lacks) -> None:
+    def __init__(self, step: Step, shortage: MemoryShortage) -> None:
+        """Copy the state before the replay; raises StepNotCheckable if there is no room for that and for a run."""
         needed = _COPIES * sum(rows.nbytes for rows in step.states) * (1 if step.results is None else 2)
         needed += 2 * sum(tensor.numel() * tensor.element_size() for tensor in step.inputs.values())
-        if (reason := lacks(needed)) is not None:
-            raise UnfitStep(reason)
+        if (reason := shortage(needed)) is not None:
+            raise StepNotCheckable(reason)
         self.step = step
         self.python = PythonState(step.objects)
         self.random = RandomState()
@@ -85,44 +92,46 @@ class CheckedStep:
         self._after: Snapshot | None = None
         self._random_after: RandomState | None = None
 
-    def replayed(self, output: Any) -> None:
-        # A graph's output is memory of its pool, by address alone, and what is served is at that address.
+    def save_replay(self, output: Any) -> None:
+        """Copy the *output* of the replay, and the state after it."""
+        # The output is memory of the graph's pool, which a further replay overwrites; vLLM serves that very memory.
         self._served = list(tensors(output)) if self.step.results is None else []
         self.output = self._results(output)
         self._after = Snapshot(self.step.inputs, self.step.states)
         self._random_after = RandomState()
 
-    def eagerly(self, launch: Mapping[str, int] | None = None) -> list[Tensor]:
-        """The tensors of one eager run from where the replay began. Raises StepError for an error of vLLM's own in it.
+    def run_eagerly(self, launch: Mapping[str, int] | None = None) -> list[Tensor]:
+        """Return copies of the results of an eager run from the state before the replay.
 
-        *launch*: told these numbers, which the capture was told, and by which some kernels cut their work.
+        *launch*: numbers that the capture may have passed to the kernels, by which some split their work. Raises
+        StepError for vLLM's own error in the run.
         """
 
         def prepare() -> None:
-            self._put_inputs_back()
+            self._restore_before()
             self.before.make_readable()
             self.python.set_numbers(launch or {})
 
-        return self._results(ranks.paired(prepare, self._run))
+        return self._results(ranks.run_collectively(prepare, self._run))
 
     def _run(self) -> Any:
         try:
             return self.step.eager()
         except Exception as error:
-            if is_of_the_device(error):
+            if is_device_error(error):
                 raise
             raise StepError(description(error)) from error
 
-    def again(self, replay: Callable[[], Any]) -> float:
-        """The error of one more replay from where the first one began, by the first."""
-        output = self._results(ranks.paired(self._put_inputs_back, replay))
+    def error_of_another_replay(self, replay: Callable[[], Any]) -> float:
+        """Replay once more from the state before the first replay; return the error relative to that one."""
+        output = self._results(ranks.run_collectively(self._restore_before, replay))
         rows = self.step.real_rows()
         return max(_worst(row_errors(output, self.output, rows)), state_error(self.states_now(), self.states_of_replay))
 
-    def _put_inputs_back(self) -> None:
-        self.before.put_back()
-        self.python.put_back()
-        self.random.put_back()
+    def _restore_before(self) -> None:
+        self.before.restore()
+        self.python.restore()
+        self.random.restore()
 
     def _results(self, output: Any) -> list[Tensor]:
         return [tensor.clone() for tensor in tensors(output if self.step.results is None else self.step.results())]
@@ -134,36 +143,34 @@ class CheckedStep:
     def states_now(self) -> list[Rows]:
         return copies_of_rows(self.step.states)
 
-    def put_back(self) -> None:
-        """Puts everything back to what the replay has left. All is tried, and the first error raised."""
-        failed: list[Exception] = []
-        for put_back in (
-            self._put_output_back,
-            *(kept.put_back for kept in (self._after, self.python, self._random_after) if kept is not None),
+    def restore(self) -> None:
+        """Restore everything to what the replay has left. Tries each part, then raises the first error."""
+        errors: list[Exception] = []
+        for restore in (
+            self._restore_output,
+            *(part.restore for part in (self._after, self.python, self._random_after) if part is not None),
         ):
             try:
-                put_back()
+                restore()
             except Exception as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
-    def _put_output_back(self) -> None:
-        for served, kept in zip(self._served, self.output, strict=False):
-            served.copy_(kept)
+    def _restore_output(self) -> None:
+        for served, copy in zip(self._served, self.output, strict=False):
+            served.copy_(copy)
 
 
 class QuarantinedStep:
-    """A step that is run without its graph, and not twice.
+    """A step that runs once, without its graph; until it has succeeded, it can be restored for a replay."""
 
-    Until it has come to its end, it can be put back as the graph would have found it.
-    """
-
-    def __init__(self, step: Step, lacks: Lacks) -> None:
+    def __init__(self, step: Step, shortage: MemoryShortage) -> None:
+        """Copy the state before the run; raises StepNotCheckable if there is no room for that and for the run."""
         needed = sum(rows.nbytes for rows in step.states)
         needed += sum(tensor.numel() * tensor.element_size() for tensor in step.inputs.values())
-        if (reason := lacks(needed)) is not None:
-            raise UnfitStep(reason)
+        if (reason := shortage(needed)) is not None:
+            raise StepNotCheckable(reason)
         self._step = step
         self._before, self._python = Snapshot(step.inputs, step.states), PythonState(step.objects)
 
@@ -172,20 +179,38 @@ class QuarantinedStep:
 
     def run(self) -> Any:
         output = self._step.eager()
-        self._before.put_block_tables_back()
+        self._before.restore_block_tables()
         return output
 
-    def put_back(self) -> None:
-        self._before.put_back()
-        self._python.put_back()
+    def restore(self) -> None:
+        self._before.restore()
+        self._python.restore()
+
+
+def run_quarantined(make: Callable[[], QuarantinedStep]) -> Any:
+    """Return the result of the step that *make* makes, run on all ranks; an error leaves it as before."""
+    step: QuarantinedStep | None = None
+
+    def prepare() -> None:
+        nonlocal step
+        step = make()  # in here, since it may fail on one rank alone
+        step.prepare()
+
+    try:
+        return ranks.run_collectively(prepare, lambda: step.run() if step is not None else None, ranks.step_timeout())
+    except Exception as error:
+        if step is not None and not is_gpu_lost(error):
+            step.restore()
+        raise
 
 
 class FirstRun:
     """The first eager run, compared with the replay."""
 
     def __init__(self, checked: CheckedStep, *, locate: bool) -> None:
+        """*locate*: look for the first layer that the replay has written differently."""
         step = checked.step
-        # What one rank cannot look at must not keep it from the run, in whose collectives the others wait.
+        # Errors of the search are ignored: this rank has to run, since the others wait for it in the collectives.
         of_replay: list[tuple[str, Tensor]] = []
         with suppress(Exception):
             of_replay = step.caches() if locate else []
@@ -194,39 +219,39 @@ class FirstRun:
         with suppress(Exception):
             self.layer = first_difference(of_replay, step.caches()) if of_replay else None
         self.rows = step.real_rows()
-        # What failed half-way has no output: that differs in every row.
+        # A run that failed half-way has no output, which differs in every row.
         self.errors = row_errors(checked.output, self.output, self.rows)
         self.states = checked.states_now()
         self.worst = max(_worst(self.errors), state_error(checked.states_of_replay, self.states))
 
 
 class SecondRun:
-    """The second eager run, compared with both."""
+    """The second eager run, compared with the first one and with the replay."""
 
     def __init__(self, checked: CheckedStep, first: FirstRun) -> None:
         self.changed_inputs: list[str] = []
-        with suppress(Exception):
+        with suppress(Exception):  # as in the first run
             self.changed_inputs = checked.before.changed_inputs()
         output, self.failure = run_again(checked)
         rows, states = first.rows, checked.states_now()
         alike = rows_drawn_alike(output, first.output, rows)
-        # Where eager runs draw other tokens, those are no measure; that they differ at all is told by a number above 0.
+        # Rows in which eager runs draw other tokens are no measure; a number above 0 says that they differ at all.
         own = row_errors(output, first.output, rows)
         self.noise = max(_worst(own[alike]), 0.0 if alike.all() else _LEAST_NOISE, state_error(states, first.states))
-        errors, still = first.errors, row_errors(checked.output, output, rows)
+        of_first, of_second = first.errors, row_errors(checked.output, output, rows)
         if self.noise > 0:
-            # A token may be another one for want of the last bit, and then all that follows from it is.
+            # A last bit may decide on another token, and then all that follows from it differs.
             alike &= rows_drawn_alike(checked.output, first.output, rows) & rows_drawn_alike(
                 checked.output, output, rows
             )
-            errors, still = errors[alike], still[alike]
+            of_first, of_second = of_first[alike], of_second[alike]
         of_states = state_error(checked.states_of_replay, first.states), state_error(checked.states_of_replay, states)
-        self.worst = min(max(_worst(errors), of_states[0]), max(_worst(still), of_states[1]))
-        """The largest error of the replay, by the run that it is nearer to."""
+        self.worst = min(max(_worst(of_first), of_states[0]), max(_worst(of_second), of_states[1]))
+        """The largest error of the replay, relative to the run that it is nearer to."""
 
 
-def as_captured(checked: CheckedStep, launch: Mapping[str, int], otherwise: float) -> float:
-    """The error of the replay against a run that is told what the capture was told, or *otherwise*, if that is less."""
+def error_as_captured(checked: CheckedStep, launch: Mapping[str, int], otherwise: float) -> float:
+    """Return the error of the replay relative to a run with the capture's numbers, or *otherwise*, if that is less."""
     output, failure = run_again(checked, launch)
     if failure is not None:
         return otherwise
@@ -238,9 +263,9 @@ def as_captured(checked: CheckedStep, launch: Mapping[str, int], otherwise: floa
 
 
 def run_again(checked: CheckedStep, launch: Mapping[str, int] | None = None) -> tuple[list[Tensor], StepError | None]:
-    """No tensors where the step cannot be run without its graph."""
+    """Run the step eagerly; return no tensors, and vLLM's error, if it cannot run without its graph."""
     try:
-        return checked.eagerly(launch), None
+        return checked.run_eagerly(launch), None
     except StepError as error:
         clear_traceback(error)
         return [], StepError(str(error))

@@ -1,6 +1,6 @@
-"""Which replays are checked.
+"""The choice of the replays that are checked.
 
-That follows from a count which all ranks share that run the same steps, of a tensor-parallel group or of a pipeline.
+It follows from a count that is the same on all ranks that run the same steps, of a tensor-parallel group or a pipeline.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from vllm_graphfix.settings.shadow_rate import NEVER, Rate
 
 _FIRST_COST = 5
 """Steps that a check is taken to cost before one was measured: a replay, an eager run, and the copies."""
-_PAUSE = 1.0
-"""Seconds between two steps from which on the engine had nothing to do: such a pause is no part of the step time of
-which a budget is a share."""
-_MEMORY = 120.0
-"""Seconds of steps after which what was spent counts half: a budget is kept over minutes."""
+_IDLE = 1.0
+"""Seconds between two steps from which on the engine had nothing to do: such a gap is no part of the step time of which
+a budget is a share."""
+_HALF_LIFE = 120.0
+"""Seconds of steps after which earlier spending counts half: a budget holds over minutes."""
 _RECENT = 8
 """Checks whose median cost is expected of the next one."""
 _REPLAYS = 1 << 16
@@ -25,22 +25,20 @@ _REPLAYS = 1 << 16
 
 
 class Schedule:
-    """Counts every call of a model that may replay; from ``due`` on the next replay is checked.
+    """Counts every call of a model that may replay; from `due` on the next replay is checked, then `check_in` called.
 
-    After that, `checked` is called.
-
-    Where a drafter's replays count too, a call of the target model is ``count = (count | within) + 1``, and a drafter's
-    ``count += 1``. As long as *within* is 0 that is the same, and each of them a step. In a pipeline, whose last stage
-    alone has the drafter, `step` counts the target model's calls alone, and a drafter's come between.
+    Where a drafter's replays count too, a call of the target model sets ``count = (count | within) + 1``, and a
+    drafter's ``count += 1``. As long as `within` is 0 both are the same, and each is a step. In a pipeline, whose last
+    stage alone has the drafter, `step` counts the target model's calls alone, and a drafter's lie in between.
     """
 
     def __init__(self, rate: Rate) -> None:
         self._every, self._share = rate.every, rate.share
         self.timed = rate.share is not None
-        """Whether `tick` is to be called at every step of the target model."""
+        """Whether `tick` has to be called at every step of the target model."""
         self.count = self.within = 0
         self.drafts = 0
-        """Replays of a drafter in the step before this one; 0 unless they come between steps."""
+        """Replays of a drafter in the step before this one; 0 unless they lie between steps."""
         self._turns = 0
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._busy, self._last, self._since = 0.0, perf_counter(), 0
@@ -60,8 +58,8 @@ class Schedule:
     def share(self) -> float | None:
         return self._share
 
-    def begin_together(self, *, drafts: bool) -> int:
-        """Begins at the same moment on all ranks; returns the first step that is due, which is the same on all.
+    def restart(self, *, drafts: bool) -> int:
+        """Count from 0, at the same moment on all ranks; return the first step that is due, the same on all.
 
         *drafts*: a drafter's replays count too.
         """
@@ -70,10 +68,9 @@ class Schedule:
         return self._first()
 
     def move(self, step: int, *, planned: bool = False) -> None:
-        """Makes *step* the one that is due.
+        """Make *step* the one that is due: the target model's replay in it, or in turns one of a drafter's.
 
-        In a pipeline, it is the target model's replay of it or one of a drafter's, in turns; *planned*: whatever there
-        is.
+        *planned*: the step is due for an agreement, whatever it replays.
         """
         self.due = step * (self.within + 1)
         if not planned:
@@ -81,16 +78,16 @@ class Schedule:
             self.due += self._turns % (self.drafts + 1)
 
     def tick(self) -> None:
-        """Adds the time since the step before, for a budget."""
+        """Add the time since the step before, for a budget."""
         now = perf_counter()
-        taken, self._last = now - self._last, now
-        if taken < _PAUSE:
-            self._busy += taken
+        elapsed, self._last = now - self._last, now
+        if elapsed < _IDLE:
+            self._busy += elapsed
 
     def wanted(self, cost: float) -> int:
-        """The number of steps after this one at which the next is to be checked; this one's check took *cost* seconds.
+        """Return the steps from this one to the next check, after a check that took *cost* seconds.
 
-        Ranks go by the largest.
+        Ranks act on the largest.
         """
         if self._every is not None:
             window = (self.step - 1) // self._every + 1
@@ -103,17 +100,17 @@ class Schedule:
         self._steps += max(1, self.step - self._since)
         step_time = self._paid_for / self._steps
         typical = sorted(self._costs)[(len(self._costs) - 1) // 2]  # the lower median: the first check takes far longer
-        # What was spent too much is waited for; what was spent too little is made up for, if not in a burst. Half of
-        # the next check is paid for before it, so that the budget is kept from both sides, also while the first one,
-        # which is slow, is most of what was spent.
+        # What was spent too much is waited for; what was spent too little is made up for, but not in a burst. Half of
+        # the next check is paid for before it, so that the budget holds from both sides, also while the first check,
+        # which is slow, makes up most of the spending.
         debt = self._spent - self._share * self._paid_for
         seconds = max(typical / 2 + debt, typical / 2) / self._share
-        if self._paid_for > _MEMORY:
+        if self._paid_for > _HALF_LIFE:
             self._spent, self._paid_for, self._steps = self._spent / 2, self._paid_for / 2, self._steps / 2
         return max(1, math.ceil(seconds / step_time))
 
     def wanted_later(self, cost: float) -> int:
-        """The number of steps to the next check after one that could not be checked, which took *cost* seconds.
+        """Return the steps from this one, which could not be checked and took *cost* seconds, to the next check.
 
         A budget waits as at the beginning.
         """
@@ -124,33 +121,34 @@ class Schedule:
         self._steps += max(1, self.step - self._since)
         return max(1, math.ceil(_FIRST_COST / self._share))
 
-    def checked(self, steps: int) -> None:
-        """The next check is *steps* from here, as all ranks have agreed. The time that this one took is no step's."""
+    def check_in(self, steps: int) -> None:
+        """Check in so many *steps* from here, on which all ranks have agreed."""
         self.move(self.step + steps)
-        self._pause()
+        self._restart_clock()
 
-    def wait(self, step: int) -> None:
-        """Nothing is due before *step*, and only there it is known when the next check is."""
+    def plan_at(self, step: int) -> None:
+        """Make *step* due for the agreement on the next check; none comes before it."""
         self.move(step, planned=True)
-        self._pause()
+        self._restart_clock()
 
-    def _pause(self) -> None:
+    def _restart_clock(self) -> None:
+        """Leave the duration of the check itself out of the step time."""
         self._since, self._busy, self._last = self.step, 0.0, perf_counter()
 
-    def plan(self, cost: float) -> None:
-        """*cost* seconds, which are no step's either, went into the agreement on what is due."""
+    def add_planning(self, cost: float) -> None:
+        """Add the *cost* in seconds of an agreement on what is due, which is no part of the step time either."""
         self._spent += cost
         self._last += cost
 
 
 def place(window: int, every: int) -> int:
-    """Which step of a window of *every* is checked, 0 to every - 1.
+    """Return which step of a window of *every* is checked, 0 to every - 1.
 
-    It is not always the same one: with a batch that repeats at a fixed interval, the same graph would be checked each
-    time, and others never.
+    It varies: with a batch that repeats at a fixed interval, a fixed place would check the same graph each time, and
+    other graphs never.
     """
-    # Multiplied and shifted as in a hash: the places of neighbouring windows have nothing to do with each other, and
-    # every rank computes the same ones without asking.
+    # Multiplied and shifted as in a hash: neighbouring windows have unrelated places, and every rank computes the same
+    # ones without asking.
     mixed = (window * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93) & 0xFFFFFFFFFFFFFFFF
     return (mixed >> 20) % every

@@ -1,7 +1,4 @@
-"""What a second run of a step would change, kept and put back.
-
-These are recurrent state, input buffers, attention metadata and random numbers.
-"""
+"""Copies of what a second run of a step would change: recurrent state, inputs, attention metadata, random numbers."""
 
 from __future__ import annotations
 
@@ -12,25 +9,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BLOCK_TABLE = "block_table"
-"""In the name of each attribute of attention metadata that is one."""
+"""A part of the name of each attribute of attention metadata that is a block table."""
 _PLAN = "scheduler_metadata"
-"""FlashAttention's plan, in its attention metadata: a tensor, or None where the kernel makes one. FlashMLA's of that
-name is an object, without which its kernel does not run."""
-_DEEPEST, _MOST = 6, 20_000
-"""Levels below a layer's attention metadata, and objects in all, whose attributes are kept."""
+"""FlashAttention's plan, in its attention metadata: a tensor, or None if the kernel makes one. FlashMLA's attribute of
+that name is an object, without which its kernel does not run."""
+_MAX_DEPTH, _MAX_OBJECTS = 6, 20_000
+"""Levels below a layer's attention metadata, and objects in all, whose attributes are copied."""
 
 
 class StateRows(NamedTuple):
-    """Rows of recurrent state: of *memory*, (blocks, …), those of *blocks*.
+    """Rows of recurrent state: those of *blocks* in *memory*, (blocks, …).
 
-    *blocks* is (rows,) int64, none negative; one may be named twice.
+    *blocks* is (rows,) int64, none negative; a block may occur twice.
     """
 
     layer: str
     memory: Tensor
     blocks: Tensor
     compared: bool = True
-    """False: put back, and no matter what a run leaves there."""
+    """False: restored, but what a run leaves there does not matter."""
 
     @property
     def nbytes(self) -> int:
@@ -38,54 +35,53 @@ class StateRows(NamedTuple):
 
 
 Rows = tuple[StateRows, "Tensor"]
-"""Rows of recurrent state, and what they held."""
+"""Rows of recurrent state, and a copy of them."""
 
 
 def copies_of_rows(states: Sequence[StateRows]) -> list[Rows]:
-    """Copies of these rows of recurrent state, as they are now."""
     return [(rows, rows.memory.index_select(0, rows.blocks)) for rows in states]
 
 
 class Snapshot:
-    """The tensors as they are now."""
+    """Copies of tensors as they are now."""
 
     def __init__(self, inputs: Mapping[str, Tensor], states: Sequence[StateRows]) -> None:
         self._inputs = [(name, tensor, tensor.clone()) for name, tensor in inputs.items()]
         self.states = copies_of_rows(states)
 
-    def put_back(self) -> None:
-        """Writes everything back. A row that is named twice is written twice with the same."""
-        for _, tensor, kept in self._inputs:
-            tensor.copy_(kept)
-        for rows, kept in self.states:
-            rows.memory.index_copy_(0, rows.blocks, kept)
+    def restore(self) -> None:
+        """Write everything back. A block that occurs twice gets the same bytes twice."""
+        for _, tensor, copy in self._inputs:
+            tensor.copy_(copy)
+        for rows, copy in self.states:
+            rows.memory.index_copy_(0, rows.blocks, copy)
 
     def make_readable(self) -> None:
-        """Lets block tables name blocks that there are.
+        """Replace negative entries of block tables by block 0.
 
-        Those of padded rows may hold -1, and a kernel that reads it all the same ends the process; what a padded row
-        reads is nobody's.
+        Those of padded rows may hold -1, and a kernel that reads the block all the same ends the process. Nobody uses
+        what a padded row reads.
         """
         for tensor, _ in self._block_tables():
             tensor.clamp_(min=0)
 
-    def put_block_tables_back(self) -> None:
-        """Puts back what `make_readable` has changed, and nothing else."""
-        for tensor, kept in self._block_tables():
-            tensor.copy_(kept)
+    def restore_block_tables(self) -> None:
+        """Undo `make_readable`, and nothing else."""
+        for tensor, copy in self._block_tables():
+            tensor.copy_(copy)
 
     def _block_tables(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for name, tensor, kept in self._inputs:
+        for name, tensor, copy in self._inputs:
             if _BLOCK_TABLE in name and not tensor.is_floating_point():
-                yield tensor, kept
+                yield tensor, copy
 
     def changed_inputs(self) -> list[str]:
-        """The names of the inputs that are not as they were, less block tables; waits for the device."""
-        return [name for name, tensor, kept in self._inputs if _BLOCK_TABLE not in name and not same_bits(tensor, kept)]
+        """Return the names of the inputs that have changed, without block tables; waits for the device."""
+        return [name for name, tensor, copy in self._inputs if _BLOCK_TABLE not in name and not same_bits(tensor, copy)]
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether both hold the same bytes: NaN is like itself."""
+    """Compare the bytes of two tensors, so that NaN equals itself."""
     import torch
 
     # A clone: contiguous() leaves a tensor of one element the stride that it has, and bytes cannot be viewed through
@@ -95,50 +91,51 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class PythonState:
-    """Attributes of the objects that a forward pass is given, and entries of their dicts and lists.
+    """Shallow copies of the objects that a forward pass gets: attributes, and entries of dicts and lists.
 
-    A lazy plan is made in one. The objects stay the same; tensors are not looked into.
+    A pass may store a lazy plan in one. The objects stay the same ones; the contents of tensors are not copied.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         self._undo: list[Callable[[], None]] = []
         self._attributes: list[dict[str, Any]] = []
-        self._kept: dict[int, object] = {}
+        self._visited: dict[int, object] = {}
         level = list(roots)
-        for _ in range(_DEEPEST):
+        for _ in range(_MAX_DEPTH):
             below: list[object] = []
-            for found in level:
-                below.extend(self._keep(found))
+            for visited in level:
+                below.extend(self._copy(visited))
             level = below
 
-    def _keep(self, found: object) -> Iterable[object]:
-        if id(found) in self._kept or len(self._kept) >= _MOST:
+    def _copy(self, value: object) -> Iterable[object]:
+        """Copy one object, and return what it refers to."""
+        if id(value) in self._visited or len(self._visited) >= _MAX_OBJECTS:
             return ()
-        if isinstance(found, dict):
-            entries = dict(found)
-            self._undo.append(lambda: _refill(found, entries))
-        elif isinstance(found, list):
-            items = list(found)
-            self._undo.append(lambda: found.__setitem__(slice(None), items))
+        if isinstance(value, dict):
+            entries = dict(value)
+            self._undo.append(lambda: _refill(value, entries))
+        elif isinstance(value, list):
+            items = list(value)
+            self._undo.append(lambda: value.__setitem__(slice(None), items))
             entries = dict(enumerate(items))
-        elif isinstance(found, tuple):
-            entries = dict(enumerate(found))
-        elif type(found).__module__.startswith(("vllm.", "vllm_graphfix.")) and isinstance(
-            attributes := getattr(found, "__dict__", None), dict
+        elif isinstance(value, tuple):
+            entries = dict(enumerate(value))
+        elif type(value).__module__.startswith(("vllm.", "vllm_graphfix.")) and isinstance(
+            attributes := getattr(value, "__dict__", None), dict
         ):
             entries = dict(attributes)
             self._attributes.append(attributes)
             self._undo.append(lambda: _refill(attributes, entries))
         else:
             return ()
-        self._kept[id(found)] = found
+        self._visited[id(value)] = value  # a reference, so that no other object gets the same id
         return entries.values()
 
     def set_numbers(self, numbers: Mapping[str, int]) -> None:
-        """Until it is put back, each of *numbers* in every attribute of its name that is a number.
+        """Set each of *numbers* in every numeric attribute of its name, until `restore`.
 
-        Where there are any, FlashAttention makes its plan itself: it refuses one that was made for other numbers, and
-        of ranks with batches of their own one alone would fail, between collectives that the others wait in.
+        FlashAttention then makes its plan itself: it refuses a plan made for other numbers. Among ranks with batches of
+        their own one alone would fail, between collectives in which the others wait.
         """
         import torch
 
@@ -149,7 +146,7 @@ class PythonState:
             if numbers and isinstance(attributes.get(_PLAN), torch.Tensor):
                 attributes[_PLAN] = None
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for undo in self._undo:
             undo()
 
@@ -161,7 +158,7 @@ def _refill(mapping: dict[Any, Any], entries: dict[Any, Any]) -> None:
 
 
 class RandomState:
-    """The generators of this process's CPU and of its current GPU."""
+    """The state of the random generators of this process's CPU and of its current GPU."""
 
     def __init__(self) -> None:
         import torch
@@ -169,7 +166,7 @@ class RandomState:
         self._cpu = torch.get_rng_state()
         self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         import torch
 
         torch.set_rng_state(self._cpu)

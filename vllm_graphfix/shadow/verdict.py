@@ -1,4 +1,4 @@
-"""What checks have found in this process: for the log, the records and the report of a mismatch."""
+"""The findings of the checks in this process, for the log, the records and the report of a mismatch."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ from collections import deque
 from typing import NamedTuple
 
 TARGET = "target model"
-"""How the name of a graph begins that is no drafter's."""
-_KEPT = 50
-"""Mismatches that are told one by one, the first ones; the others are counted."""
-_ROWS = 64
-"""Rows of a mismatch whose errors are told."""
-_STEPS = 64
-"""Steps that are remembered."""
-_SOUGHT = 2
-"""Checks of a wrong graph in which its first wrong layer is sought."""
+"""The start of the name of a graph that is no drafter's."""
+_MAX_MISMATCHES = 50
+"""Mismatches that are stored, the first ones; later ones are only counted."""
+_MAX_ROWS = 64
+"""Rows of a stored mismatch."""
+_MAX_STEPS = 64
+_MAX_SEARCHES = 2
+"""Checks of a wrong graph that search for its first wrong layer."""
 
 
 class Graph(NamedTuple):
-    """A graph, for people."""
+    """A graph, as people see it."""
 
     name: str
-    """The name of the model and the descriptor: ``target model, BatchDescriptor(num_tokens=8, …)``."""
+    """Model and descriptor: ``target model, BatchDescriptor(num_tokens=8, …)``."""
     padded_rows: int
     backends: tuple[str, ...]
     """Classes of the attention metadata."""
@@ -30,19 +29,19 @@ class Graph(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """A replay whose output was not that of two eager runs of the same step."""
+    """A replay whose output differed from two eager runs of the same step."""
 
     graph: Graph
     rows: int
     """The number of rows that are not padding."""
     errors: tuple[float, ...]
-    """The relative error of each real row; empty where another rank of the group found it."""
+    """The relative error of each real row; empty if another rank of the group found the mismatch."""
     noise: float
-    """The largest error of eager runs among themselves, in this step or, fading, in steps of its graph before; 0 where
-    this step's are equal."""
+    """The largest error of eager runs among themselves, in this step or, decaying, in earlier steps of its graph; 0 if
+    this step's runs are equal."""
     first_layer: str | None
-    """The first layer whose cache the replay and an eager run have written differently; None until the second mismatch
-    of a graph."""
+    """The first layer whose cache the replay and an eager run wrote differently; None until the second mismatch of a
+    graph."""
     check: int
     """The number of the check in this process."""
     at: float
@@ -78,55 +77,54 @@ class Results:
     def __init__(self) -> None:
         self.checks = 0
         self.skipped = 0
-        """Steps that were due and of which nothing is said: for want of memory, or because two runs without the graph
-        differ by much."""
-        self.steps: deque[int] = deque(maxlen=_STEPS)
-        """The steps that were due last: in a pipeline the same on all stages."""
+        """Steps that were due and were not judged: no memory, or two runs without the graph differ by much."""
+        self.steps: deque[int] = deque(maxlen=_MAX_STEPS)
+        """The latest steps that were due; in a pipeline the same on all stages."""
         self.mismatches = 0
         self.seconds = 0.0
-        """The seconds that checks took, their replays included."""
+        """Duration of all checks, their replays included."""
         self.noise = 0.0
-        """The largest error of runs of one step among themselves so far, of any graph."""
-        self.kept: list[Mismatch] = []
+        """The largest error of eager runs of one step among themselves so far, of any graph."""
+        self.first_mismatches: list[Mismatch] = []
         self.quarantined: list[Graph] = []
-        self.given_up = 0
-        """The number of quarantined graphs that are replayed again, since their steps cannot be run without."""
+        self.quarantines_ended = 0
+        """Graphs in quarantine that are replayed again, since their steps cannot run without them."""
         self.changed_inputs: set[str] = set()
-        """Input buffers that eager runs were seen to change; they were put back."""
+        """Input buffers that eager runs changed; they were restored."""
 
     def to_report(self, most: int) -> list[Mismatch]:
-        """The first of each graph that this rank has found, with the layer that a later one has told."""
-        found: dict[Graph, Mismatch] = {}
-        for each in self.kept:
+        """Return the first mismatch of each graph that this rank found, at most *most*, with the layer once known."""
+        by_graph: dict[Graph, Mismatch] = {}
+        for each in self.first_mismatches:
             if each.here:
-                first = found.setdefault(each.graph, each)
-                found[each.graph] = first._replace(first_layer=first.first_layer or each.first_layer)
-        return list(found.values())[:most]
+                first = by_graph.setdefault(each.graph, each)
+                by_graph[each.graph] = first._replace(first_layer=first.first_layer or each.first_layer)
+        return list(by_graph.values())[:most]
 
     def add(self, mismatch: Mismatch) -> None:
         self.mismatches += 1
-        if len(self.kept) < _KEPT:
-            self.kept.append(mismatch._replace(errors=mismatch.errors[:_ROWS]))
+        if len(self.first_mismatches) < _MAX_MISMATCHES:
+            self.first_mismatches.append(mismatch._replace(errors=mismatch.errors[:_MAX_ROWS]))
 
 
 class GraphHistory:
-    """What the checks of one graph have found so far."""
+    """The checks of one graph so far."""
 
     def __init__(self) -> None:
         self.checks = self.mismatches = 0
         self.noise = 0.0
-        """The largest error of runs of one step among themselves, fading from check to check."""
+        """The largest error of eager runs of one step among themselves, decaying from check to check."""
         self.graph: Graph | None = None
-        """Where it was found wrong."""
-        self.failed = 0
-        """Steps in quarantine that could not be run without it, since one that could."""
-        self.layer: str | None = None
-        """Where it goes wrong first."""
-        self.sought = 0
-        """Checks in which that layer was sought, with copies of all caches."""
-        self.left_out = 0
-        """Steps that were due and left out, since the last check: too noisy, or unfit."""
+        """The graph, once it was wrong."""
+        self.quarantine_failures = 0
+        """Steps in quarantine that could not run without the graph, since one that could."""
+        self.first_layer: str | None = None
+        """The first layer that goes wrong."""
+        self.layer_searches = 0
+        """Checks that searched for that layer, with copies of all caches."""
+        self.skipped_in_a_row = 0
+        """Steps that were due and were skipped since the last check: too noisy, or not checkable."""
 
     @property
     def wants_layer(self) -> bool:
-        return bool(self.mismatches) and self.layer is None and self.sought < _SOUGHT
+        return bool(self.mismatches) and self.first_layer is None and self.layer_searches < _MAX_SEARCHES

@@ -41,7 +41,7 @@ class ShadowComponent(Component):
         if self.manager is not None:
             from vllm_graphfix.shadow import process
 
-            process.serve(worker)
+            process.on_captured(worker)
 
     def managers(self) -> tuple[FixManager, ...]:
         return (self.manager,) if self.manager is not None else ()

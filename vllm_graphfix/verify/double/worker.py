@@ -143,7 +143,7 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]
         state = process.state(wrapped.states()).state
         results = process.SHADOW.results if process.SHADOW is not None else Results()
-        first = results.kept[0].check if results.kept else None
+        first = results.first_mismatches[0].check if results.first_mismatches else None
         yield name, Watch(results.checks, results.mismatches, first, state.value, error, scenario.graphs)
     process.start(Rate(), Action.REPORT)
 

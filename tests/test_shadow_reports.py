@@ -1,4 +1,4 @@
-"""What the shadow check tells: the records of ranks, `fleet`, `report`, and the states."""
+"""The shadow check in the records of ranks, `fleet`, `report`, and the states."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def rank_with(wrong: tuple[Wrong, ...]) -> Record:
     return record(rank=0, fixes={"shadow": shadow}, events={"shadow": COUNTS}, wrong=wrong)
 
 
-def test_a_record_brings_what_was_found_wrong_and_older_ones_have_none() -> None:
-    told = rank_with((WRONG,) * 5)
-    written = told.as_json()
-    assert Record.from_json(written) == told
+def test_a_record_has_the_mismatches_and_older_ones_have_none() -> None:
+    announced = rank_with((WRONG,) * 5)
+    written = announced.as_json()
+    assert Record.from_json(written) == announced
     del written["wrong"]
     assert Record.from_json(written).wrong == ()
     longest = Wrong("g" * SHORT, 2**62, 2**62, "b" * SHORT, "e" * SHORT, "n" * SHORT, "l" * SHORT, 2**62)
@@ -76,7 +76,7 @@ def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("alone")
-def test_report_has_a_part_for_each_detector_that_has_found_something(tmp_path: Path) -> None:
+def test_report_has_a_part_for_each_detector_with_findings(tmp_path: Path) -> None:
     block = OverwrittenBlock(7, 1, 3, "model.layers.0.attn", "4 with requests, 2 of a rank without work")
     moved = MovedTensor("model.layers.0.W_UV", "attribute", "reload_weights", "reported")
     events = {"shadow": COUNTS, "kv-marks": {"marks": 50, "changed": 1}, "addresses": {"comparisons": 9, "moved": 4}}
@@ -112,7 +112,7 @@ def test_a_report_names_no_host_and_no_model(tmp_path: Path, monkeypatch: pytest
     assert not [word for word in ("gpu-17", "corp", "alice", "(n3)") if word in text]
 
 
-def test_a_rank_tells_its_first_mismatch_of_each_graph_with_the_layer_once_it_is_known(monkeypatch: Any) -> None:
+def test_a_rank_reports_the_first_mismatch_of_each_graph_with_its_layer(monkeypatch: Any) -> None:
     shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
     monkeypatch.setattr(process, "SHADOW", shadow)
     results = shadow.results
@@ -140,20 +140,20 @@ def test_abort_ends_whose_rows_are_wrong_and_all_where_that_is_not_known(
     monkeypatch: Any, errors: tuple[float, ...], failure: str | None, looked_for: Any
 ) -> None:
     shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
-    asked: list[Any] = []
-    told: list[Any] = []
+    calls: list[Any] = []
+    ended: list[Any] = []
 
     def requests_of_rows(wrong: Any) -> list[str]:
-        asked.append(wrong)
+        calls.append(wrong)
         return ["a"]
 
     monkeypatch.setattr("vllm_graphfix.shadow.check.requests_of_rows", requests_of_rows)
     monkeypatch.setattr(
-        shadow, "_abort", SimpleNamespace(why_not=lambda: None, tell=lambda *given: told.append(given[:2]))
+        shadow, "_abort", SimpleNamespace(why_not=lambda: None, tell=lambda *values: ended.append(values[:2]))
     )
     graph = Graph("target model, 4", 4, ("Metadata",))
     shadow._end_requests(Mismatch(graph, len(errors), errors, 0.0, None, 1, 0.0, here=True, failure=failure))
-    assert (asked, told) == ([looked_for], [(["a"], ())])
+    assert (calls, ended) == ([looked_for], [(["a"], ())])
 
 
 @pytest.mark.parametrize(
@@ -176,12 +176,12 @@ def test_one_state_tells_of_both_runners_and_of_the_check(
         "shadow-v2": FixState("shadow-v2", Mode.AUTO, None, State.WAITING, "to be diagnosed"),
     }
     for order in (list(runners.items()), list(runners.items())[::-1]):
-        found = process.state(dict(order))
-        assert (found.name, found.state.value) == ("shadow", state)
-        assert reason in found.reason
+        actual = process.state(dict(order))
+        assert (actual.name, actual.state.value) == ("shadow", state)
+        assert reason in actual.reason
 
 
-def test_an_engine_of_which_drafts_alone_could_be_checked_is_not_said_to_be_checked() -> None:
+def test_an_engine_whose_drafts_alone_are_checked_is_incompatible() -> None:
     runners = {
         "shadow-v2": FixState("shadow-v2", Mode.AUTO, None, State.INCOMPATIBLE, "unrecognised"),
         "shadow-v2-drafter": FixState("shadow-v2-drafter", Mode.AUTO, None, State.ACTIVE, "applied"),
