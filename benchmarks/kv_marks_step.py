@@ -75,16 +75,16 @@ def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -
     """Return microseconds a step: minimum and median with warm caches, and with cold ones."""
     from vllm_graphfix.marks import watch
 
-    watch.SHARE = watch.IDLE_SHARE = watch.FOLLOWING = 0.0
+    watch.SHARE = watch.IDLE_SHARE = watch.TRACKING = 0.0
     cool = elsewhere()
     figures: list[float] = []
     for cold in (False, True):
         marks = marks_of(every)
         if batches:
             with_batches(marks, batches)
-        marks._for_marks._credit = marks._for_looks._credit = -1.0
+        marks._mark_budget._credit = marks._check_budget._credit = -1.0
         worker = Worker()
-        execute_model = marks._around_steps(marks._ledger, weakref.ref(worker))
+        execute_model = marks._around_steps(marks._tracker, weakref.ref(worker))
         taken: list[float] = []
         for pickled in outputs(requests, 1 if cold else max(rounds, -(-2 * rounds // requests)), apart):
             if cold:
@@ -102,13 +102,13 @@ def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -
 def marks_of(every: int) -> Any:
     import torch
 
-    from vllm_graphfix.marks import ledger, sums, watch
+    from vllm_graphfix.marks import groups, ledger, sums, watch
 
-    marks = watch.KVMarks()
-    marks._ledger, marks._sums = ledger.Ledger({0: TOKENS}, every), sums.Sums(torch.device("cpu"))
+    marks = watch.ChecksumMonitor()
+    marks._tracker, marks._checksums = ledger.BlockTracker({0: TOKENS}, every), sums.BlockChecksums(torch.device("cpu"))
     marks._counts = {"marks": 0, "looks": 0, "changed": 0, "passed-over": 0}
     cache = torch.zeros(POOL + 1, TOKENS, dtype=torch.int64)
-    marks._groups = {0: sums.Group(TOKENS, (sums.LayerCache("layer", cache, 0, 1),))}
+    marks._groups = {0: groups.Group(TOKENS, (groups.LayerCache("layer", cache, 0, 1),))}
     return marks
 
 
@@ -118,11 +118,11 @@ def with_batches(marks: Any, batches: int) -> None:
 
     for number in range(batches):
         block = Block(POOL + 1 + number, 0, 0, "ended", TOKENS)
-        batch = marks._sums.mark([block._replace(number=POOL)], marks._groups[0], 0)
+        batch = marks._checksums.mark([block._replace(number=POOL)], marks._groups[0], 0)
         batch.blocks = (block,)
-        marks._ledger._followed[block.number] = marks._ledger.marked[block.number] = block
-        marks._turns.where[block.number] = batch, 0
-        marks._turns.others.append(batch)
+        marks._tracker._tracked[block.number] = marks._tracker.marked[block.number] = block
+        marks._queue.where[block.number] = batch, 0
+        marks._queue.others.append(batch)
 
 
 def outputs(requests: int, rounds: int, apart: bool) -> Iterator[bytes]:

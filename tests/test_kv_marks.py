@@ -26,8 +26,8 @@ from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine.abort import Aborts, DetectorAborts, Verdict
 from vllm_graphfix.engine.metrics import snapshot_of
 from vllm_graphfix.marks.budget import Budget
-from vllm_graphfix.marks.turns import Turns
-from vllm_graphfix.marks.watch import MOST_CREDIT, KVMarks
+from vllm_graphfix.marks.turns import CheckQueue
+from vllm_graphfix.marks.watch import MAX_CREDIT, ChecksumMonitor
 from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, write
 from vllm_graphfix.settings.decision import decide, decode
 from vllm_graphfix.settings.environment import read
@@ -56,7 +56,7 @@ def test_idle_steps_of_stock_are_caught_and_patched_ones_are_silent(release: str
 
 
 def served(folder: Path, plant: str, executor: str, **environment: str) -> dict[str, Any]:
-    """What `marked_engine` says of an engine with the cache that *plant* has overwritten."""
+    """Return the report of `marked_engine` about an engine whose cache *plant* has overwritten."""
     script = Path(cpu.__file__).with_name("marked_engine.py")
     model = models.write("llama", folder)
     done = subprocess.run(
@@ -68,22 +68,22 @@ def served(folder: Path, plant: str, executor: str, **environment: str) -> dict[
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    assert found["state"] == "active"
-    assert found["counts"]["failures"] == found["counts"]["passed-over"] == 0
-    assert found["counts"]["marks"] > 50
-    assert found["counts"]["looks"] > 5 * found["counts"]["marks"]
-    return found
+    actual: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert actual["state"] == "active"
+    assert actual["counts"]["failures"] == actual["counts"]["passed-over"] == 0
+    assert actual["counts"]["marks"] > 50
+    assert actual["counts"]["looks"] > 5 * actual["counts"]["marks"]
+    return actual
 
 
 @pytest.mark.parametrize("executor", ["uni", pytest.param("mp", marks=pytest.mark.slow)])
 def test_who_has_an_overwritten_block_ends_with_an_error_and_nobody_else_does(tmp_path: Path, executor: str) -> None:
     """In one process, and with the scheduler in another one than the worker."""
-    found = served(tmp_path, "finished", executor)
-    assert (found["counts"]["changed"], found["counts"]["aborted"]) == (1, 2)
-    (block,) = found["found"]
-    assert (block["block"], block["layers"]) == (found["planted"]["block"], found["planted"]["layer"])
-    first, second, third = found["asked"]
+    actual = served(tmp_path, "finished", executor)
+    assert (actual["counts"]["changed"], actual["counts"]["aborted"]) == (1, 2)
+    (block,) = actual["found"]
+    assert (block["block"], block["layers"]) == (actual["planted"]["block"], actual["planted"]["layer"])
+    first, second, third = actual["asked"]
     for reason, why, cached in (first[0], first[2]):
         assert (reason, cached) == ("error", 80)
         assert f"block {block['block']} of cache group 0 has changed although it was finished" in why
@@ -96,16 +96,16 @@ def test_who_has_an_overwritten_block_ends_with_an_error_and_nobody_else_does(tm
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", ["nothing", "unused"])
 def test_an_engine_that_nobody_meddles_with_is_silent(tmp_path: Path, plant: str) -> None:
-    found = served(tmp_path, plant, "uni")
-    assert (found["counts"]["changed"], found["found"]) == (0, [])
-    assert {reason for asked in found["asked"] for reason, _, _ in asked} == {"length"}
+    actual = served(tmp_path, plant, "uni")
+    assert (actual["counts"]["changed"], actual["found"]) == (0, [])
+    assert {reason for answers in actual["asked"] for reason, _, _ in answers} == {"length"}
 
 
 @pytest.mark.slow
 def test_with_report_nobody_is_ended(tmp_path: Path) -> None:
-    found = served(tmp_path, "finished", "uni", VLLM_GRAPHFIX_KV_MARKS_ACTION="report")
-    assert (found["counts"]["changed"], found["counts"]["aborted"]) == (1, 0)
-    assert {reason for asked in found["asked"] for reason, _, _ in asked} == {"length"}
+    actual = served(tmp_path, "finished", "uni", VLLM_GRAPHFIX_KV_MARKS_ACTION="report")
+    assert (actual["counts"]["changed"], actual["counts"]["aborted"]) == (1, 0)
+    assert {reason for answers in actual["asked"] for reason, _, _ in answers} == {"length"}
 
 
 # -- who is told -----------------------------------------------------------------------------------------------------
@@ -193,15 +193,15 @@ def test_a_verdict_is_for_the_scheduler_that_was_made_last(two: Any) -> None:
     assert scheduler.ended == ["a"]
 
 
-def test_a_worker_that_somebody_else_has_wrapped_is_left_alone() -> None:
+def test_a_worker_with_a_foreign_wrapper_is_refused() -> None:
     parallel = SimpleNamespace(distributed_executor_backend="mp")
     config = SimpleNamespace(parallel_config=parallel, model_config=None, scheduler_config=None)
     theirs = object()
     runner = SimpleNamespace(device=SimpleNamespace(type="cpu"))
     worker = SimpleNamespace(vllm_config=config, model_runner=runner, execute_model=theirs)
-    marks = KVMarks()
-    marks.begin(1)
-    marks.serve(worker)
+    marks = ChecksumMonitor()
+    marks.start(1)
+    marks.on_captured(worker)
     assert (marks.refused, worker.execute_model) == ("execute_model of this worker is somebody else's wrapper", theirs)
 
 
@@ -217,12 +217,12 @@ class WorkerStandIn:
         return len(self.ran)
 
 
-def wrapped_worker() -> tuple[KVMarks, WorkerStandIn]:
+def wrapped_worker() -> tuple[ChecksumMonitor, WorkerStandIn]:
     marks, _ = watched()
     worker = WorkerStandIn()
-    assert marks._ledger is not None
+    assert marks._tracker is not None
     marks._worker = weakref.ref(worker)
-    worker.execute_model = marks._around_steps(marks._ledger, marks._worker)  # type: ignore[method-assign]
+    worker.execute_model = marks._around_steps(marks._tracker, marks._worker)  # type: ignore[method-assign]
     return marks, worker
 
 
@@ -235,8 +235,8 @@ def test_a_step_that_waits_is_run_as_any_other_by_whatever_the_class_has_then(mo
     monkeypatch.setattr(WorkerStandIn, "execute_model", lambda self, scheduler_output: "somebody else's")
     assert worker.execute_model(steps[3]) == "somebody else's"  # type: ignore[comparison-overlap]
     assert worker.ran == steps[:3]
-    assert marks._ledger is not None
-    assert (len(marks._ledger.waiting), marks._timed) == (4, 1)  # the first of three is timed
+    assert marks._tracker is not None
+    assert (len(marks._tracker.deferred), marks._timed_steps) == (4, 1)  # the first of three is timed
 
 
 @pytest.mark.parametrize("wait", [False, True])
@@ -257,24 +257,24 @@ def test_a_step_that_is_not_understood_runs_once_and_ends_the_marks(
 
 
 def test_marks_are_looked_at_in_turns_the_newest_and_that_of_the_longest_ago() -> None:
-    def batch(name: str, looked: int, alive: int = 1) -> Any:
-        return SimpleNamespace(name=name, looked=looked, alive=set(range(alive)))
+    def batch(name: str, checked_at: int, alive: int = 1) -> Any:
+        return SimpleNamespace(name=name, checked_at=checked_at, alive=set(range(alive)))
 
-    turns = Turns()
+    turns = CheckQueue()
     turns.fresh.extend([batch("new", 7), batch("newer", 8), batch("given away", 8, alive=0), batch("of now", 9)])
     turns.others.extend([batch("old", 2), batch("older than none", 3)])
-    found: list[Any] = [turns.next(9) for _ in range(5)]
-    assert [each.name if each else None for each in found] == ["old", "older than none", None, None, None]
-    found = [turns.next(10) for _ in range(4)]
-    assert [each.name if each else None for each in found] == ["of now", "newer", "new", None]
+    actual: list[Any] = [turns.next(9) for _ in range(5)]
+    assert [each.name if each else None for each in actual] == ["old", "older than none", None, None, None]
+    actual = [turns.next(10) for _ in range(4)]
+    assert [each.name if each else None for each in actual] == ["of now", "newer", "new", None]
 
 
-def test_what_was_in_danger_is_looked_at_before_all_others_and_before_it_is_given_away() -> None:
+def test_blocks_in_danger_are_checked_before_all_others() -> None:
     marks, sums = watched()
     for name in ("a", "b"):  # five full blocks of each
         first = {"a": 1, "b": 11}[name]
         marks._before(step(new=((name, (list(range(first, first + 5)),), 0, 20),)))
-    marks._for_looks._credit = -0.02  # all that looks may cost is spent
+    marks._check_budget._credit = -0.02  # all that looks may cost is spent
     marks._before(None)
     for _ in range(20):
         marks._before(None)
@@ -286,12 +286,12 @@ def test_what_was_in_danger_is_looked_at_before_all_others_and_before_it_is_give
 def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("vllm_graphfix.marks.budget.time.perf_counter", lambda: now[0])
-    budget, spent = Budget(0.001, MOST_CREDIT, 0.01), 0.0
+    budget, spent = Budget(0.001, MAX_CREDIT, 0.01), 0.0
     while budget.allows(debt=True):
         now[0] += 0.001
         budget.spend()
         spent += 0.001
-    assert 2 * MOST_CREDIT <= spent < 2 * MOST_CREDIT + 0.002
+    assert 2 * MAX_CREDIT <= spent < 2 * MAX_CREDIT + 0.002
     now[0] += spent / 2 / 0.01
     budget.repay()
     assert budget.allows(debt=True)
@@ -301,29 +301,30 @@ def test_what_sums_may_cost_is_saved_up_and_owed_within_bounds(monkeypatch: pyte
     assert budget._credit == 0
     now[0] += 1.0
     budget.spend()  # one that took so long does not end all for minutes
-    now[0] += 1.1 * MOST_CREDIT / 0.01
+    now[0] += 1.1 * MAX_CREDIT / 0.01
     budget.repay()
     assert budget.allows(debt=True)
-    budget._credit, budget._credited = MOST_CREDIT - spent, now[0]
-    now[0] += 0.9 * (spent - MOST_CREDIT) / 0.001
+    budget._credit, budget._credited = MAX_CREDIT - spent, now[0]
+    now[0] += 0.9 * (spent - MAX_CREDIT) / 0.001
     assert not budget.allows()
     now[0] += 0.2 * spent / 0.001
     assert budget.allows()
 
 
-def test_all_batches_have_the_shape_that_was_warmed_up_and_what_fills_them_up_is_not_looked_at() -> None:
+def test_all_batches_have_one_shape_and_their_padding_is_ignored() -> None:
     import torch
 
+    from vllm_graphfix.marks.groups import Group, LayerCache
     from vllm_graphfix.marks.ledger import Block
-    from vllm_graphfix.marks.sums import MOST, Group, LayerCache, Sums
+    from vllm_graphfix.marks.sums import BATCH, BlockChecksums
 
     memory = torch.zeros(2, 9, 4, dtype=torch.int16)
     layers = tuple(LayerCache(name, memory.clone(), 1, 1) for name in ("first", "second"))
     shapes = set()
 
-    class Seen(Sums):
-        def _sums(self, batch: Any) -> Any:
-            made = super()._sums(batch)
+    class Seen(BlockChecksums):
+        def _checksums(self, batch: Any) -> Any:
+            made = super()._checksums(batch)
             shapes.add(made.shape)
             return made
 
@@ -333,10 +334,10 @@ def test_all_batches_have_the_shape_that_was_warmed_up_and_what_fills_them_up_is
     assert batch is not None
     layers[0].memory[:, 0] += 1  # the null block is written again and again
     layers[1].memory[1, 5] += 1
-    assert sums.look(batch, 2)
+    assert sums.check(batch, 2)
     (looked,) = sums.results()
     assert looked.changed == {1: ["second"]}
-    assert shapes == {(2, MOST)}
+    assert shapes == {(2, BATCH)}
 
 
 NONE_OF_A_RANK = (
@@ -428,14 +429,14 @@ COUNTS = {"marks": 9, "looks": 40, "changed": 2, "aborted": 1, "passed-over": 0,
 def test_records_have_the_first_blocks_that_have_changed_and_fleet_and_metrics_tell(
     tmp_path: Path, alone: Callable[[], None]
 ) -> None:
-    told = record(rank=0, events={"kv-marks": COUNTS}, overwritten=(OVERWRITTEN,))
-    written = told.as_json()
-    assert Record.from_json(written) == told
-    write(tmp_path, told)
+    reported = record(rank=0, events={"kv-marks": COUNTS}, overwritten=(OVERWRITTEN,))
+    written = reported.as_json()
+    assert Record.from_json(written) == reported
+    write(tmp_path, reported)
     (engine,) = look(tmp_path).engines
     (line,) = [what for what in engine.wrong if "cache blocks have changed, 2 times: block 17 of cache group 1" in what]
     assert OVERWRITTEN.layers in line
-    (events,) = snapshot_of([told], 0.0).events.values()
+    (events,) = snapshot_of([reported], 0.0).events.values()
     assert {event: count for (fix, event), count in events.items() if fix == "kv-marks"} == COUNTS
     written["overwritten"]["0"]["block"] = "many"
     with pytest.raises(RecordError, match=r"overwritten\.0"):

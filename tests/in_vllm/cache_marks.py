@@ -12,7 +12,7 @@ import torch
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from vllm_graphfix.marks.watch import _MOST_WAITING, KVMarks
+from vllm_graphfix.marks.watch import _MAX_DEFERRED, ChecksumMonitor
 from vllm_graphfix.shadow.affected_requests import requests_of_rows
 from vllm_graphfix.verify.double.arguments import known_to
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
@@ -35,7 +35,7 @@ def layer(memory: torch.Tensor) -> Any:
     return SimpleNamespace(kv_cache=memory.view(-1, PAGE, WIDTH), get_attn_backend=lambda: object)
 
 
-def marked(rank: Any, abort: Any = None, every: int = 1) -> KVMarks:
+def marked(rank: Any, abort: Any = None, every: int = 1) -> ChecksumMonitor:
     """The marks of *rank*, which has caches of the layers that its groups name."""
     config, cache = rank.runner.vllm_config, rank.cache
     layers = {ATTENTION: layer(cache.keys), DRAFT: layer(cache.drafts)}
@@ -44,15 +44,15 @@ def marked(rank: Any, abort: Any = None, every: int = 1) -> KVMarks:
     groups = [KVCacheGroupSpec(names, spec) for _, names, spec in rank.groups()]
     rank.runner.kv_cache_config = KVCacheConfig(len(cache.keys) // PAGE, [], groups)
     rank.worker.vllm_config = config
-    watch = KVMarks()
-    watch.begin(every, abort)
-    watch.serve(rank.worker)
+    watch = ChecksumMonitor()
+    watch.start(every, abort)
+    watch.on_captured(rank.worker)
     assert watch.stopped is watch.refused is None
     return watch
 
 
-def told(rank: Any, new: tuple[str, ...] = (), running: tuple[str, ...] = ()) -> SchedulerOutput:
-    """What a worker is told of a step of one token a request."""
+def scheduled(rank: Any, new: tuple[str, ...] = (), running: tuple[str, ...] = ()) -> SchedulerOutput:
+    """Return the output of a scheduler for a step of one token a request."""
     groups = len(rank.groups())
     cached: dict[str, Any] = {
         "req_ids": list(running),
@@ -66,7 +66,7 @@ def told(rank: Any, new: tuple[str, ...] = (), running: tuple[str, ...] = ()) ->
     fresh = []
     for name in new:
         state, keys = BLOCKS[name]
-        given = {
+        values = {
             "req_id": name,
             "prompt_token_ids": [0] * PROMPT,
             "mm_features": [],
@@ -76,7 +76,7 @@ def told(rank: Any, new: tuple[str, ...] = (), running: tuple[str, ...] = ()) ->
             "num_computed_tokens": PROMPT,
             "lora_request": None,
         }
-        fresh.append(NewRequestData(**given))
+        fresh.append(NewRequestData(**values))
     output = {
         "scheduled_new_reqs": fresh,
         "scheduled_cached_reqs": CachedRequestData(**cached),
@@ -93,14 +93,14 @@ def told(rank: Any, new: tuple[str, ...] = (), running: tuple[str, ...] = ()) ->
     return SchedulerOutput(**known_to(SchedulerOutput, output))
 
 
-def decode_and_idle(rank: Any, *, spent: bool = False) -> KVMarks:
+def decode_and_idle(rank: Any, *, spent: bool = False) -> ChecksumMonitor:
     """A step that fills a block of each request, and steps without work; *spent* is what marks may cost."""
     if isinstance(rank, _Rank) and not isinstance(rank, _DraftingRank):
         rank.capture()
     watch = marked(rank)
     if spent:
-        watch._for_marks._credit = watch._for_looks._credit = -0.02
-    watch._before(told(rank, new=BOTH))
+        watch._mark_budget._credit = watch._check_budget._credit = -0.02
+    watch._before(scheduled(rank, new=BOTH))
     rank.cache.hidden.copy_(torch.arange(rank.cache.hidden.numel()).view_as(rank.cache.hidden))
     rank.step(BOTH)  # the fourth token: the first block of each is full
     rank.cache.hidden.fill_(7.0)  # of no request
@@ -110,10 +110,10 @@ def decode_and_idle(rank: Any, *, spent: bool = False) -> KVMarks:
     return watch
 
 
-def look_and_read(watch: KVMarks, rank: Any) -> None:
+def look_and_read(watch: ChecksumMonitor, rank: Any) -> None:
     """Steps, in which a block is looked at, and what came of it is read, no later than in the last one."""
-    for _ in range(2 + _MOST_WAITING):
-        watch._before(told(rank, running=BOTH))
+    for _ in range(2 + _MAX_DEFERRED):
+        watch._before(scheduled(rank, running=BOTH))
 
 
 @pytest.mark.parametrize("spent", [False, True])
@@ -134,9 +134,9 @@ def test_a_step_without_work_that_writes_to_a_finished_block_is_named(kind: Any,
     if not STOCK or kind.__name__.strip("_") not in writes:
         assert counts["changed"] == 0
         return
-    assert {each.block.number for each in watch.found} <= full
-    assert watch.found
-    first = watch.found[0]
+    assert {each.block.number for each in watch.foreign_writes} <= full
+    assert watch.foreign_writes
+    first = watch.foreign_writes[0]
     assert (first.steps <= 1, first.idle >= 1) == (True, True)
     assert "without work" in first.sentence()
 
@@ -149,52 +149,52 @@ def test_what_the_last_step_filled_is_marked_whether_its_request_is_followed_or_
     if isinstance(rank, _Rank) and not isinstance(rank, _DraftingRank):
         rank.capture()
     watch = marked(rank, every=1000)
-    watch._before(output := told(rank, new=BOTH))
+    watch._before(output := scheduled(rank, new=BOTH))
     if rests:
-        watch._rest()
-    watch._last.output = output
+        watch._pause()
+    watch._last_step.output = output
     rank.runner.requests = {name: cached_request(name, len(rank.groups())) for name in BOTH}
     rank.cache.hidden.copy_(torch.arange(rank.cache.hidden.numel()).view_as(rank.cache.hidden))
     rank.step(BOTH)  # the fourth token: the first block of each is full
-    watch._last.ends(rank.runner)
+    watch._last_step.finish(rank.runner)
     rank.cache.hidden.fill_(7.0)  # of no request
     for _ in range(3):
         rank.idle()
     for _ in range(2):  # steps that only tell of who has ended
-        watch._before(told(rank))
+        watch._before(scheduled(rank))
     full = {BLOCKS[name][1][0] for name in BOTH}
     assert (watch.stopped, watch.counts()["marks"]) == (None, len(full))
     assert watch.counts()["looks"] >= len(full)
     writes = STOCK and kind.__name__.strip("_") in os.environ["WRITES"].split(",")
-    assert bool(watch.found) == writes
-    assert {each.block.number for each in watch.found} <= full
-    assert not any(each.steps for each in watch.found)
+    assert bool(watch.foreign_writes) == writes
+    assert {each.block.number for each in watch.foreign_writes} <= full
+    assert not any(each.steps for each in watch.foreign_writes)
 
 
-def overwritten(abort: Any) -> KVMarks:
+def overwritten(abort: Any) -> ChecksumMonitor:
     """The marks of two requests, of which the first's finished block was overwritten."""
     rank = _DraftingRank()
     watch = marked(rank, abort)
-    watch._before(told(rank, new=BOTH))
+    watch._before(scheduled(rank, new=BOTH))
     rank.step(BOTH)
-    watch._ledger.settle()  # type: ignore[union-attr]
+    watch._tracker.settle()  # type: ignore[union-attr]
     watch._before(None)
     rank.cache.keys[BLOCKS["first"][1][0] * PAGE] += 1.0
     look_and_read(watch, rank)
-    assert [each.block.number for each in watch.found] == [BLOCKS["first"][1][0]]
+    assert [each.block.number for each in watch.foreign_writes] == [BLOCKS["first"][1][0]]
     assert watch.stopped is None
     return watch
 
 
 def test_of_two_requests_the_one_whose_block_was_overwritten_is_ended() -> None:
     ended: list[Any] = []
-    overwritten(SimpleNamespace(why_not=lambda: None, tell=lambda *given: ended.append(given)))
+    overwritten(SimpleNamespace(why_not=lambda: None, tell=lambda *values: ended.append(values)))
     ((names, blocks, why),) = ended
     assert (names, blocks) == (("first",), [BLOCKS["first"][1][0]])
     assert "has changed although it was finished" in why
 
 
-def test_where_the_scheduler_cannot_be_told_it_is_reported_and_nothing_else_ends() -> None:
+def test_a_verdict_that_does_not_reach_the_scheduler_is_reported() -> None:
     def tell(*_: Any) -> None:
         raise OSError("there is no room")
 
@@ -209,15 +209,15 @@ def test_a_recurrent_state_is_not_marked_and_the_worker_is_stock_again_afterward
     watch = marked(rank)
     assert set(watch._groups) == {1}
     assert "execute_model" in vars(rank.worker)
-    watch.begin(None)
+    watch.start(None)
     assert not {"execute_model", "execute_dummy_batch", "sleep"} & vars(rank.worker).keys()
 
 
 def test_what_goes_wrong_ends_the_marks_with_one_warning_and_the_step_runs(caplog: pytest.LogCaptureFixture) -> None:
     rank = _DraftingRank()
     watch = marked(rank)
-    watch._ledger.step = lambda output: 1 / 0  # type: ignore[method-assign, union-attr]
-    watch._guarded(watch._before, told(rank, new=BOTH))
+    watch._tracker.step = lambda output: 1 / 0  # type: ignore[method-assign, union-attr]
+    watch._guarded(watch._before, scheduled(rank, new=BOTH))
     rank.idle()
     assert watch.stopped == "ZeroDivisionError: division by zero"
     assert watch.counts()["failures"] == 1
@@ -240,12 +240,12 @@ def test_the_requests_of_wrong_rows_are_those_of_the_step_that_runs(module: str)
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["c", "a", "b"]))
     output = SimpleNamespace(num_scheduled_tokens={"a": 2, "b": 1, "c": 1})
 
-    def found(wrong: list[bool]) -> list[str]:
+    def actual(wrong: list[bool]) -> list[str]:
         named: list[str] = made["execute_model"](runner, output, lambda: requests_of_rows(wrong))
         return named
 
-    assert found([False, False, True, False]) == ["a"]
-    assert found([True, False, False, True]) == ["c", "b"]
-    assert found([True]) == ["a", "b", "c"]  # not the rows of this step
+    assert actual([False, False, True, False]) == ["a"]
+    assert actual([True, False, False, True]) == ["c", "b"]
+    assert actual([True]) == ["a", "b", "c"]  # not the rows of this step
     with pytest.raises(LookupError):
         requests_of_rows([True])

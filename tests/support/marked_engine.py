@@ -46,16 +46,18 @@ def main(model: str, plant: str, executor: str = "uni", graphs: str = "") -> Non
     core = llm.llm_engine.engine_core.engine_core
     chance = random.Random(7)  # noqa: S311 - the same prompts in every run
 
-    def in_worker(function: Callable[..., Any], *given: Any) -> Any:
-        return core.model_executor.collective_rpc(function, args=given)[0]
+    def in_worker(function: Callable[..., Any], *arguments: Any) -> Any:
+        return core.model_executor.collective_rpc(function, args=arguments)[0]
 
     def prompt(length: int) -> list[int]:
         return chance.choices(range(1, VOCABULARY), k=length)
 
     def ask(prompts: list[list[int]], tokens: int) -> list[Any]:
         sampling = SamplingParams(max_tokens=tokens, **SAMPLING)
-        told = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
-        return [(each.outputs[0].finish_reason, each.outputs[0].stop_reason, each.num_cached_tokens) for each in told]
+        reported = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+        return [
+            (each.outputs[0].finish_reason, each.outputs[0].stop_reason, each.num_cached_tokens) for each in reported
+        ]
 
     in_worker(hurry)
     shared = prompt(80)
@@ -65,13 +67,13 @@ def main(model: str, plant: str, executor: str = "uni", graphs: str = "") -> Non
     unused = [block.block_id for block in blocks if block.block_hash is None][-1]
     planted = in_worker(PLANTS[plant], unused)
     # Two have the shared blocks, one has none of them.
-    asked = [ask([shared + prompt(24), prompt(40), shared + prompt(16 + 8 * number)], 20) for number in range(3)]
+    answers = [ask([shared + prompt(24), prompt(40), shared + prompt(16 + 8 * number)], 20) for number in range(3)]
     for _ in range(3):
         core.execute_dummy_batch()
-    found = in_worker(said)
+    actual = in_worker(messages)
     # Where the scheduler is, in whose process requests end; the worker's has none where that is another one.
-    found["counts"]["aborted"] = vllm_graphfix.events().get("kv-marks", {}).get("aborted", 0)
-    sys.stdout.write(json.dumps(found | {"planted": planted, "asked": asked}) + "\n")
+    actual["counts"]["aborted"] = vllm_graphfix.events().get("kv-marks", {}).get("aborted", 0)
+    sys.stdout.write(json.dumps(actual | {"planted": planted, "asked": answers}) + "\n")
 
 
 def hurry(worker: Any) -> None:
@@ -79,14 +81,14 @@ def hurry(worker: Any) -> None:
     from vllm_graphfix.marks import watch
 
     watch._PATIENCE = 0.0
-    serving = _marks()._watch
-    serving._for_marks.share = serving._for_looks.share = 0.5
+    serving = _marks()._monitor
+    serving._mark_budget.share = serving._check_budget.share = 0.5
 
 
-def said(worker: Any) -> dict[str, Any]:
+def messages(worker: Any) -> dict[str, Any]:
     counts, state = _marks().counts()["kv-marks"], _marks().states()["kv-marks"]
-    found = [each._asdict() for each in _marks().overwritten()]
-    return {"counts": counts, "state": state.state.value, "reason": state.reason, "found": found}
+    actual = [each._asdict() for each in _marks().overwritten()]
+    return {"counts": counts, "state": state.state.value, "reason": state.reason, "found": actual}
 
 
 def _marks() -> Any:
@@ -97,18 +99,18 @@ def _marks() -> Any:
 
 def overwrite_finished(worker: Any, unused: int) -> Any:
     """One bit of the first block of the prefix that requests share, in one layer's cache."""
-    watch = _marks()._watch
-    ledger = watch._ledger
+    watch = _marks()._monitor
+    ledger = watch._tracker
     first = [number for number, block in ledger.marked.items() if block.place == 0]
     number = max(first, key=lambda each: len(ledger._readers.get(each, ())))
-    layer = watch._turns.where[number][0].layers[-1]
+    layer = watch._queue.where[number][0].layers[-1]
     layer.memory.select(layer.axis, number)[(-1,) * (layer.memory.dim() - 1)] ^= 1
     return {"block": number, "layer": layer.layer}
 
 
 def overwrite_unused(worker: Any, unused: int) -> Any:
     """All of a block that no request had."""
-    for layer in next(iter(_marks()._watch._groups.values())).caches:
+    for layer in next(iter(_marks()._monitor._groups.values())).caches:
         layer.memory.select(layer.axis, unused).fill_(5)
 
 

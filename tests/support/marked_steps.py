@@ -1,4 +1,4 @@
-"""What a worker is told of steps, and marks in the KV cache whose sums are stand-ins."""
+"""Scheduler outputs, and marks in the KV cache whose checksums are stand-ins."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm_graphfix.marks.last_step import LastStep
-from vllm_graphfix.marks.ledger import Ledger
-from vllm_graphfix.marks.sums import Batch, Looked
-from vllm_graphfix.marks.watch import KVMarks
+from vllm_graphfix.marks.ledger import BlockTracker
+from vllm_graphfix.marks.sums import Batch, ChecksumResult
+from vllm_graphfix.marks.watch import ChecksumMonitor
 
 
 def step(
@@ -43,22 +43,22 @@ def step(
     )
 
 
-def mark_all(ledger: Ledger) -> set[int]:
+def mark_all(ledger: BlockTracker) -> set[int]:
     """Marks what is finished."""
     ledger.marked.update(ledger.finished)
     ledger.finished.clear()
     return set(ledger.marked)
 
 
-def ledger_with_a_prompt(**given: Any) -> Ledger:
+def ledger_with_a_prompt(**arguments: Any) -> BlockTracker:
     """Of blocks of four tokens; after a prompt of nine in blocks 1, 2 and 3."""
-    ledger = Ledger({0: 4}, 1, **given)
+    ledger = BlockTracker({0: 4}, 1, **arguments)
     ledger.step(step(new=(("a", ([1, 2, 3],), 0, 9),)))
     return ledger
 
 
 class Scheduler:
-    """What a worker is told of requests of two cache groups, one of blocks of four tokens and one that is not followed.
+    """Makes outputs for requests of two cache groups, one of blocks of four tokens and one that is not tracked.
 
     They begin, some with a hit in the prefix cache, get blocks, are left out of steps, lose their blocks, with a word
     or without, come back and end; some blocks are copied to, and for every other scheduler those that somebody gets are
@@ -143,49 +143,49 @@ class Scheduler:
         return (fresh, []) if fresh else None, computed, tokens
 
 
-def known(ledger: Ledger) -> Any:
+def known(ledger: BlockTracker) -> Any:
     filling = {name: (each.computed, each.due, each.blocks) for name, each in ledger._filling.items()}
     newest = {block.number for block in ledger.newest}
-    return ledger._followed, filling, ledger.finished, ledger._lengths, ledger._readers, set(ledger._due), newest
+    return ledger._tracked, filling, ledger.finished, ledger._lengths, ledger._readers, set(ledger._due), newest
 
 
 COUNTED = ("marks", "looks", "changed", "passed-over", "rests", "rested", "failures")
 
 
 class SumsStandIn:
-    """Sums of nothing: a look is over at once, and what came of it is *changed*."""
+    """Checksums of nothing: a check is over at once, and its result is *changed*."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
         self.changed: dict[int, list[str]] = {}
-        self.looks: list[Looked] = []
+        self.checks: list[ChecksumResult] = []
 
-    def results(self) -> list[Looked]:
-        over, self.looks = self.looks, []
+    def results(self) -> list[ChecksumResult]:
+        over, self.checks = self.checks, []
         return over
 
     def mark(self, blocks: list[Any], group: Any, at: int) -> Batch:
         return Batch(blocks[:2], (), None, at)  # type: ignore[arg-type]
 
-    def look(self, batch: Batch, at: int) -> bool:
+    def check(self, batch: Batch, at: int) -> bool:
         self.seen.append(batch.blocks[0].number)
-        self.looks.append(Looked(batch, at, frozenset(batch.alive), self.changed))
-        batch.looked = at
+        self.checks.append(ChecksumResult(batch, at, frozenset(batch.alive), self.changed))
+        batch.checked_at = at
         return True
 
     def forget(self) -> None:
-        self.looks = []
+        self.checks = []
 
 
-def watched(every: int = 1) -> tuple[KVMarks, SumsStandIn]:
-    marks, sums = KVMarks(), SumsStandIn()
-    marks._ledger, marks._counts = Ledger({0: 4}, every), dict.fromkeys(COUNTED, 0)
-    marks._last = LastStep({0: 4}, 64, 0)
-    marks._sums = sums  # type: ignore[assignment]
+def watched(every: int = 1) -> tuple[ChecksumMonitor, SumsStandIn]:
+    marks, sums = ChecksumMonitor(), SumsStandIn()
+    marks._tracker, marks._counts = BlockTracker({0: 4}, every), dict.fromkeys(COUNTED, 0)
+    marks._last_step = LastStep({0: 4}, 64, 0)
+    marks._checksums = sums  # type: ignore[assignment]
     marks._groups = {0: None}  # type: ignore[dict-item]
     return marks, sums
 
 
-def decodes(marks: KVMarks, first: int, count: int) -> None:
+def decodes(marks: ChecksumMonitor, first: int, count: int) -> None:
     for computed in range(first, first + count):
         marks._before(step(running={"a": (None, computed, 1)}))

@@ -121,7 +121,7 @@ def beat() -> None:
 
 def overwrite(worker: Any) -> None:
     """One bit of a finished block on rank 0, where one is marked there."""
-    ledger = plugin().component("kv-marks").marks._watch._ledger
+    ledger = plugin().component("kv-marks").marks._monitor._tracker
     if worker.rank == 0 and ledger is not None and any(block.place == 0 for block in ledger.marked.values()):
         marked_engine.overwrite_finished(worker, 0)
 
@@ -142,9 +142,9 @@ def begin_rank(worker: Any, wrong: str) -> None:
     aborted_engine.replay(worker, WRONG if wrong == STOCK else wrong)
     if wrong != STOCK:
         process.serve(worker, True)
-        watch._PATIENCE, watch._MOST_WAITING = 0.0, 2
-        serving = process.component("kv-marks").marks._watch
-        serving._for_marks.share = serving._for_looks.share = 0.5
+        watch._PATIENCE, watch._MAX_DEFERRED = 0.0, 2
+        serving = process.component("kv-marks").marks._monitor
+        serving._mark_budget.share = serving._check_budget.share = 0.5
     beat()
     Faults.log.clear()
 

@@ -1,4 +1,4 @@
-"""What marks in the KV cache may cost: shares of the time of the host, which are saved up and owed within bounds."""
+"""Shares of the host's time that checksums of the KV cache may cost, with bounded credit and debt."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 
 
 class Budget:
-    """A share of the time that has passed."""
+    """A share of the time that passes, as credit in seconds."""
 
     def __init__(self, share: float, most: float, idle_share: float = 0.0) -> None:
-        """*most*: seconds that may be saved up, or, where it is allowed, owed.
+        """*most*: the largest credit, and the largest debt where one is allowed, in seconds.
 
-        *idle_share* is that of a rank without work, out of which it pays what it owes.
+        *idle_share*: the share by which a rank without work pays its debt.
         """
         self.share, self._idle_share, self._most = share, idle_share, most
         self._credit, self._credited = most, time.perf_counter()
@@ -19,17 +19,17 @@ class Budget:
         """Seconds, in all."""
 
     def allows(self, *, debt: bool = False) -> bool:
-        """Whether something may be done now; with *debt*, also what others will have to wait for."""
+        """Tell whether there is credit; with *debt*, whether the debt is below its bound."""
         self._earn(self.share, self._most)
         return self._credit > (-self._most if debt else 0)
 
-    def is_saved_up(self) -> bool:
-        """Whether there is as much as there may be."""
+    def is_full(self) -> bool:
+        """Tell whether the credit is as large as it may be."""
         self._earn(self.share, self._most)
         return self._credit >= self._most
 
     def repay(self) -> None:
-        """Pays what is owed, out of the time since it was asked, in which its rank had no work."""
+        """Pay debt out of the time since the last call, in which this rank had no work."""
         if self._credit < 0:
             self._earn(self._idle_share, 0.0)
 
@@ -39,16 +39,16 @@ class Budget:
         self._credited = now
 
     def spend(self) -> None:
-        """Takes what has passed since it was asked.
+        """Charge the time since the last call.
 
-        Of one that took long no more than ends all of them for some time: the machine was busy.
+        The debt is bounded: work that took long because the machine was busy must not stop all checks for minutes.
         """
         now = time.perf_counter()
         self._take(now - self._credited)
         self._credited = now
 
     def charge(self, spent: float) -> None:
-        """Takes what has been spent since it was charged last; *spent* in all, which was timed by somebody else."""
+        """Charge what is new in *spent*, the seconds in all by another clock."""
         self._take(spent - self.spent)
 
     def _take(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""What the last step of requests filled, whoever's it is: of finished blocks, steps of a rank without work write to it.
+"""The blocks that the last step of requests filled: steps of a rank without work write to them.
 
-Which blocks a request has is asked of the model runner, and only once a rank runs out of work: nothing has to be
-followed for it.
+The model runner knows which blocks a request has. It is asked once a rank runs out of work, so that nothing has to be
+tracked for this.
 """
 
 from __future__ import annotations
@@ -13,57 +13,57 @@ from vllm_graphfix.marks.ledger import Block
 
 
 class LastStep:
-    """The last step of requests on a rank."""
+    """The last step of requests on a rank, whether they are followed or not."""
 
     def __init__(self, tokens: Mapping[int, int], most: int, doubt: int) -> None:
-        """*tokens* of a block, by group; of each group no more than *most* blocks are of use.
+        """*tokens* of a block, by group; of each group at most *most* blocks are of use.
 
-        *doubt*: so many tokens that are counted as computed may be drafts that were refused, besides those of the step.
+        *doubt*: so many tokens that count as computed may be drafts that were rejected, besides those of the step.
         """
         self._tokens, self._most, self._doubt = tokens, most, doubt
         self.output: Any = None
         """Its `SchedulerOutput`, set before each step that has tokens; None once it is over."""
         self._filled: list[Block] = []
 
-    def ends(self, runner: Any) -> None:
-        """Notes what it filled, before a step without tokens: *runner* still has all requests that were in it.
+    def finish(self, runner: Any) -> None:
+        """Note the filled blocks, before a step without tokens: *runner* still has all requests of the last step.
 
-        Whether they have ended is not told yet where scheduling is asynchronous. A block of theirs that is full for
-        sure is not written again either way, until it is given to somebody with a word. Model runner V2 has the numbers
-        of blocks on the device alone, and there is nothing to be asked.
+        With asynchronous scheduling it is not known yet whether they have ended. Either way a block that is full for
+        sure is not written again until it is reallocated, which the worker learns. Model runner V2 has the numbers of
+        blocks on the device alone, and nothing is noted there.
         """
-        output, self.output = self.output, None  # which may hold images
+        output, self.output = self.output, None  # release it: it may hold images
         requests = getattr(runner, "requests", None)
         if output is None or not isinstance(requests, dict):
             return
         self._filled = []
-        ran, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
-        # In the order of the batch: the first slots of it are written to first.
-        rows = [name for name in runner.input_batch.req_ids if name in ran]
+        scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+        # In the order of the batch: its first slots are written to first.
+        rows = [name for name in runner.input_batch.req_ids if name in scheduled]
         for group, size in self._tokens.items():
-            found: list[Block] = []
+            filled: list[Block] = []
             for name in rows:
                 computed, numbers = requests[name].num_computed_tokens, requests[name].block_ids[group]
-                sure = computed + ran[name] - len(drafts.get(name, ())) - self._doubt
-                found += [
+                sure = computed + scheduled[name] - len(drafts.get(name, ())) - self._doubt
+                filled += [
                     Block(numbers[at], group, at, name, (at + 1) * size)
                     for at in range(computed // size, min(sure // size, len(numbers)))
                     if numbers[at]
                 ]
-                if len(found) >= self._most:
+                if len(filled) >= self._most:
                     break
-            self._filled += found[: self._most]
+            self._filled += filled[: self._most]
 
     def forget(self) -> None:
-        """There is another cache."""
+        """Drop all notes: there is another cache."""
         self.output, self._filled = None, []
 
     def has_filled(self) -> bool:
-        """Whether it is over, and something is noted."""
+        """Tell whether the step is over and has filled blocks that nobody has taken."""
         return bool(self._filled) and self.output is None
 
     def take(self) -> list[Block]:
-        """What is noted, once."""
-        found = self._filled if self.has_filled() else []
+        """Return the filled blocks, once."""
+        filled = self._filled if self.has_filled() else []
         self._filled = []
-        return found
+        return filled

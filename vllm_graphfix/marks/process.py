@@ -1,4 +1,4 @@
-"""The marks of this process: when they begin, their state, and what records, `fleet` and metrics have of them."""
+"""The marks of this process: their start, their state, and their part in records, `fleet` and metrics."""
 
 from __future__ import annotations
 
@@ -9,61 +9,61 @@ from vllm_graphfix.fix import Code, Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
 
 if TYPE_CHECKING:
-    from vllm_graphfix.marks.watch import KVMarks
+    from vllm_graphfix.marks.watch import ChecksumMonitor
     from vllm_graphfix.settings.shadow_rate import Abort
 
 NAME = "kv-marks"
-"""Under which records, `fleet` and metrics tell of it, as of a fix."""
+"""The name of the marks in records, `fleet` and metrics, where they stand beside the fixes."""
 NONE_MARKED = "in more than 10,000 steps none has been marked yet"
-"""The end of the reason of an active state where the marks see nothing, by which `fleet` knows such an engine."""
+"""The end of the reason of an active state where nothing is marked; `fleet` recognises such an engine by it."""
 
 
 class Marks:
-    """Off until `begin` is told otherwise; torch is imported with the first engine that is marked."""
+    """Off until `start` gets a fraction; torch is imported with the first engine that is marked."""
 
-    def __init__(self, tell: Callable[[], None]) -> None:
-        """*tell* is called when a block has changed."""
-        self._tell = tell
+    def __init__(self, publish: Callable[[], None]) -> None:
+        """*publish* is called when a block has changed."""
+        self._publish = publish
         self._every: int | None = None
         self._abort: Abort | None = None
-        self._watch: KVMarks | None = None
+        self._monitor: ChecksumMonitor | None = None
 
-    def begin(self, every: int | None, abort: Abort | None = None) -> None:
-        """The finished blocks of one of *every* requests are marked, from the next engine on; none with None."""
+    def start(self, every: int | None, abort: Abort | None = None) -> None:
+        """Mark the finished blocks of one of *every* requests, from the next engine on; none with None."""
         self._every, self._abort = every, abort
-        if self._watch is not None:
-            self._watch.begin(every, abort)
+        if self._monitor is not None:
+            self._monitor.start(every, abort)
 
-    def serve(self, worker: Any) -> None:
+    def on_captured(self, worker: Any) -> None:
         if self._every is None:
             return
-        if self._watch is None:
-            from vllm_graphfix.marks.watch import KVMarks
+        if self._monitor is None:
+            from vllm_graphfix.marks.watch import ChecksumMonitor
 
-            self._watch = KVMarks(self._tell)
-            self._watch.begin(self._every, self._abort)
-        self._watch.serve(worker)
+            self._monitor = ChecksumMonitor(self._publish)
+            self._monitor.start(self._every, self._abort)
+        self._monitor.on_captured(worker)
 
-    def forked(self) -> None:
-        if self._watch is not None:
-            self._watch.forked()
+    def after_fork(self) -> None:
+        if self._monitor is not None:
+            self._monitor.after_fork()
 
     def states(self) -> dict[str, FixState]:
         if self._every is None:
             return {}
-        watch, code = self._watch, Code.NONE
-        if watch is None or not (watch.counts() or watch.refused or watch.stopped):
+        monitor, code = self._monitor, Code.NONE
+        if monitor is None or not (monitor.counts() or monitor.refused or monitor.stopped):
             state, reason = State.WAITING, "no engine serves in this process yet"
-        elif watch.refused is not None:
-            state, reason, code = State.INCOMPATIBLE, watch.refused, Code.ENGINE
-        elif watch.stopped is not None:
-            state, reason, code = State.FAILED, f"no block is marked any more: {watch.stopped}", Code.ERROR
+        elif monitor.refused is not None:
+            state, reason, code = State.INCOMPATIBLE, monitor.refused, Code.ENGINE
+        elif monitor.stopped is not None:
+            state, reason, code = State.FAILED, f"no block is marked any more: {monitor.stopped}", Code.ERROR
         else:
             action = "abort" if self._abort is not None else "report"
-            if watch.cannot_abort is not None:
-                action, code = f"report, since {watch.cannot_abort}", Code.CANNOT_ABORT
+            if monitor.cannot_abort is not None:
+                action, code = f"report, since {monitor.cannot_abort}", Code.CANNOT_ABORT
             so_far = ""
-            if watch.marks_nothing():
+            if monitor.marks_nothing():
                 so_far, code = f"; {NONE_MARKED}", Code.NOTHING_MARKED
             state, reason = (
                 State.ACTIVE,
@@ -72,13 +72,13 @@ class Marks:
         return {NAME: FixState(NAME, Mode.AUTO, None, state, reason, code)}
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """For the events of a record."""
-        found = self._watch.counts() if self._watch is not None else {}
-        return {NAME: found} if found else {}
+        """Return the events of a record."""
+        events = self._monitor.counts() if self._monitor is not None else {}
+        return {NAME: events} if events else {}
 
     def overwritten(self) -> tuple[Any, ...]:
-        """For a record: the first foreign writes."""
-        if self._watch is None or not self._watch.found:
+        """Return the `OverwrittenBlock`s of a record: the first foreign writes."""
+        if self._monitor is None or not self._monitor.foreign_writes:
             return ()
         from vllm_graphfix.records.record import SHORT, OverwrittenBlock
 
@@ -90,5 +90,5 @@ class Marks:
                 ascii(", ".join(each.layers))[1:-1][:SHORT],
                 each.ran()[:SHORT],
             )
-            for each in self._watch.to_report()
+            for each in self._monitor.to_report()
         )

@@ -1,12 +1,12 @@
-"""Marks in the KV cache of one rank: finished blocks must not change until they are allocated anew.
+"""Checksums of finished blocks in the KV cache of one rank, which must not change until they are reallocated.
 
-Before a step runs, some blocks that are full by then are marked: a sum over their bytes is made on the device. Before
-later steps it is made again and compared there, and the host reads what came of it when it is there. A block that has
-changed was written by somebody whose it is not: a rank without work, a padded row, a graph with the slots of another
-batch. No rank waits for another, nor for its device.
+Before a step runs, some blocks that are full by then are marked: the device makes a checksum of their bytes. Before
+later steps it makes the checksum again and compares, and the host reads the result once it has arrived. A block that
+has changed was written by a step that does not own it: that of a rank without work, of a padded row, of a graph with
+the slots of another batch. No rank waits for another, nor for its device.
 
-Wrapped are methods of this worker alone, not of its class, and of no worker where nothing is marked. What fails in here
-turns it off, with one warning.
+Methods of this worker alone are wrapped, not of its class, and of no worker where nothing is marked. An error in here
+turns the marks off, with one warning.
 """
 
 from __future__ import annotations
@@ -16,169 +16,123 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.marks.budget import Budget
+from vllm_graphfix.marks.foreign_writes import ForeignWrite
+from vllm_graphfix.marks.groups import Group, UnsafeCacheError, groups, slack_and_doubt, unsafe
 from vllm_graphfix.marks.last_step import LastStep
-from vllm_graphfix.marks.ledger import Block, Ledger
-from vllm_graphfix.marks.sums import MOST, Group, Looked, Sums, UnsafeCacheError, groups
-from vllm_graphfix.marks.turns import Turns
+from vllm_graphfix.marks.ledger import Block, BlockTracker
+from vllm_graphfix.marks.sums import BATCH, BlockChecksums, ChecksumResult
+from vllm_graphfix.marks.turns import CheckQueue
 from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.settings.shadow_rate import Abort
 
 SHARE = 0.001
-"""The part of the time that the host may spend on making sums: one half on marks, the other on looking at them."""
+"""The share of the host's time for making checksums: one half for marks, the other for checks."""
 IDLE_SHARE = 0.01
-"""The part of its time out of which a rank without work pays what it owes of them, and half as much again of following:
-it has no inputs to prepare."""
-MOST_CREDIT = 0.025
-"""Seconds of each half which it may have saved up, or, around the steps of a rank without work, owe."""
-FOLLOWING = 0.0008
-"""The part of the time that the host may spend on following blocks, where not all requests are marked.
+"""The share of its time by which a rank without work pays debts for checksums, and half as much again for tracking: it
+has no inputs to prepare."""
+MAX_CREDIT = 0.025
+"""Seconds of credit in each half or, around the steps of a rank without work, of debt."""
+TRACKING = 0.0008
+"""The share of the host's time for tracking blocks, where not all requests are marked.
 
-Where it takes more, nothing is followed for some time: a defect that writes to blocks does so again.
+If it takes more, nothing is tracked for some time: a defect that writes to blocks does so again.
 """
-MOST_FOLLOWING = 0.012
-"""Seconds of it that may be saved up, or owed: a rest is over after 15 s, and one that owes most after 45."""
-_FEW = MOST // 2
+MAX_TRACKING = 0.012
+"""Seconds of credit or debt for it: a pause is over after 15 s, and after 45 s with the largest debt."""
+_FEW = BATCH // 2
 """Blocks that are worth a batch at once; fewer wait for more."""
 _PATIENCE = 0.1
-"""Seconds that they wait; what sums may cost sees to it that few batches are small. Between two rests there may be less
-than a second."""
+"""Seconds that they wait; the budget sees to it that few batches are small. There may be less than a second between two
+pauses."""
 _RECENT = 16
-"""Steps within which a batch is not looked at again because one of its blocks is given away."""
-_MOST_WAITING = 15
-"""Steps that change little, which are followed together with the next one: Python that runs once in some milliseconds
+"""Steps after a check in which its batch is not checked again because one of its blocks is reallocated."""
+_MAX_DEFERRED = 15
+"""Steps that change little, which are tracked together with the next one: Python that runs once in some milliseconds
 finds the processor's caches cold, and takes ten times as long."""
 _LONG = 16
-"""Steps without work after which what is in danger is looked at meanwhile; again after twice as many, and so on."""
-_REST = 256
-"""Steps that run in a rest before it is asked again whether that is over; asking is most of what a rest costs."""
+"""Steps without work after which batches in danger are checked; again after twice as many, and so on."""
+_PAUSE_STEPS = 256
+"""Steps of a pause between two looks at the budget, which are most of the cost of a pause."""
 _MANY = 10_000
 """Steps in which something should have been marked."""
-_MOST_BATCHES = 256
-"""The oldest go first."""
+_MAX_BATCHES = 256
+"""Beyond that the oldest are dropped."""
 _REMEMBERED = 4096
 """Steps of which it is known whether they had requests."""
-_SAID, _KEPT = 20, 5
+_MAX_LOGGED, _MAX_RECORDED = 20, 5
 """Foreign writes that are logged one by one, and those in a record."""
 _NEW_CACHE = ("sleep", "discard", "wake_up", "reinitialize_distributed", "initialize_from_config")
 """Methods of a worker after which the cache holds something else, or nothing."""
 
 
-class ForeignWrite(NamedTuple):
-    """A finished block that has changed."""
+class ChecksumMonitor:
+    """The marks of this process, in the cache of the rank that has started in it last."""
 
-    block: Block
-    layers: tuple[str, ...]
-    """Of those that were marked, the ones in whose caches it differs."""
-    before: int
-    """It was as marked before this step, …"""
-    after: int
-    """… and was not before this one."""
-    steps: int
-    """The steps of requests in between; …"""
-    idle: int
-    """… and those without, of a rank that keeps the others company."""
-
-    def sentence(self) -> str:
-        more = f" and {len(self.layers) - 1} more layers" if len(self.layers) > 1 else ""
-        return (
-            f"block {self.block.number} of cache group {self.block.group} has changed although it was finished (block "
-            f"{self.block.place} of request {ascii(self.block.request)[1:-1][:80]}), in {self.layers[0]}{more}; "
-            f"between steps {self.before} and {self.after} of this rank: {self.ran()}"
-        )
-
-    def ran(self) -> str:
-        """Who may have been it."""
-        return f"{self.steps} with requests, {self.idle} of a rank without work"
-
-
-def unsafe(config: Any) -> str | None:
-    """Why no block of an engine with this `VllmConfig` can be marked; None if nothing is known against it."""
-    parallel = config.parallel_config
-    if getattr(config, "kv_transfer_config", None) is not None:
-        return "a KV connector writes to blocks without a word to the model's worker"
-    if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
-        return "micro-batches write on streams of their own"
-    if getattr(parallel, "enable_elastic_ep", False):
-        return "elastic expert parallelism makes the cache anew"
-    if getattr(parallel, "distributed_executor_backend", None) == "ray":
-        return "Ray's executor has steps run past the worker, which is told of blocks"
-    if getattr(config.model_config, "is_diffusion", False):
-        return "a diffusion model writes the same tokens again and again"
-    scheduler = getattr(config.scheduler_config, "scheduler_cls", None)
-    name = scheduler if isinstance(scheduler, str) else getattr(scheduler, "__module__", "vllm.")
-    if not name.startswith("vllm."):
-        return f"blocks are given out by a scheduler of somebody else's ({name})"
-    return None
-
-
-class KVMarks:
-    """The marks of this process, in the cache of the rank that has begun to serve in it last."""
-
-    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
-        """*tell* is called when a block has changed."""
-        self._tell = tell
+    def __init__(self, publish: Callable[[], None] = lambda: None) -> None:
+        """*publish* is called when a block has changed."""
+        self._publish = publish
         self._abort: Abort | None = None
         self.cannot_abort: str | None = None
         self.every: int | None = None
         self.refused: str | None = None
         self.stopped: str | None = None
         self._counts: dict[str, int] | None = None
-        self.found: list[ForeignWrite] = []
+        self.foreign_writes: list[ForeignWrite] = []
         self._seconds = 0.0
         self._forget()
 
-    def begin(self, every: int | None, abort: Abort | None = None) -> None:
-        """Marks the blocks of one of *every* requests, from the next engine on in this process; none with None.
+    def start(self, every: int | None, abort: Abort | None = None) -> None:
+        """Mark the blocks of one of *every* requests, from the next engine on in this process; none with None.
 
-        *abort*: by which those are ended who have a block that has changed; None: they are not.
+        *abort* ends the requests that have a block that has changed; None: they continue.
         """
         self._seconds = 0.0
-        self._end()
+        self._unwrap()
         self._abort, self.cannot_abort = abort, None
         self.every, self.refused, self.stopped = every, None, None
-        self._counts, self.found = None, []
+        self._counts, self.foreign_writes = None, []
 
     def _forget(self) -> None:
         self._worker: Any = None
-        self._ledger: Ledger | None = None
-        self._last = LastStep({}, MOST, 0)
-        self._sums: Sums | None = None
+        self._tracker: BlockTracker | None = None
+        self._last_step = LastStep({}, BATCH, 0)
+        self._checksums: BlockChecksums | None = None
         self._groups: dict[int, Group] = {}
-        self._turns = Turns()
+        self._queue = CheckQueue()
         self._idle: deque[bool] = deque(maxlen=_REMEMBERED)
         self._step = 0
         self._idle_run = 0
         """The number of steps without work since the last one of requests."""
-        self._for_marks = Budget(SHARE / 2, MOST_CREDIT, IDLE_SHARE / 2)
-        self._for_looks = Budget(SHARE / 2, MOST_CREDIT, IDLE_SHARE / 2)
-        self._for_following = Budget(FOLLOWING, MOST_FOLLOWING, IDLE_SHARE / 2)
-        self._for_following.spent = self._seconds  # by others, before this engine
-        self._rests = False
-        """Whether nothing is followed, since following has cost what it may."""
-        self._to_rest = self._resting = 0
-        """Steps of a rest until it is asked whether that is over, and the number of them when it was asked last."""
+        self._mark_budget = Budget(SHARE / 2, MAX_CREDIT, IDLE_SHARE / 2)
+        self._check_budget = Budget(SHARE / 2, MAX_CREDIT, IDLE_SHARE / 2)
+        self._tracking_budget = Budget(TRACKING, MAX_TRACKING, IDLE_SHARE / 2)
+        self._tracking_budget.spent = self._seconds  # by earlier engines
+        self._paused = False
+        """Nothing is tracked, since that has cost its share."""
+        self._pause_remaining = self._pause_length = 0
+        """Steps until the next look whether the pause is over, and their number at the last look."""
         self._waiting_since: float | None = None
-        self._to_wait = self._granted = 0
-        """Steps that may be put off from the next one on, and those that might since the last one that was followed."""
-        self._timed, self._takes = 0, 0.0
-        """How many of the steps that were put off have been timed, and the seconds that the first of them took.
+        self._to_defer = self._allowed = 0
+        """Steps that may be deferred from the next one on, and those that could be since the last tracked one."""
+        self._timed_steps, self._seconds_each = 0, 0.0
+        """The number of deferred steps that were timed, and the seconds that the first of them took.
 
-        Each of those that were not timed is taken to have cost as much.
+        The others are taken to have cost as much.
         """
 
     # -- an engine -----------------------------------------------------------------------------------------------
 
-    def serve(self, worker: Any) -> None:
-        """Begins with *worker*, which is about to serve."""
+    def on_captured(self, worker: Any) -> None:
+        """Start on *worker*, which has captured its graphs and is about to serve."""
         if self.every is not None:
-            self._end()
-            self._guarded(self._serve, worker)
+            self._unwrap()
+            self._guarded(self._start_on, worker)
 
-    def _serve(self, worker: Any) -> None:
+    def _start_on(self, worker: Any) -> None:
         device = worker.model_runner.device
         reason = unsafe(worker.vllm_config)
         wrapped = ("execute_model", "execute_dummy_batch", *_NEW_CACHE)
@@ -195,28 +149,28 @@ class KVMarks:
             logger.warning("graphfix: no cache block of this engine is marked: %s", reason)
             return
         tokens = {number: group.tokens for number, group in self._groups.items()}
-        slack, doubt = _slack_and_doubt(worker.vllm_config)
-        self._ledger = Ledger(tokens, self.every or 1, slack, doubt)
-        self._last = LastStep(tokens, MOST, doubt)
-        self._sums = Sums(device)
-        self._sums.warm_up(self._groups)
-        # Of these, requests that were aborted count where they end: `engine.abort`.
+        slack, doubt = slack_and_doubt(worker.vllm_config)
+        self._tracker = BlockTracker(tokens, self.every or 1, slack, doubt)
+        self._last_step = LastStep(tokens, BATCH, doubt)
+        self._checksums = BlockChecksums(device)
+        self._checksums.warm_up(self._groups)
+        # The scheduler's process counts aborted requests, where they end: `engine.abort`.
         counted = ("marks", "looks", "changed", "aborted", "passed-over", "rests", "rested", "failures")
         self._counts = dict.fromkeys(counted, 0)
-        # A worker that ends takes with it what is held here.
+        # A weak reference: when the worker ends, everything that belongs to its cache goes with it.
         self._worker = weakref.ref(worker, lambda ended: self._forget() if ended is self._worker else None)
-        worker.execute_model = self._around_steps(self._ledger, self._worker)
+        worker.execute_model = self._around_steps(self._tracker, self._worker)
         for name in wrapped[1:]:
             if callable(getattr(type(worker), name, None)):
                 setattr(worker, name, self._around(name, self._worker))
 
-    def _around_steps(self, ledger: Ledger, of: Callable[[], Any]) -> Callable[..., Any]:
-        """What is called as method `execute_model` of the worker that *of* returns: its class's, and ours before it.
+    def _around_steps(self, tracker: BlockTracker, of: Callable[[], Any]) -> Callable[..., Any]:
+        """Return a method `execute_model` for the worker that *of* returns: it acts before the class's own.
 
-        A step of requests that is put off, as most are, takes no other function of ours than the ledger's: see there.
-        One of a rest takes none.
+        A deferred step of requests, as most are, calls no function of ours but the tracker's, for the reason given
+        there; a step in a pause calls none.
         """
-        last = self._last
+        last = self._last_step
 
         def execute_model(*args: Any, **kwargs: Any) -> Any:
             worker = of()
@@ -225,20 +179,20 @@ class KVMarks:
                 if output.num_scheduled_tokens:
                     last.output = output
                 else:
-                    last.ends(worker.model_runner)
-                if self._to_rest:
-                    self._to_rest -= 1
-                elif not ledger.put_off(output):
+                    last.finish(worker.model_runner)
+                if self._pause_remaining:
+                    self._pause_remaining -= 1
+                elif not tracker.try_defer(output):
                     self._before(output)
             except Exception as error:
-                if self._ledger is ledger:  # else it has ended, and somebody has kept this
+                if self._tracker is tracker:  # else the marks have ended, and another wrapper still calls this one
                     self._stop(error)
             return type(worker).execute_model(worker, *args, **kwargs)
 
         return execute_model
 
     def _around(self, name: str, of: Callable[[], Any]) -> Callable[..., Any]:
-        """What is called as method *name* of the worker that *of* returns: its class's, and before or after it ours."""
+        """Return a method *name* for the worker that *of* returns: it acts before, or also after, the class's own."""
 
         def method(*args: Any, **kwargs: Any) -> Any:
             worker = of()
@@ -254,254 +208,257 @@ class KVMarks:
 
         return method
 
-    def _end(self) -> None:
-        """Takes the wrappers away."""
+    def _unwrap(self) -> None:
+        """Remove the wrappers from the worker."""
         worker = self._worker() if self._worker is not None else None
         for name in ("execute_model", "execute_dummy_batch", *_NEW_CACHE) if worker is not None else ():
             vars(worker).pop(name, None)
-        if self._ledger is not None:
-            self._ledger.clear()  # in which no step waits any more, though somebody may have kept the wrapper
+        if self._tracker is not None:
+            self._tracker.clear()  # so that a wrapper that another one still calls defers no step
         self._forget()
 
     def _clear(self) -> None:
-        if self._ledger is not None and self._sums is not None:
-            self._ledger.clear()
-            self._sums.forget()
-            self._granted = self._to_wait = self._timed = self._idle_run = 0
-            self._turns = Turns()
+        if self._tracker is not None and self._checksums is not None:
+            self._tracker.clear()
+            self._checksums.forget()
+            self._allowed = self._to_defer = self._timed_steps = self._idle_run = 0
+            self._queue = CheckQueue()
 
     def _new_cache(self) -> None:
         self._clear()
-        self._last.forget()
+        self._last_step.forget()
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def _before(self, output: Any) -> None:
-        """Before a step: of requests, *output* a `SchedulerOutput`, or of a rank without work, None."""
-        ledger, sums = self._ledger, self._sums
-        if ledger is None or sums is None or self._counts is None:
+        """Act before a step of requests, *output* a `SchedulerOutput`, or of a rank without work, None."""
+        tracker, checksums = self._tracker, self._checksums
+        if tracker is None or checksums is None or self._counts is None:
             return
-        if output is None and self._rests and self._last.has_filled():
-            self._end_rest()  # until it is known whether the steps that come now write there
-        if output is None and (self._rests or not self._idle_run_tells(sums)):
-            self._passes(idle=True)
+        if output is None and self._paused and self._last_step.has_filled():
+            self._end_pause()  # to see whether the steps that come now write to those blocks
+        if output is None and (self._paused or not self._idle_step_matters(checksums)):
+            self._count_step(idle=True)
             return
         begun = time.perf_counter()
-        if first := self._to_wait:
-            self._granted, self._to_wait = ledger.let_wait(first), 0
-        if output is not None and ledger.put_off(output):
-            self._timed += 1
+        if first := self._to_defer:
+            self._allowed, self._to_defer = tracker.allow_deferring(first), 0
+        if output is not None and tracker.try_defer(output):
+            self._timed_steps += 1
             if first:
-                self._takes = time.perf_counter() - begun
+                self._seconds_each = time.perf_counter() - begun
             self._seconds += time.perf_counter() - begun
             return
-        if not (self._rests and self._rest_goes_on()):
-            self._follow(ledger, sums, output)
+        if not (self._paused and self._pause_continues()):
+            self._track(tracker, checksums, output)
         self._seconds += time.perf_counter() - begun
-        self._for_following.charge(self._seconds - self._for_marks.spent - self._for_looks.spent)
+        self._tracking_budget.charge(self._seconds - self._mark_budget.spent - self._check_budget.spent)
 
-    def _idle_run_tells(self, sums: Sums) -> bool:
-        """Whether a step without work is one to mark or look before, or to read what came of a look; most are not.
+    def _idle_step_matters(self, checksums: BlockChecksums) -> bool:
+        """Tell whether to mark, check or read a result before a step without work; before most there is nothing to do.
 
-        Such a rank makes thousands of them in a row, and does not ask the clock in the others; nor, where looks owe
-        what they have cost and have to wait, in each step until they may go on.
+        Such a rank makes thousands of them in a row, and does not read the clock in the others; nor in each step while
+        checks wait because their budget is in debt.
         """
         run = self._idle_run
-        return not run or bool(sums.looks) or _is_long(run) or bool(self._turns.first and run % _LONG == 0)
+        return not run or bool(checksums.checks) or _is_long(run) or bool(self._queue.urgent and run % _LONG == 0)
 
-    def _passes(self, *, idle: bool) -> None:
+    def _count_step(self, *, idle: bool) -> None:
         self._idle.append(idle)
         self._step += 1
-        if idle and not self._rests:
+        if idle and not self._paused:
             self._idle_run += 1
 
-    def _follow(self, ledger: Ledger, sums: Sums, output: Any) -> None:
-        """Follows the steps that wait and this one; then marks and looks, before it runs."""
+    def _count_steps(self, number: int) -> None:
+        """Count so many steps of requests that were deferred, or in a pause."""
+        self._idle.extend(repeat(False, number))
+        self._step += number
+
+    def _track(self, tracker: BlockTracker, checksums: BlockChecksums, output: Any) -> None:
+        """Track the deferred steps and this one; then mark and check, before it runs."""
         if self._step == 0 and self._abort is not None and (why_not := self._abort.why_not()) is not None:
             self._cannot_abort(why_not)
-        if waited := self._granted - ledger.may_wait:
-            self._idle.extend(repeat(False, waited))
-            self._step += waited
+        if deferred := self._allowed - tracker.may_defer:
+            self._count_steps(deferred)
             self._seconds = self.seconds()
-        for looked in sums.results() if sums.looks else ():
-            self._note(looked)
+        for result in checksums.results() if checksums.checks else ():
+            self._note(result)
         idle, run = output is None, self._idle_run
         if run:
-            for budget in (self._for_marks, self._for_looks, self._for_following):
+            for budget in (self._mark_budget, self._check_budget, self._tracking_budget):
                 budget.repay()
-        tired = (self.every or 1) > 1 and not self._for_following.allows()
-        if tired and not sums.looks and self._may_rest(idle=idle):
-            self._rest()
+        exhausted = (self.every or 1) > 1 and not self._tracking_budget.allows()
+        if exhausted and not checksums.checks and self._may_pause(idle=idle):
+            self._pause()
             if idle:
-                self._last.take()  # which is too late with the next step: this one may write there
-            self._passes(idle=idle)
+                self._last_step.take()  # this step may write to them, and the next one is too late to mark them
+            self._count_step(idle=idle)
             return
         dropped: list[Block] = []
         if idle:
-            ledger.settle()
+            tracker.settle()
             if not run:
-                ledger.adopt(self._last.take())
+                tracker.adopt(self._last_step.take())
         else:
-            dropped = ledger.step(output)
-        if ledger.finished:
-            self._make(ledger, sums, at_once=idle and not run)
+            dropped = tracker.step(output)
+        if tracker.finished:
+            self._mark_finished(tracker, checksums, at_once=idle and not run)
         else:
             self._waiting_since = None
         if idle and not run:
-            self._turns.note_danger(ledger.newest, self._step)
+            self._queue.note_danger(tracker.newest, self._step)
         elif (run and not idle) or _is_long(run):
-            self._turns.begin_with_danger()
-        if self._turns.first:
-            self._look_first(sums, debt=not idle)
+            self._queue.put_danger_first()
+        if self._queue.urgent:
+            self._check_urgent(checksums, debt=not idle)
         if dropped:
-            self._look_last(sums, dropped)
-        if not tired and self._turns and self._for_looks.allows():
-            self._look_in_turn(sums)
+            self._check_dropped(checksums, dropped)
+        if not exhausted and self._queue and self._check_budget.allows():
+            self._check_next(checksums)
         if not idle:
             self._idle_run = 0
-        self._passes(idle=idle)
-        # What comes of a look is read before the next step: who has the block is to end before it has an answer.
-        self._to_wait = 0 if idle or sums.looks else _MOST_WAITING
-        self._granted, self._timed = ledger.let_wait(0), 0
+        self._count_step(idle=idle)
+        # A result is read before the next step: a request that has a changed block has to end before it gets an answer.
+        self._to_defer = 0 if idle or checksums.checks else _MAX_DEFERRED
+        self._allowed, self._timed_steps = tracker.allow_deferring(0), 0
 
-    def _may_rest(self, *, idle: bool) -> bool:
-        """Whether nothing is lost now that would be missed: what steps without work may have written to is looked at.
+    def _may_pause(self, *, idle: bool) -> bool:
+        """Tell whether a pause would lose nothing: the blocks to which steps without work may have written are checked.
 
-        Who owes a lot does not wait for that: a rank may have none again and again.
+        With a large debt it does not matter: a rank may be without work again and again.
         """
-        return not (idle or self._idle_run or self._turns.first) or not self._for_following.allows(debt=True)
+        return not (idle or self._idle_run or self._queue.urgent) or not self._tracking_budget.allows(debt=True)
 
-    def _rest(self) -> None:
-        """Forgets all marks, and follows nothing until what that may cost is saved up again.
+    def _pause(self) -> None:
+        """Forget all marks, and track nothing until the budget is full again.
 
-        Then requests that begin are followed, as after a sleep: of the others it is not known what they have.
+        From then on new requests are tracked, as after a sleep: the blocks of the others are not known.
         """
         self._clear()
         self._count("rests", 1)
-        self._rests = True
-        self._to_rest = self._resting = _REST
+        self._paused = True
+        self._pause_remaining = self._pause_length = _PAUSE_STEPS
 
-    def _rest_goes_on(self) -> bool:
-        """Whether it does in this step of requests, which counts as one of it then."""
-        self._end_rest()
-        self._rests = not self._for_following.is_saved_up()
-        if self._rests:
-            self._passes(idle=False)
+    def _pause_continues(self) -> bool:
+        """Tell whether this step of requests is in the pause still, and count it if so."""
+        self._end_pause()
+        self._paused = not self._tracking_budget.is_full()
+        if self._paused:
+            self._count_step(idle=False)
             self._count("rested", 1)
-            self._to_rest = self._resting = _REST
-        return self._rests
+            self._pause_remaining = self._pause_length = _PAUSE_STEPS
+        return self._paused
 
-    def _end_rest(self) -> None:
-        ran = self._resting - self._to_rest
-        self._idle.extend(repeat(False, ran))
-        self._step += ran
+    def _end_pause(self) -> None:
+        ran = self._pause_length - self._pause_remaining
+        self._count_steps(ran)
         self._count("rested", ran)
-        self._to_rest = self._resting = 0
-        self._rests = False
+        self._pause_remaining = self._pause_length = 0
+        self._paused = False
 
-    def _make(self, ledger: Ledger, sums: Sums, *, at_once: bool) -> None:
-        """Marks what is finished, if it is enough, has waited long enough, or is *at_once* in danger: then all of it.
+    def _mark_finished(self, tracker: BlockTracker, checksums: BlockChecksums, *, at_once: bool) -> None:
+        """Mark a batch of finished blocks if there are enough or they have waited long enough; with *at_once* all.
 
-        What is in danger has to be marked before the step that may write to it: later the mark would be one of what
-        that step has left. So it may owe what others have used up.
+        Blocks in danger have to be marked before the step that may write to them: a later mark would include what that
+        step wrote. So their marks may go into debt.
         """
         now = time.perf_counter()
         if self._waiting_since is None:
             self._waiting_since = now
-        if at_once or len(ledger.finished) >= _FEW or now - self._waiting_since > _PATIENCE:
-            more = self._for_marks.allows(debt=at_once)
+        if at_once or len(tracker.finished) >= _FEW or now - self._waiting_since > _PATIENCE:
+            more = self._mark_budget.allows(debt=at_once)
             while more:
-                marked = self._mark(ledger, sums)
-                self._for_marks.spend()
+                marked = self._mark(tracker, checksums)
+                self._mark_budget.spend()
                 if not marked:
                     break
                 self._waiting_since = None
-                more = at_once and bool(ledger.finished) and self._for_marks.allows(debt=True)
-        while len(self._turns) > _MOST_BATCHES:
-            self._forget_marks(self._turns.drop_oldest())
-        if len(ledger.finished) > 2 * MOST:
-            self._leave_out(ledger)
+                more = at_once and bool(tracker.finished) and self._mark_budget.allows(debt=True)
+        while len(self._queue) > _MAX_BATCHES:
+            self._forget_marks(self._queue.drop_oldest())
+        if len(tracker.finished) > 2 * BATCH:
+            self._skip_oldest(tracker)
 
-    def _mark(self, ledger: Ledger, sums: Sums) -> bool:
-        """Marks a batch of each group of what is finished, the newest first; False if too much is under way."""
+    def _mark(self, tracker: BlockTracker, checksums: BlockChecksums) -> bool:
+        """Mark a batch of finished blocks of each group, the newest first; False if too much is under way."""
         by_group: dict[int, list[Block]] = {}
-        for block in reversed(ledger.finished.values()):
+        for block in reversed(tracker.finished.values()):
             by_group.setdefault(block.group, []).append(block)
         for group, blocks in by_group.items():
-            batch = sums.mark(blocks, self._groups[group], self._step)
+            batch = checksums.mark(blocks, self._groups[group], self._step)
             if batch is None:
                 return False
             for block in batch.blocks:
-                del ledger.finished[block.number]
-                ledger.marked[block.number] = block
-            self._turns.add(batch)
+                del tracker.finished[block.number]
+                tracker.marked[block.number] = block
+            self._queue.add(batch)
             self._count("marks", len(batch.blocks))
         return True
 
-    def _leave_out(self, ledger: Ledger) -> None:
-        """Of what waits only the newest are kept: a block may change before it is marked, and nobody would know."""
-        for number in [*islice(ledger.finished, len(ledger.finished) - 2 * MOST)]:
-            ledger.forget(number)
+    def _skip_oldest(self, tracker: BlockTracker) -> None:
+        """Skip all but the newest finished blocks: one that waits long may change before it is marked, unnoticed."""
+        for number in [*islice(tracker.finished, len(tracker.finished) - 2 * BATCH)]:
+            tracker.forget(number)
             self._count("passed-over", 1)
 
-    def _look_first(self, sums: Sums, *, debt: bool) -> None:
-        """Looks at what was in danger before a block of it is given away, or another one has its turn.
+    def _check_urgent(self, checksums: BlockChecksums, *, debt: bool) -> None:
+        """Check batches that were in danger, before one of their blocks is reallocated and before other batches.
 
-        With *debt* it may owe what other looks have used up: they are at whatever comes round, and come too late.
+        With *debt* they may do so although other checks, which can wait, have used up the budget.
         """
-        turns = self._turns
-        while turns.first:
-            batch = turns.first[0]
-            if batch.alive and batch.looked < self._step:
-                if not (self._for_looks.allows(debt=debt) and sums.look(batch, self._step)):
+        queue = self._queue
+        while queue.urgent:
+            batch = queue.urgent[0]
+            if batch.alive and batch.checked_at < self._step:
+                if not (self._check_budget.allows(debt=debt) and checksums.check(batch, self._step)):
                     return
-                turns.looked_at(batch)
-                self._for_looks.spend()
-            turns.first.popleft()
+                queue.put_last(batch)
+                self._check_budget.spend()
+            queue.urgent.popleft()
 
-    def _look_last(self, sums: Sums, dropped: Sequence[Block]) -> None:
-        """Looks at blocks that are given away now, a last time."""
-        for given in self._turns.of(dropped):
-            if given.looked < self._step - _RECENT and self._for_looks.allows():
-                sums.look(given, self._step)
-                self._for_looks.spend()
+    def _check_dropped(self, checksums: BlockChecksums, dropped: Sequence[Block]) -> None:
+        """Check the marks of reallocated blocks a last time, and drop them."""
+        for batch in self._queue.of(dropped):
+            if batch.checked_at < self._step - _RECENT and self._check_budget.allows():
+                checksums.check(batch, self._step)
+                self._check_budget.spend()
         self._forget_marks(dropped)
 
-    def _look_in_turn(self, sums: Sums) -> None:
-        if (batch := self._turns.next(self._step)) is not None:
-            sums.look(batch, self._step)
-            self._turns.others.append(batch)
-            self._for_looks.spend()
+    def _check_next(self, checksums: BlockChecksums) -> None:
+        if (batch := self._queue.next(self._step)) is not None:
+            checksums.check(batch, self._step)
+            self._queue.others.append(batch)
+            self._check_budget.spend()
 
     def _forget_marks(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
-            ours = self._turns.drop(block)
-            if ours and self._ledger is not None and self._ledger.marked.get(block.number) is block:
-                self._ledger.forget(block.number)
+            ours = self._queue.drop(block)
+            if ours and self._tracker is not None and self._tracker.marked.get(block.number) is block:
+                self._tracker.forget(block.number)
 
-    # -- what was seen -------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------
 
-    def _note(self, looked: Looked) -> None:
-        batch = looked.batch
-        self._count("looks", len(looked.alive))
+    def _note(self, result: ChecksumResult) -> None:
+        batch = result.batch
+        self._count("looks", len(result.alive))
         fresh: list[ForeignWrite] = []
-        for at, layers in looked.changed.items():
-            if at in batch.told:
+        for at, layers in result.changed.items():
+            if at in batch.reported:
                 continue
-            batch.told.add(at)
-            ran = self._ran(batch.since, looked.step)
-            fresh.append(ForeignWrite(batch.blocks[at], tuple(layers), batch.since, looked.step, *ran))
-        batch.since = max(batch.since, looked.step)
-        users = [name for each in fresh for name in (self._ledger.users(each.block) if self._ledger else ())]
-        self._forget_marks([each.block for each in fresh if self._turns.of([each.block]) == [batch]])
+            batch.reported.add(at)
+            ran = self._ran(batch.since, result.step)
+            fresh.append(ForeignWrite(batch.blocks[at], tuple(layers), batch.since, result.step, *ran))
+        batch.since = max(batch.since, result.step)
+        users = [name for each in fresh for name in (self._tracker.users(each.block) if self._tracker else ())]
+        self._forget_marks([each.block for each in fresh if self._queue.of([each.block]) == [batch]])
         for each in fresh:
             self._count("changed", 1)
-            if len(self.found) < _SAID:
-                self.found.append(each)
+            if len(self.foreign_writes) < _MAX_LOGGED:
+                self.foreign_writes.append(each)
                 logger.warning("graphfix: %s. docs/kv-marks.md says what to do", each.sentence())
         if fresh:
             self._end_users(fresh, tuple(dict.fromkeys(users)))
-            self._tell()
+            self._publish()
 
     def _end_users(self, fresh: Sequence[ForeignWrite], users: Sequence[str]) -> None:
         if self._abort is None:
@@ -515,11 +472,11 @@ class KVMarks:
     def _cannot_abort(self, why: str) -> None:
         if self.cannot_abort is not None:
             return
-        self.cannot_abort = why  # of this verdict: the next one may come through
+        self.cannot_abort = why  # the next verdict may still come through
         logger.warning("graphfix: requests whose cache blocks change are not ended: %s", why)
 
     def _ran(self, before: int, after: int) -> tuple[int, int]:
-        """The number of steps from *before* on and up to *after*, with requests and without."""
+        """Count the steps from *before* on and up to *after*: (with requests, without)."""
         first = self._step - len(self._idle)
         ran = list(self._idle)[max(0, before - first) : max(0, after - first)]
         return len(ran) - sum(ran), sum(ran)
@@ -528,29 +485,29 @@ class KVMarks:
         if self._counts is not None:
             self._counts[event] += more
 
-    # -- for others ----------------------------------------------------------------------------------------------
+    # -- state and counts ----------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """For the events of a record; nothing where no block can be marked."""
+        """Return the events of a record; none where no block can be marked."""
         return {} if self._counts is None else self._counts | {"milliseconds": int(1000 * self.seconds())}
 
     def marks_nothing(self) -> bool:
-        """Whether nothing has been marked in so many steps that nobody should rely on it."""
+        """Tell whether nothing was marked in so many steps that nobody should rely on the marks."""
         return self._counts is not None and not self._counts["marks"] and self._step >= _MANY
 
     def seconds(self) -> float:
-        """The host's time in it, as far as it is over."""
-        waiting = self._granted - self._ledger.may_wait if self._ledger is not None else 0
-        return self._seconds + (waiting - self._timed) * self._takes
+        """Return the host's time in here so far."""
+        deferred = self._allowed - self._tracker.may_defer if self._tracker is not None else 0
+        return self._seconds + (deferred - self._timed_steps) * self._seconds_each
 
     def to_report(self) -> list[ForeignWrite]:
-        """The first foreign writes."""
-        return self.found[:_KEPT]
+        """Return the foreign writes of a record, the first ones."""
+        return self.foreign_writes[:_MAX_RECORDED]
 
-    def forked(self) -> None:
-        """In a forked child: it serves nothing yet."""
+    def after_fork(self) -> None:
+        """Start anew in a forked child, which serves nothing yet."""
         self._forget()
-        self._counts, self.found = None, []
+        self._counts, self.foreign_writes = None, []
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:
         try:
@@ -560,30 +517,15 @@ class KVMarks:
 
     def _stop(self, error: Exception) -> None:
         self.stopped = f"{type(error).__name__}: {error}"
-        guarded(self._count, "failures", 1)  # here nothing may fail: this is called in the handlers of hooks
+        guarded(self._count, "failures", 1)  # hooks call this in their handlers, where nothing may fail
         logger.warning(
             "graphfix: cache blocks are not marked any more on this rank; serving goes on: %s",
             self.stopped,
             exc_info=error,
         )
-        guarded(self._end)
+        guarded(self._unwrap)
 
 
 def _is_long(run: int) -> bool:
-    """Whether after so many steps without work what is in danger is looked at meanwhile."""
+    """Tell whether to check batches in danger after so many steps without work."""
     return run >= _LONG and not run & (run - 1)
-
-
-def _slack_and_doubt(config: Any) -> tuple[int, int]:
-    """The last tokens of a request that may be computed again, and those that are counted and may have been refused.
-
-    Without drafts there are none. With asynchronous scheduling a step is made before the drafts of those under way were
-    verified.
-    """
-    drafts = int(getattr(getattr(config, "speculative_config", None), "num_speculative_tokens", 0) or 0)
-    if not drafts:
-        return 0, 0
-    under_way = int(config.parallel_config.pipeline_parallel_size) + 1
-    if not getattr(config.scheduler_config, "async_scheduling", False):
-        under_way -= 1
-    return (drafts + 1) * (under_way + 1), drafts * under_way

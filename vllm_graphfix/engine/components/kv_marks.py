@@ -31,11 +31,11 @@ class MarksComponent(Component):
 
         self.marks = self.marks or Marks(self.services.publish)
         ends = decision.kv_marks_action is MarksAction.ABORT
-        self.marks.begin(every, self.services.abort_for(self.name) if ends else None)
+        self.marks.start(every, self.services.abort_for(self.name) if ends else None)
 
     def on_captured(self, worker: Any, graphs: bool) -> None:
         if self.marks is not None:
-            self.marks.serve(worker)
+            self.marks.on_captured(worker)
 
     def states(self, *, diagnose: bool) -> Mapping[str, FixState]:
         return self.marks.states() if self.marks is not None else {}
@@ -51,7 +51,7 @@ class MarksComponent(Component):
 
     def after_fork(self) -> None:
         if self.marks is not None:
-            self.marks.forked()
+            self.marks.after_fork()
 
 
 COMPONENT = MarksComponent
