@@ -246,7 +246,7 @@ def test_where_one_rank_does_not_take_part_nobody_waits_for_it() -> None:
 def test_a_rank_without_room_leaves_the_step_out_on_both() -> None:
     def meddle(shadow: Any, number: int) -> None:
         if number == 1:
-            shadow._why_no_room = lambda key: lambda copies: "planted"
+            shadow._memory_for = lambda key: lambda copies: "planted"
 
     ended = of_one(meddle)
     assert [each.messages[-1] for each in ended] == [[1, None, None]] * 2, ended
