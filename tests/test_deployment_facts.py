@@ -209,7 +209,7 @@ FACTS = [
 def test_a_fact_holds_or_does_not_or_is_not_known(fact: str, line: str, holds: bool | None) -> None:
     found = getattr(read_deployment(line, open_source(release_root("0.22.1"))), fact)()
     assert found.holds is holds
-    assert found.told
+    assert found.source
 
 
 def test_dense_flashmla_takes_two_kinds_of_fp8() -> None:

@@ -134,7 +134,7 @@ def status(
         stop(f"no GPU that this plugin knows is called {gpu!r}; say H100, or its compute capability, such as 9.0")
     try:
         source = open_source(vllm)
-        deployment = None if flags is None else read_deployment(flags, source, gpu, asked=asked_flags())
+        deployment = None if flags is None else read_deployment(flags, source, gpu, flags=asked_flags())
         found = judge(source, deployment=deployment)._replace(elsewhere=vllm is not None)
     except (SourceError, ManifestError, FlagsError) as error:
         stop(str(error))

@@ -1,7 +1,7 @@
-"""What the command line of a `vllm serve` says of a deployment, read without vLLM, and what follows for a fix.
+"""Reads the command line of a `vllm serve` without vLLM, and answers if a defect can show in that deployment.
 
-A flag that is not there, a model that cannot be examined and a value that vLLM takes from elsewhere are different
-things: each fact is true, false or not known, with the reason. Nothing is concluded from what is not known.
+Each fact is true, false or not known, with its reason: a missing flag, a model that cannot be examined and a value that
+vLLM takes from elsewhere are different things. Nothing is concluded from a fact that is not known.
 """
 
 from __future__ import annotations

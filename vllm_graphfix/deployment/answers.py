@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Concern(str, Enum):
-    """Whether a defect can show in a deployment."""
+    """The possible answers to the question if a defect can show in a deployment."""
 
     CONCERNS = "concerns you"
     DOES_NOT = "does not"
@@ -15,37 +15,38 @@ class Concern(str, Enum):
 
 
 class Answer(NamedTuple):
-    """Whether a fix concerns a deployment, and why in one sentence; for `Concern.UNKNOWN`, what is missing."""
+    """One answer, with its reason in one sentence; for `Concern.UNKNOWN` the reason names what is missing."""
 
     concern: Concern
     reason: str
 
 
 class Fact(NamedTuple):
-    """Something that holds for a deployment, or does not, or is not known."""
+    """A property of a deployment: true, false, or None where it is not known."""
 
     holds: bool | None
-    told: str
-    """What says so; where it is not known, what would: the end of a sentence that begins with `cannot tell without`."""
+    source: str
+    """The flag or file that decides it. Where it is not known, the information that would decide it; this completes a
+    sentence that begins with `cannot tell without`."""
 
 
 def all_of(*facts: Fact) -> Answer:
-    """The defect needs each of *facts*."""
+    """Answer for a defect that needs all of *facts*."""
     for fact in facts:
         if fact.holds is False:
-            return Answer(Concern.DOES_NOT, fact.told)
-    missing = list(dict.fromkeys(fact.told for fact in facts if fact.holds is None))
+            return Answer(Concern.DOES_NOT, fact.source)
+    missing = list(dict.fromkeys(fact.source for fact in facts if fact.holds is None))
     if missing:
         return Answer(Concern.UNKNOWN, "; and ".join(missing))
-    return Answer(Concern.CONCERNS, ", ".join(dict.fromkeys(fact.told for fact in facts)))
+    return Answer(Concern.CONCERNS, ", ".join(dict.fromkeys(fact.source for fact in facts)))
 
 
 def any_of(*facts: Fact) -> Fact:
-    """Holds where one of *facts* does."""
+    """Combine *facts* into one that holds if any of them does."""
     for fact in facts:
         if fact.holds:
             return fact
-    missing = [fact.told for fact in facts if fact.holds is None]
+    missing = [fact.source for fact in facts if fact.holds is None]
     if missing:
         return Fact(None, "; or ".join(dict.fromkeys(missing)))
-    return Fact(False, ", ".join(dict.fromkeys(fact.told for fact in facts)))
+    return Fact(False, ", ".join(dict.fromkeys(fact.source for fact in facts)))

@@ -52,20 +52,20 @@ class Attention(Model):
             return False
 
     def _backend(self) -> tuple[str | None, str | None]:
-        """The attention backend that is asked for (None where vLLM chooses), or what is missing."""
+        """Return the attention backend on the line (None where vLLM chooses), and the information that is missing."""
         value, missing = self.value("--attention-backend")
         config, wrong = self._object("--attention-config")
         missing = missing or wrong
         if missing is not None:
             return None, missing
-        asked = config.get("backend", value)
-        if asked is not None and not isinstance(asked, str):
+        backend = config.get("backend", value)
+        if backend is not None and not isinstance(backend, str):
             return None, "an attention backend that vLLM knows"
-        return (None, None) if asked is None or asked.lower() == "auto" else (asked.upper(), None)
+        return (None, None) if backend is None or backend.lower() == "auto" else (backend.upper(), None)
 
     @cached_property
     def gpu(self) -> tuple[str | None, int | None]:
-        """The GPU's name and its major compute capability; None what is not known."""
+        """The GPU's name and major compute capability, each None if it is not known."""
         names = (self._gpu_named,) if self._gpu_named else tuple(dict.fromkeys(hardware.gpus()))
         majors = {hardware.capability(name) for name in names}
         return (names[0] if len(names) == 1 else None, majors.pop() if len(majors) == 1 else None)
@@ -95,7 +95,7 @@ class Attention(Model):
                 return needed
         sparse = self.sparse_mla()
         if sparse.holds:
-            return Fact(False, f"{sparse.told}, which dense FlashMLA does not serve")
+            return Fact(False, f"{sparse.source}, which dense FlashMLA does not serve")
         if self.mla().holds is None:
             return self.mla()
         if hopper.holds is None:
@@ -149,13 +149,13 @@ class Attention(Model):
         """Attention that is not latent runs on FlashAttention."""
         mla = self.mla()
         if mla.holds is not False:
-            return Fact(mla.holds and False, mla.told)
-        asked, missing = self.value("--attention-backend")
+            return Fact(mla.holds and False, mla.source)
+        backend, missing = self.value("--attention-backend")
         config, unsure = self.value("--attention-config")
         if missing or unsure or config is not None:
             return Fact(None, missing or unsure or _LOGGED)
-        if asked is not None and asked.lower() != "auto":
-            return Fact(asked.upper() == "FLASH_ATTN", f"--attention-backend is {asked.upper()[:40]!r}")
+        if backend is not None and backend.lower() != "auto":
+            return Fact(backend.upper() == "FLASH_ATTN", f"--attention-backend is {backend.upper()[:40]!r}")
         _, capability = self.gpu
         # On datacenter Blackwell FlashInfer comes first, and FlashAttention 2 has no fp8.
         if capability not in _FLASH_ATTENTION_FIRST or self.fp8_cache().holds is not False:
@@ -170,7 +170,7 @@ class Attention(Model):
             return attention if attention.holds is False else hopper
         if self._environment.get("VLLM_FLASH_ATTN_VERSION", "3") != "3":
             return Fact(None, "the version of FlashAttention that vLLM logs when it starts (VLLM_FLASH_ATTN_VERSION)")
-        return Fact(attention.holds, attention.told if attention.holds is None else f"{attention.told}: version 3")
+        return Fact(attention.holds, attention.source if attention.holds is None else f"{attention.source}: version 3")
 
     def triton_mla(self) -> Fact:
         """Latent attention runs on Triton."""
@@ -201,8 +201,8 @@ class Attention(Model):
         if missing is not None:
             return Fact(None, missing)
         if value is None or not value.isdecimal():
-            told = f"a number for {_CONTEXT_PARALLEL}" if value else f"{_CONTEXT_PARALLEL} is not given"
-            return Fact(None if value else False, told)
+            text = f"a number for {_CONTEXT_PARALLEL}" if value else f"{_CONTEXT_PARALLEL} is not given"
+            return Fact(None if value else False, text)
         return Fact(int(value) > 1, f"{_CONTEXT_PARALLEL} {int(value)}")
 
     def drafts_as_prompts(self) -> Fact:
@@ -224,13 +224,13 @@ class Attention(Model):
             return Fact(None, _LOGGED if backend is None else f"what {printable(backend[:40])} supports")
         if unread is not None or any(chunked):
             return Fact(None, unread or "whether layers with chunked local attention (attention_chunk_size) are used")
-        return Fact(False, dense.told or f"--attention-backend {backend} takes decodes of several tokens")
+        return Fact(False, dense.source or f"--attention-backend {backend} takes decodes of several tokens")
 
     def _flashinfer_without_trtllm(self) -> Fact:
         """FlashInfer runs decodes without TRT-LLM's kernels, or under decode context parallelism."""
-        told = "--attention-backend FLASHINFER"
+        text = "--attention-backend FLASHINFER"
         shared = self.shares_the_context()
         blackwell = self._capability((10,), "TRT-LLM's kernels need a Blackwell of compute capability 10")
         if shared.holds or blackwell.holds is False:
-            return Fact(True, f"{told}, {shared.told}" if shared.holds else told)
+            return Fact(True, f"{text}, {shared.source}" if shared.holds else text)
         return blackwell if blackwell.holds is None else Fact(None, "whether FlashInfer takes TRT-LLM's kernels")

@@ -1,4 +1,4 @@
-"""A deployment, with all that is known of it."""
+"""All facts about a deployment in one class, and its reader."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ _SEPARATE = (
 
 
 class Deployment(Graphs, Runner, Attention, Speculation):
-    """What is known of an engine before it runs.
+    """Facts about an engine before it starts, from its command line, environment, vLLM and GPU.
 
-    It follows from its command line, its environment, the vLLM that it runs and the GPU that it runs on.
-
-    The facts are methods, each with its reason. *environment* is that of this process, under the assignments in front
-    of the line.
+    Each fact is a method and comes with its reason.
     """
 
     def data_parallel(self) -> Fact:
@@ -41,14 +38,14 @@ class Deployment(Graphs, Runner, Attention, Speculation):
             return Fact(None, missing)
         if number is not None and number > 1:
             return Fact(True, f"--data-parallel-size {number}")
-        if number is None and self._given("--data-parallel-rank"):
+        if number is None and self._has("--data-parallel-rank"):
             return Fact(None, "--data-parallel-size")
         return Fact(False, "there is only one data-parallel rank (--data-parallel-size)")
 
     def decides_separately(self) -> str | None:
-        """The flag with which the nodes of one engine start, and decide, on their own.
+        """Return the flag that makes the nodes of one engine start, and decide about fixes, independently.
 
-        None if no such flag is known to be there.
+        None if the line has no such flag.
         """
         nodes, _ = self._number("--nnodes")
         if nodes is not None and nodes > 1:
@@ -56,7 +53,7 @@ class Deployment(Graphs, Runner, Attention, Speculation):
         if self.value("--distributed-executor-backend")[0] == "external_launcher":
             return "an external launcher, such as torchrun,"
         for flag in _SEPARATE:
-            if self._given(flag):
+            if self._has(flag):
                 return flag
         ranks, here = self._number("--data-parallel-size")[0] or 1, self._number("--data-parallel-size-local")[0]
         if here is not None and here < ranks and self.value("--data-parallel-backend")[0] != "ray":
@@ -69,7 +66,10 @@ def read_deployment(
     source: Source,
     gpu: str | None = None,
     environment: Mapping[str, str] = os.environ,
-    asked: Collection[str] = (),
+    flags: Collection[str] = (),
 ) -> Deployment:
-    """What the line of a `vllm serve` says; *asked* are flags that fixes ask for (`fixes.flags`). Raises FlagsError."""
-    return Deployment(line, environment, source, gpu, asked)
+    """Read the arguments of a `vllm serve`. *flags* are those that fixes read besides (`fixes.flags`).
+
+    Raises FlagsError for a line that vLLM would refuse.
+    """
+    return Deployment(line, environment, source, gpu, flags)

@@ -1,4 +1,4 @@
-"""What the flags and variables of a deployment say."""
+"""Values of the flags and environment variables of a deployment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG_FILE = "what the file of --config sets (write its flags on the line)"
 
 
 class Flags:
-    """What is given: the line, the environment under its assignments, the vLLM and the GPU."""
+    """The arguments of a `vllm serve`, its environment, its vLLM and its GPU."""
 
     def __init__(
         self,
@@ -26,10 +26,14 @@ class Flags:
         environment: Mapping[str, str],
         source: Source,
         gpu: str | None = None,
-        asked: Collection[str] = (),
+        flags: Collection[str] = (),
     ) -> None:
-        """Raises FlagsError. *gpu*: the name of the GPU that serves; without it this machine's."""
-        parsed = parse(line, asked)
+        """Parse *line*; raise FlagsError for a flag or a value that the vLLM of *source* does not have.
+
+        Assignments in front of the line overrule *environment*. *gpu* is the name of the GPU that serves; by default
+        it is that of this machine. *flags* are read besides those that facts need.
+        """
+        parsed = parse(line, flags)
         known = flags_of(source)
         for name in parsed.named:
             if unknown(name, known):
@@ -38,11 +42,11 @@ class Flags:
                     f"{brief_repr(name)} is no flag of vLLM {source.version or 'as given'}"
                     + (f"; did you mean {close}?" if close else "; `vllm serve --help=all` lists its flags")
                 )
-        for name, given in parsed.flags.items():
-            instead = given.value and given.unsure is None and wrong_value(name, given.value, source)
+        for name, flag in parsed.flags.items():
+            instead = flag.value and flag.unsure is None and wrong_value(name, flag.value, source)
             if instead:
                 raise FlagsError(
-                    f"vLLM {source.version or 'as given'} takes no {name} {brief_repr(given.value or '')}; {instead}"
+                    f"vLLM {source.version or 'as given'} takes no {name} {brief_repr(flag.value or '')}; {instead}"
                 )
         if not line.split():
             raise FlagsError("--for is empty: give it the arguments of your `vllm serve`, the model first")
@@ -56,29 +60,29 @@ class Flags:
         self._gpu_named = gpu
 
     def value(self, name: str) -> tuple[str | None, str | None]:
-        """The value of a flag (None where it is not given) and, if that may be another one, what is missing."""
-        given = self._flags.get(name)
-        if given is None:
+        """Return the value of a flag, None if it is not on the line, and what is missing to be sure of it."""
+        flag = self._flags.get(name)
+        if flag is None:
             return None, CONFIG_FILE if "--config" in self._flags else None
-        return given.value, given.unsure
+        return flag.value, flag.unsure
 
     def switched_on(self, name: str) -> Fact:
-        """The switch *name*, one without a value, is on the line; not on it, whatever vLLM takes then."""
-        given = self._flags.get(name)
-        if given is not None:
-            return Fact(None, given.unsure) if given.unsure is not None else Fact(True, name)
+        """The switch *name*, a flag without a value, is on the line; vLLM's default does not count."""
+        flag = self._flags.get(name)
+        if flag is not None:
+            return Fact(None, flag.unsure) if flag.unsure is not None else Fact(True, name)
         return Fact(None, CONFIG_FILE) if "--config" in self._flags else Fact(False, f"{name} is not given")
 
-    def _given(self, name: str) -> bool:
+    def _has(self, name: str) -> bool:
         return name in self._flags
 
     def _object(self, name: str) -> tuple[dict[str, Any], str | None]:
-        """The JSON object that a flag has for a value, empty where it is not given."""
+        """Return the JSON object that is a flag's value, empty if it is not on the line, and what is missing."""
         value, missing = self.value(name)
         if value is None or missing is not None:
             return {}, missing
-        found = json_or(value, None)
-        return (found, None) if isinstance(found, dict) else ({}, f"a JSON object for {name}")
+        parsed = json_or(value, None)
+        return (parsed, None) if isinstance(parsed, dict) else ({}, f"a JSON object for {name}")
 
     def _number(self, name: str) -> tuple[int | None, str | None]:
         value, missing = self.value(name)
@@ -87,5 +91,5 @@ class Flags:
         return (int(value), None) if re.fullmatch(r"\d{1,9}", value) else (None, f"a number for {name}")
 
     def setting(self, name: str) -> bool | None:
-        """A variable of vLLM's that is 0 or 1; None for anything else."""
+        """Return the value of a variable of vLLM that is 0 or 1; None for anything else."""
         return {"0": False, "1": True, "": None}.get(self._environment.get(name, "").strip())

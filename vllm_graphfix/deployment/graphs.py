@@ -1,4 +1,4 @@
-"""Which CUDA graphs a deployment has."""
+"""The CUDA graphs of a deployment."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _OTHER_MODE = (
     "full_cuda_graph",
     "use_inductor_graph_partition",
 )
-"""Keys of --compilation-config that may make another graph mode of the one that is configured."""
+"""Keys of --compilation-config that may change the configured graph mode."""
 
 
 class Graphs(Flags):
     @cached_property
     def _graph_mode(self) -> tuple[str | None, str]:
-        """The mode that is configured for CUDA graphs and what says so, or None and what is missing."""
+        """Return the cudagraph_mode and its source, or None and the information that is missing."""
         eager = self._flags.get("--enforce-eager")
         if eager is not None and eager.unsure is None:
             return "NONE", "--enforce-eager switches CUDA graphs off"
@@ -36,7 +36,7 @@ class Graphs(Flags):
         config, missing = self._object("--compilation-config")
         if missing is not None:
             return None, missing
-        mode, told = _mode(config.get("cudagraph_mode")), "--compilation-config"
+        mode, source = _mode(config.get("cudagraph_mode")), "--compilation-config"
         if mode is None and config.get("cudagraph_mode") is not None:
             return None, "a cudagraph_mode that vLLM knows in --compilation-config"
         if mode == "NONE":
@@ -47,7 +47,7 @@ class Graphs(Flags):
                 return None, missing
             if level is not None and level not in _LEVELS:
                 return None, "an -O of 0 to 3"
-            mode, told = _LEVELS[level or "2"], f"-O{level}" if level else "the default"
+            mode, source = _LEVELS[level or "2"], f"-O{level}" if level else "the default"
             if mode == "NONE":
                 return mode, "-O0 switches CUDA graphs off"
         changed = [
@@ -72,38 +72,38 @@ class Graphs(Flags):
             "--convert",
             "--task",
         ):
-            if self._given(name) and self.value(name)[0] not in ("generate", "none", "auto"):
+            if self._has(name) and self.value(name)[0] not in ("generate", "none", "auto"):
                 return None, f"the cudagraph_mode that vLLM logs when it starts ({name} may change it)"
         if self.value("--all2all-backend")[0] == "deepep_high_throughput":
             return None, "the cudagraph_mode that vLLM logs when it starts (--all2all-backend may change it)"
         if "--config" in self._flags and mode in FULL_MODES:
             return None, CONFIG_FILE
-        return mode, f"cudagraph_mode is {mode} ({told})"
+        return mode, f"cudagraph_mode is {mode} ({source})"
 
     def full_graphs(self) -> Fact:
         """Decodes run in full CUDA graphs."""
-        mode, told = self._graph_mode
-        return Fact(None if mode is None else mode in FULL_MODES, told)
+        mode, source = self._graph_mode
+        return Fact(None if mode is None else mode in FULL_MODES, source)
 
     def graphs(self) -> Fact:
         """There are CUDA graphs, full or piecewise."""
-        mode, told = self._graph_mode
-        return Fact(None if mode is None else mode != "NONE", told)
+        mode, source = self._graph_mode
+        return Fact(None if mode is None else mode != "NONE", source)
 
     def piecewise_decodes(self) -> Fact:
         """Decodes run in piecewise CUDA graphs."""
-        mode, told = self._graph_mode
-        return Fact(None if mode is None else mode == "PIECEWISE", told)
+        mode, source = self._graph_mode
+        return Fact(None if mode is None else mode == "PIECEWISE", source)
 
     def prompts_in_full_graphs(self) -> Fact:
         """Steps with prefills run in full CUDA graphs, the same as decodes."""
-        mode, told = self._graph_mode
-        return Fact(None if mode is None else mode == "FULL", told)
+        mode, source = self._graph_mode
+        return Fact(None if mode is None else mode == "FULL", source)
 
     def prompts_in_graphs(self) -> Fact:
         """Steps with prefills run in CUDA graphs, full or piecewise."""
-        mode, told = self._graph_mode
-        return Fact(None if mode is None else mode in ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE"), told)
+        mode, source = self._graph_mode
+        return Fact(None if mode is None else mode in ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE"), source)
 
     def encoder_graphs(self) -> Fact:
         """Encoders of images have CUDA graphs of their own."""
@@ -111,10 +111,10 @@ class Graphs(Flags):
         if eager.holds is not False:
             return Fact(False, "--enforce-eager switches CUDA graphs off") if eager.holds else eager
         config, missing = self._object("--compilation-config")
-        asked = config.get("cudagraph_mm_encoder", False)
-        if missing is not None or not isinstance(asked, bool):
+        enabled = config.get("cudagraph_mm_encoder", False)
+        if missing is not None or not isinstance(enabled, bool):
             return Fact(None, missing or "a cudagraph_mm_encoder that vLLM knows in --compilation-config")
-        return Fact(asked, f"cudagraph_mm_encoder is {'on' if asked else 'off'}")
+        return Fact(enabled, f"cudagraph_mm_encoder is {'on' if enabled else 'off'}")
 
 
 def _mode(value: object) -> str | None:

@@ -1,7 +1,4 @@
-"""The GPUs of this machine, and what their names say, without a driver library.
-
-Nothing is started and nothing imported.
-"""
+"""Names of the GPUs of this machine, and their compute capabilities, without a driver library or a new process."""
 
 from __future__ import annotations
 
@@ -28,9 +25,9 @@ _OTHERS = re.compile(r"\b(AMD|Instinct|Radeon|MI[2-4]\d\d\w*|Intel|Gaudi|TPU)\b"
 
 
 def small_text(path: Path, most: int = _LARGEST) -> str | None:
-    """What a regular file holds, *most* bytes of it; None if it cannot be read.
+    """Return at most *most* bytes of a regular file as text; None if it cannot be read.
 
-    Never waits for the other end of a FIFO, never raises.
+    Never raises, and never waits for the other end of a FIFO.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -46,22 +43,22 @@ def small_text(path: Path, most: int = _LARGEST) -> str | None:
 
 
 def gpus(proc: Path = PROC) -> tuple[str, ...]:
-    """Names of the NVIDIA GPUs that the kernel's driver tells of; empty where it tells of none."""
+    """Return the names of the NVIDIA GPUs that the kernel's driver lists."""
     try:
         with os.scandir(proc / "gpus") as entries:
             folders = sorted(entry.path for entry in islice(entries, _MOST_GPUS))
     except OSError:
         return ()
-    told = (
+    models = (
         re.search(r"^Model:\s*(.+)$", small_text(Path(folder, "information")) or "", re.MULTILINE) for folder in folders
     )
-    return tuple(found[1].strip() for found in told if found)
+    return tuple(match[1].strip() for match in models if match)
 
 
 def capability(name: str) -> int | None:
-    """Major compute capability of the GPU *name*, 0 for one that is not NVIDIA's; None for a name that says nothing.
+    """Return the major compute capability of the GPU *name*: 0 for other vendors', None for an unknown name.
 
-    Also of a compute capability that is written out: ``9.0``, ``sm90``.
+    *name* may also be a compute capability: ``9.0``, ``sm90``.
     """
     name = name[:200]
     if plain := re.fullmatch(r"\s*(?:sm_?)?(\d{1,2})\.?\d[af]?\s*", name, re.IGNORECASE):

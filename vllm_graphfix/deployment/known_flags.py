@@ -1,4 +1,4 @@
-"""Which flags a `vllm serve` takes, read from its source."""
+"""The flags of a `vllm serve` and their values, read from its source."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FILES = (
 """The files that define flags in some release from 0.14.1 on; no release has all of them."""
 _FLAG = re.compile(r"--?[A-Za-z][A-Za-z0-9_-]*")
 _OF_EACH = frozenset({"--tensor-parallel-size", "--headless"})
-"""One of the engine's flags and one of the server's: where one is not found, they stand somewhere else, and nothing is
-said of any."""
+"""One of the engine's flags and one of the server's. If one is missing, flags are defined in other files, and none is
+judged."""
 
 
 def flags_of(source: Source) -> frozenset[str]:
-    """Every flag, long ones with dashes; empty where it is not known where this vLLM has them."""
-    found: set[str] = set()
+    """Return every flag, long ones with dashes; empty if this vLLM defines them in other files."""
+    flags: set[str] = set()
     for path in _FILES:
         try:
             tree = ast.parse(source.read(path) or b"")
@@ -34,11 +34,11 @@ def flags_of(source: Source) -> frozenset[str]:
             return frozenset()
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and _FLAG.fullmatch(node.value):
-                found.add(_dashed(node.value))
+                flags.add(_dashed(node.value))
             elif isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
                 fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
-                found |= {_dashed(f"--{field.id}") for field in fields if isinstance(field, ast.Name)}
-    return frozenset(found) if found >= _OF_EACH else frozenset()
+                flags |= {_dashed(f"--{field.id}") for field in fields if isinstance(field, ast.Name)}
+    return frozenset(flags) if flags >= _OF_EACH else frozenset()
 
 
 _CHOICES = {
@@ -52,7 +52,7 @@ _NUMBERS = frozenset(
 
 
 def wrong_value(flag: str, value: str, source: Source) -> str | None:
-    """What to give instead of *value*, where vLLM would refuse that; None where it takes it, or is not known to."""
+    """Return what to write instead of *value* if vLLM refuses it; None if it does not, or if choices are unknown."""
     if flag in _NUMBERS:
         return None if re.fullmatch(r"\d{1,9}", value) else "give a number"
     choices = _choices(flag, source)
@@ -90,7 +90,7 @@ def _choices(flag: str, source: Source) -> frozenset[str]:
 
 
 def unknown(flag: str, known: frozenset[str]) -> bool:
-    """Whether no `vllm serve` with the flags *known* takes *flag*, given as on the line, without its value.
+    """Return True if a `vllm serve` with the flags *known* does not take *flag*, written without its value.
 
     A flag may be cut short, may have underscores, and ``--no-x`` goes with ``--x``.
     """
@@ -100,12 +100,12 @@ def unknown(flag: str, known: frozenset[str]) -> bool:
     if not name.startswith("--"):
         # argparse takes a value right behind a short flag: -tp8.
         return not any(name.startswith(each) for each in known if not each.startswith("--"))
-    asked = (name, name.replace("--no-", "--", 1)) if name.startswith("--no-") else (name,)
-    return not any(each.startswith(one) for one in asked for each in known)
+    names = (name, name.replace("--no-", "--", 1)) if name.startswith("--no-") else (name,)
+    return not any(each.startswith(one) for one in names for each in known)
 
 
 def nearest(flag: str, known: frozenset[str]) -> str | None:
-    """The flag that was meant; None for a short one, which has nothing to go by."""
+    """Return the most similar flag; None for a short flag, since all of these are similar."""
     from difflib import get_close_matches
 
     name = _dashed(flag.partition(".")[0])

@@ -1,4 +1,4 @@
-"""The line of a `vllm serve`: variables, flags and model, read without vLLM."""
+"""Parses the command line of a `vllm serve`: variables, flags and model. vLLM is not needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from vllm_graphfix.text import brief_repr
 
 _LONGEST_LINE = 16 * 1024
-"""Characters; nobody types that many, and what follows takes more than linear time."""
+"""Characters. The parser takes more than linear time."""
 _NAMES: Mapping[str, str] = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
@@ -50,49 +50,49 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _NO_VALUE = re.compile(
     r"--(no|enable|disable|allow|trust|use|skip|async|fully|calculate|ray|return|headless|enforce)\b.*"
 )
-"""Flags of vLLM that take no value, as far as their names tell; what follows one of them may be the model."""
+"""Flags of vLLM that take no value, by their names: the word behind one of them may be the model."""
 
 
 class FlagsError(Exception):
-    """What was given is no command line; the message says what to do."""
+    """The text is no command line of a `vllm serve`; the message says what to do."""
 
 
 class _FlagsRead(NamedTuple):
-    """Flags that are read, by their long names. All others are skipped with their values."""
+    """Long names of the flags that are read. All others are skipped with their values."""
 
     switches: frozenset[str]
     values: frozenset[str]
     negated: dict[str, str]
 
     @classmethod
-    def of(cls, asked: Collection[str]) -> _FlagsRead:
-        """Those that the facts here need, and those that are *asked* for besides."""
-        values = frozenset(flag.removesuffix("=") for flag in asked if flag.endswith("="))
-        switches = _SWITCHES | {flag for flag in asked if not flag.endswith("=")}
+    def of(cls, flags: Collection[str]) -> _FlagsRead:
+        """Return the flags that facts need, and *flags*, which end with ``=`` if they have a value."""
+        values = frozenset(flag.removesuffix("=") for flag in flags if flag.endswith("="))
+        switches = _SWITCHES | {flag for flag in flags if not flag.endswith("=")}
         return cls(switches, _VALUES | values, {f"--no-{name[2:]}": name for name in switches})
 
 
-class Given(NamedTuple):
-    """What the command line says of one flag."""
+class FlagValue(NamedTuple):
+    """The value of one flag on the line."""
 
     value: str | None
     """None for a switch."""
     unsure: str | None = None
-    """Why the value may be another one."""
+    """Information that is missing to be sure of the value; None if it is certain."""
 
 
 class Line(NamedTuple):
     environment: dict[str, str]
-    flags: dict[str, Given]
+    flags: dict[str, FlagValue]
     models: list[str]
     named: list[str]
     """The flags as they stand on the line, without values."""
 
 
-def parse(line: str, asked: Collection[str]) -> Line:
-    """What *line* says of the flags that the facts here need and of those that are *asked* for, as in `Fix.flags`.
+def parse(line: str, flags: Collection[str]) -> Line:
+    """Parse *line* for the flags that facts need, and for *flags*, in the form of `Fix.flags`.
 
-    Raises FlagsError for what no shell takes for a line.
+    Raises FlagsError if a shell could not split it into words.
     """
     if len(line) > _LONGEST_LINE:
         raise FlagsError(
@@ -109,7 +109,7 @@ def parse(line: str, asked: Collection[str]) -> Line:
     while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in ("env", "exec")):
         name, _, value = words.pop(0).partition("=")
         environment[name] = value
-    return Line(environment, *_flags(_without_program(words), _FlagsRead.of(asked)))
+    return Line(environment, *_flags(_without_program(words), _FlagsRead.of(flags)))
 
 
 def _without_program(words: list[str]) -> list[str]:
@@ -123,8 +123,8 @@ def _without_program(words: list[str]) -> list[str]:
     return words
 
 
-def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, Given], list[str], list[str]]:
-    flags: dict[str, Given] = {}
+def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue], list[str], list[str]]:
+    flags: dict[str, FlagValue] = {}
     nested: dict[str, dict[str, Any]] = {}
     models: list[str] = []
     named: list[str] = []
@@ -137,46 +137,46 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, Given], l
             continue
         name, equals, value = word.partition("=")
         named.append(name)
-        given: str | None = value if equals else None
+        text: str | None = value if equals else None
         if name.startswith("-O") and not name.startswith("-O."):
             # -O3, -O=3, -O 3
-            given = name[2:] if len(name) > 2 else given
+            text = name[2:] if len(name) > 2 else text
             name = "-O"
         name, dot, path = name.partition(".")
         name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
         name = _NAMES.get(name, name)
         follows = at < len(words) and not _is_flag(words[at])
         if dot:
-            if given is None and at < len(words):
-                given, at = words[at], at + 1
-            _nest(nested.setdefault(name, {}), path, given or "")
+            if text is None and at < len(words):
+                text, at = words[at], at + 1
+            _nest(nested.setdefault(name, {}), path, text or "")
         elif name in known.switches or name in known.negated:
             wrong = equals or (follows and words[at].lower() in ("true", "false", "0", "1"))
             at += not equals and bool(wrong)
             positive = known.negated.get(name, name)
             flags.pop(positive, None)
             if wrong:
-                flags[positive] = Given(None, f"{positive} without a value, as vLLM expects it")
+                flags[positive] = FlagValue(None, f"{positive} without a value, as vLLM expects it")
             elif positive == name:
-                flags[positive] = Given(None)
+                flags[positive] = FlagValue(None)
         elif name in known.values:
-            if given is None and follows:
-                given, at = words[at], at + 1
-            flags[name] = Given(given or "", None if given else f"a value for {name}")
+            if text is None and follows:
+                text, at = words[at], at + 1
+            flags[name] = FlagValue(text or "", None if text else f"a value for {name}")
         elif name.startswith("--"):
             for long in (*known.switches, *known.values, *known.negated) if len(name) > 2 else ():
                 if long.startswith(name):  # argparse takes any beginning that is one flag's alone
-                    flags[known.negated.get(long, long)] = Given(
+                    flags[known.negated.get(long, long)] = FlagValue(
                         "", f"{long} written out in full, instead of {brief_repr(name)}"
                     )
-            while given is None and not _NO_VALUE.fullmatch(name) and at < len(words) and not _is_flag(words[at]):
+            while text is None and not _NO_VALUE.fullmatch(name) and at < len(words) and not _is_flag(words[at]):
                 at += 1
         else:
-            at += given is None and follows
+            at += text is None and follows
     for name, inner in nested.items():
-        # vLLM puts these behind all others, where they replace what was given as JSON.
+        # vLLM puts these behind all others, where they replace the JSON.
         unsure = f"{name} given in one form, either as JSON or with dots" if name in flags else None
-        flags[name] = Given(json.dumps(inner), unsure)
+        flags[name] = FlagValue(json.dumps(inner), unsure)
     return flags, models, named
 
 

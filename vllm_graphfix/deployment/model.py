@@ -1,4 +1,4 @@
-"""What a model's config.json says: latent attention, recurrent layers, experts."""
+"""Facts from a model's config.json: latent attention, recurrent layers, experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_graphfix.text import printable
 
 _LARGEST_CONFIG = 1024 * 1024
 _MOST_NODES = 100_000
-"""Values of a model's config.json that are looked at."""
+"""Values of a model's config.json that are read."""
 
 _MLA = re.compile(
     r"deepseek|kimi|longcat|pangu|glm_?4?_?moe_?(lite|dsa)|axk1|bailing|eagle|mistral_?(large|3)", re.IGNORECASE
@@ -40,15 +40,12 @@ OTHER_RECURRENT = frozenset(
     OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
     Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration""".split()
 )
-"""With gated delta nets or linear attention, whose batches are split in another way."""
+"""Architectures with gated delta nets or linear attention, which split batches into decodes and prefills otherwise."""
 _RECURRENT_WORDS = re.compile(r"mamba|ssm|conv|recurrent|linear_|hybrid|delta|rwkv|retention", re.IGNORECASE)
 
 
 def _in_the_hub_cache(name: str, revision: str | None, environment: Mapping[str, str]) -> Path | None:
-    """The folder of a model that was fetched from Hugging Face's hub to this machine.
-
-    The hub's own library is asked for it, if that is there. Nothing is fetched.
-    """
+    """Return the folder of a model in Hugging Face's cache; None without huggingface_hub. Fetches nothing."""
     try:
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -56,17 +53,17 @@ def _in_the_hub_cache(name: str, revision: str | None, environment: Mapping[str,
         cache = environment.get("HF_HUB_CACHE") or (
             str(Path(environment["HF_HOME"], "hub")) if environment.get("HF_HOME") else HF_HUB_CACHE
         )
-        found = try_to_load_from_cache(name, "config.json", cache_dir=cache, revision=revision)
+        path = try_to_load_from_cache(name, "config.json", cache_dir=cache, revision=revision)
     except Exception:  # not installed, or no name of a model
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 class Model(Flags):
     @cached_property
     def _config(self) -> tuple[dict[str, Any], str | None]:
-        """The model's config.json, or what is missing."""
-        if self._given("--hf-overrides"):
+        """The model's config.json, and the information that is missing where it cannot be read."""
+        if self._has("--hf-overrides"):
             return {}, "a config.json that --hf-overrides does not change"
         place = None
         for flag in ("--hf-config-path", "--model"):
@@ -76,17 +73,17 @@ class Model(Flags):
                     continue
                 return {}, missing
             place = place or value
-        if len(self._models) + self._given("--model") > 1:
+        if len(self._models) + self._has("--model") > 1:
             return {}, "exactly one model: either the first word or --model"
         place = place or next(iter(self._models), None)
         if place is None:
             return {}, "the model: put it before the flags"
         try:
             folder = Path(place).expanduser()
-            found = folder.is_dir()
+            is_local = folder.is_dir()
         except (OSError, ValueError, RuntimeError):
             return {}, "the model's config.json: name the folder that contains it"
-        if not found:
+        if not is_local:
             cached = _in_the_hub_cache(place, self.value("--revision")[0], self._environment)
             if cached is None:
                 where = "name a local folder that contains it"
@@ -107,33 +104,33 @@ class Model(Flags):
         config, missing = self._config
         if missing is not None:
             return frozenset(), missing
-        found = config.get("architectures")
-        if not isinstance(found, list) or not found or not all(isinstance(name, str) and name for name in found):
+        names = config.get("architectures")
+        if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
             return frozenset(), "`architectures` in the model's config.json"
-        return frozenset(found), None
+        return frozenset(names), None
 
     def _pairs(self) -> Iterator[tuple[str, Any]]:
-        """Keys and values of the model's config, at any depth; as many as a model has."""
-        left: list[Any] = [self._config[0]]
+        """Yield keys and values of the model's config at any depth, at most `_MOST_NODES`."""
+        nodes: list[Any] = [self._config[0]]
         seen = 0
-        while left and seen < _MOST_NODES:
-            node = left.pop()
+        while nodes and seen < _MOST_NODES:
+            node = nodes.pop()
             for key, value in node.items() if isinstance(node, dict) else (("", each) for each in node):
                 seen += 1
                 yield key, value
                 if isinstance(value, (dict, list)):
-                    left.append(value)
+                    nodes.append(value)
 
     def configured(self, key: str) -> tuple[tuple[Any, ...], str | None]:
-        """What stands under *key* in the model's config.json, at any depth.
+        """Return the values of *key* in the model's config.json, at any depth.
 
-        The second value says what is missing, if there is no config.json to read.
+        The second value names what is missing if there is no config.json to read.
         """
         return tuple(value for name, value in self._pairs() if name == key), self._architectures[1]
 
     @property
     def model(self) -> str:
-        """Its architectures, for a reason."""
+        """The model's architectures, as part of a sentence."""
         return printable(", ".join(sorted(self._architectures[0])))[:100]
 
     def mla(self) -> Fact:
@@ -167,10 +164,10 @@ class Model(Flags):
 
     def compressed_by(self, ratio: int) -> Fact:
         """Some layers of the model attend to entries that stand for *ratio* tokens each."""
-        found, missing = self.configured("compress_ratios")
+        values, missing = self.configured("compress_ratios")
         if missing is not None:
             return Fact(None, missing)
-        if not any(isinstance(ratios, list) and ratio in ratios for ratios in found):
+        if not any(isinstance(ratios, list) and ratio in ratios for ratios in values):
             return Fact(False, f"no layer of {self.model} has a compress_ratio of {ratio}")
         return Fact(True, f"layers of {self.model} have a compress_ratio of {ratio}")
 
@@ -183,9 +180,9 @@ class Model(Flags):
         return self.with_layers(MAMBA | OTHER_RECURRENT, frozenset(), "recurrent layers")
 
     def with_layers(self, having: frozenset[str], other: frozenset[str], layers: str) -> Fact:
-        """The model is one of the architectures *having*, and so has such *layers*.
+        """The model has such *layers*: it is one of the architectures *having*.
 
-        It is not if it is one of *other*, or has no sign of a recurrent architecture.
+        It has none if it is one of *other*, or if its config has no sign of a recurrent architecture.
         """
         architectures, missing = self._architectures
         if missing is not None:

@@ -1,4 +1,4 @@
-"""What a defect needs of a deployment: written once by a fix, for people and for `status --for`."""
+"""Preconditions of a defect: each fix states its own once, for people and for `status --for`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ _NO_DEFAULT = " (not the default here)"
 
 
 class Need(NamedTuple):
-    """One thing that a defect needs; it shows where all of them are met."""
+    """One precondition of a defect. The defect shows where all of its preconditions are met."""
 
     text: str
-    """What it is, in few words."""
+    """The precondition in few words."""
     fact: Callable[[Deployment, str], Fact | None]
-    """Whether a deployment meets it, given the shape of vLLM's code that the diagnosis named; an empty shape where
-    that is not known. None where it does not decide: code of that shape does not need it, or flags do not show it."""
+    """Judges a deployment, for the shape of vLLM's code that the diagnosis names (empty if that is not known). Returns
+    None where the precondition does not decide: code of that shape does not need it, or no flag shows it."""
     detail: str = ""
-    """What else there is to say of it."""
+    """More of it, for a page that has the room."""
     flags: tuple[str, ...] = ()
-    """Flags of `vllm serve` that it asks for and the facts of a `Deployment` do not: ``--switch``, or ``--option=``
-    for one with a value."""
+    """Flags of `vllm serve` that only this precondition reads: ``--switch``, or ``--option=`` for one with a value."""
     runners: Callable[[str], tuple[str, ...]] | None = None
-    """The model runners with the defect on code of a shape, ``V1``, ``V2`` or both; None if it is no need for one."""
+    """Returns the model runners, ``V1`` and ``V2``, with the defect on code of a shape. None: any runner will do."""
     usual: bool = True
     """False for a setting that no release has by default."""
 
     def here(self, default: str, shape: str) -> str:
-        """What it is on code of *shape*, and whether that is the default there; empty where it spares nobody.
+        """Describe the precondition on code of *shape*, and say if it is no default there; empty if all meet it.
 
-        *default* is the model runner which that code takes if nobody chooses one; empty if that is not known.
+        *default* is the model runner of that code where nobody chooses one; empty if that is not known.
         """
         if self.runners is None:
             return self.text if self.usual else f"{self.text}{_NO_DEFAULT}"
@@ -44,19 +43,19 @@ class Need(NamedTuple):
 
 
 def unseen(text: str, detail: str = "") -> Need:
-    """A need that no flag shows: people are told of it, and it decides nothing."""
+    """Return a precondition that no flag shows: it is named to people and decides nothing."""
     return Need(text, lambda deployment, shape: None, detail)
 
 
 def on_runners(text: str, runners: Callable[[str], tuple[str, ...]], detail: str = "") -> Need:
-    """The need for a model runner, of which *runners* names those with the defect on code of a shape.
+    """Return the precondition of a model runner; *runners* names those with the defect on code of a shape.
 
-    Where both have it, or the shape is not known, it decides nothing.
+    It decides nothing where both have the defect, or where the shape is not known.
     """
 
     def fact(deployment: Deployment, shape: str) -> Fact | None:
-        found = runners(shape)
-        return deployment.runner(found[0]) if len(found) == 1 else None
+        affected = runners(shape)
+        return deployment.runner(affected[0]) if len(affected) == 1 else None
 
     return Need(text, fact, detail, runners=runners)
 
@@ -84,26 +83,26 @@ FLASHMLA = Need(
 
 
 def judge(needs: Iterable[Need], deployment: Deployment, shape: str) -> Answer:
-    """Whether a defect with these *needs* can show in *deployment*, on code of *shape*."""
-    found = (need.fact(deployment, shape) for need in needs)
-    return all_of(*(fact for fact in found if fact is not None))
+    """Answer if a defect with these *needs* can show in *deployment*, on code of *shape*."""
+    facts = (need.fact(deployment, shape) for need in needs)
+    return all_of(*(fact for fact in facts if fact is not None))
 
 
 def briefly(needs: Iterable[Need]) -> str:
-    """Who is affected, for a table."""
+    """List the preconditions for a cell of a table."""
     return ", ".join(need.text for need in needs)
 
 
 def briefly_here(needs: Iterable[Need], default: str, shape: str) -> str:
-    """Who is affected on code of *shape* whose default model runner is *default*, and what of it is no default."""
+    """List the preconditions on code of *shape* with the model runner *default*, and mark those that are no default."""
     return ", ".join(filter(None, (need.here(default, shape) for need in needs)))
 
 
 def by_choice(needs: Iterable[Need], default: str, shape: str) -> bool:
-    """Whether one of *needs* is no default on code of *shape*: nobody has the defect who has not chosen it."""
+    """Return True if one of *needs* is no default on code of *shape*: only those who chose it have the defect."""
     return any(need.here(default, shape).endswith(_NO_DEFAULT) for need in needs)
 
 
 def described(needs: Iterable[Need]) -> str:
-    """Who is affected, with all that there is to say of it."""
+    """List the preconditions with their details."""
     return "; ".join(f"{need.text} ({need.detail})" if need.detail else need.text for need in needs)

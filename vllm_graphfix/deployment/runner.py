@@ -1,4 +1,4 @@
-"""Which of vLLM's two model runners a deployment has."""
+"""The model runner of a deployment: vLLM has two, V1 and V2."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ENVS = "vllm/envs.py"
 
 
 Default = Literal["V1", "V1, V2 for some models", "V2", ""]
-"""The model runner of engines for which nobody chooses one; empty where the code of a vLLM does not say it."""
+"""The model runner of engines for which nobody chooses one; empty if the code of a vLLM does not show it."""
 
 
 def default_runner(source: Source) -> Default:
-    """The model runner that *source* takes by default; V1 also serves what V2 refuses."""
+    """Return the default model runner of *source*. Where it is V2, V1 still serves the features that V2 lacks."""
     if not source.contains_word(_CONFIG_MODULE, "use_v2_model_runner"):
         by_variable = re.search(rf'getenv\("{_V2}", "0"\)'.encode(), source.read(_ENVS) or b"")
         return "V1" if by_variable or not source.contains_word(_ENVS, _V2) else ""
@@ -32,8 +32,8 @@ def default_runner(source: Source) -> Default:
 class Runner(Model):
     def runner(self, wanted: str) -> Fact:
         """The model runner is *wanted*, ``V1`` or ``V2``."""
-        found, told = self._runner
-        return Fact(None if found is None else found == wanted, told)
+        name, reason = self._runner
+        return Fact(None if name is None else name == wanted, reason)
 
     @cached_property
     def _runner(self) -> tuple[str | None, str]:
@@ -54,7 +54,7 @@ class Runner(Model):
         return None, default
 
     def _runner_by_default(self) -> str:
-        """``V1``, ``V1 for this model``, or what is missing."""
+        """Return ``V1``, ``V1 for this model``, or the information that is missing."""
         if not self._source.contains_word(_CONFIG_MODULE, "use_v2_model_runner"):
             return (
                 default_runner(self._source)
@@ -63,9 +63,9 @@ class Runner(Model):
         listed = self._source.function(_CONFIG_MODULE, "VllmConfig._is_default_v2_model_runner_model")
         first = self._source.function(_CONFIG_MODULE, "VllmConfig.use_v2_model_runner")
         known = first is not None and first.find("if not self._is_default_v2_model_runner_model(): return False")
-        asked = f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
-        if listed is None or not known or self._given("--speculative-config") or self._given("--spec-method"):
-            return asked
+        missing_runner = f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
+        if listed is None or not known or self._has("--speculative-config") or self._has("--spec-method"):
+            return missing_runner
         architectures, missing = self._architectures
         if missing is not None:
             return missing
@@ -82,4 +82,4 @@ class Runner(Model):
         hybrid = listed.find("if getattr(model_config, 'is_hybrid', False): return False")
         if hybrid and architectures & (MAMBA | OTHER_RECURRENT):
             return "V1 for this model"
-        return asked
+        return missing_runner

@@ -1,4 +1,4 @@
-"""Whether a deployment has a speculator, and which."""
+"""The speculator of a deployment, if it has one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NO_SPECULATOR = "there is no speculator (--speculative-config)"
 class Speculation(Model):
     @cached_property
     def _speculator(self) -> tuple[str | None, int | None, str | None]:
-        """Method (empty for none), tokens, or what is missing."""
+        """Return method (empty for none), number of draft tokens, and the information that is missing."""
         config, missing = self._object("--speculative-config")
         if missing is not None:
             return None, None, missing
@@ -51,14 +51,14 @@ class Speculation(Model):
             return Fact(None, missing or "`method` in --speculative-config")
         if not method:
             return Fact(False, _NO_SPECULATOR)
-        told = f"the speculator is {printable(method[:40])}"
+        source = f"the speculator is {printable(method[:40])}"
         if method not in methods and not ("mtp" in methods and method.endswith("_mtp")):
-            return Fact(False, told)
+            return Fact(False, source)
         if several and tokens is None:
             return Fact(None, "`num_speculative_tokens` in --speculative-config")
         if several and tokens == 1:
             return Fact(False, "drafts have one token (num_speculative_tokens)")
-        return Fact(True, told)
+        return Fact(True, source)
 
     def drafts(self) -> Fact:
         """There is a speculator, of whatever kind."""

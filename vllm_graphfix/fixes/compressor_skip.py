@@ -209,10 +209,10 @@ def _known_in_time(deployment: Deployment, _: str) -> Fact:
 
     drafts = deployment.drafts()
     if drafts.holds is not True:
-        return drafts if drafts.holds is None else Fact(True, drafts.told)
+        return drafts if drafts.holds is None else Fact(True, drafts.source)
     asynchronous = deployment.switched_on("--async-scheduling")
     if asynchronous.holds:
-        return Fact(False, f"{asynchronous.told} and drafts: nobody knows in time which step completes a group")
+        return Fact(False, f"{asynchronous.source} and drafts: nobody knows in time which step completes a group")
     # Not on the line: vLLM may choose it all the same.
     return Fact(None, "--async-scheduling, or whether vLLM logs that asynchronous scheduling is enabled")
 

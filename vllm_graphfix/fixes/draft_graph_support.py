@@ -307,7 +307,7 @@ def _unsupported(deployment: Deployment, shape: str) -> Fact:
     as_prompts, together = deployment.drafts_as_prompts(), deployment.prompts_in_full_graphs()
     if as_prompts.holds is False and together.holds is not False:
         reason = "whether the attention backend supports graphs of prompts (cudagraph_mode FULL)"
-        return Fact(None, reason if together.holds else together.told)
+        return Fact(None, reason if together.holds else together.source)
     return as_prompts
 
 

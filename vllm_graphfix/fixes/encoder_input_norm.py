@@ -265,7 +265,7 @@ def _normalises_on_the_device(deployment: Deployment, _: str) -> Fact:
     off = deployment.switched_on(_OFF)
     if deployment.setting("VLLM_USE_RUST_FRONTEND"):
         return Fact(False, "VLLM_USE_RUST_FRONTEND leaves it to the host")
-    return Fact(None if off.holds is None else not off.holds, off.told)
+    return Fact(None if off.holds is None else not off.holds, off.source)
 
 
 FIX = fix(
