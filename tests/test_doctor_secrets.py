@@ -111,6 +111,7 @@ def test_the_host_of_an_unreadable_record_is_withheld(tmp_path: Path) -> None:
         (own_folder(tmp_path / "records") / one.file_name).write_text("{")
     fleet = examined()["fleet"]
     assert re.search(r"process 78 on host-\d is not known: its record \S+-host-\d-78.json ", str(fleet))
+    assert f"engine {'f' * 16}: 1 process may run, whose records cannot be read" in fleet["notes"]
     assert "2 files are not records or cannot be read" in str(fleet["notes"])
     assert not re.findall(r"gpu-17|\bn7\b", str(fleet) + pasted())
 

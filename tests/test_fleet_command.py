@@ -45,6 +45,7 @@ def test_the_json_is_the_interface_that_is_documented(tmp_path: Path, two: tuple
         "folder": str(tmp_path),
         "exit_code": 0,
         "unrecorded": [],
+        "wrong": [],
         "notes": [],
         "problems": [],
     }
@@ -302,5 +303,5 @@ def test_records_that_were_not_read_are_no_all_clear(tmp_path: Path, monkeypatch
     assert "NOT READ" not in call("--dir", str(tmp_path))[0]
     monkeypatch.setattr(reading, "FILES", 1)
     out, _ = call("--dir", str(tmp_path), code=1)
-    assert "; 1 records NOT READ" in out.splitlines()[0]
+    assert "; 1 file or folder NOT READ" in out.splitlines()[0]
     assert "1 files were skipped, since at most 1 are read" in out

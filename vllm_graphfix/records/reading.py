@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -55,6 +56,8 @@ class Unreadable(NamedTuple):
     pid: int
     path: Path
     why: str
+    heartbeat: float
+    """The date of the file, which its process renews without a look at it; infinite where that is not known."""
 
 
 class Reading(NamedTuple):
@@ -64,7 +67,7 @@ class Reading(NamedTuple):
     problems: tuple[str, ...]
     """What could not be read, a line for each folder."""
     skipped: int = 0
-    """Files beyond `FILES`: engines may be missing."""
+    """Files beyond `FILES`, and folders that are refused: engines may be missing."""
     unreadable: tuple[Unreadable, ...] = ()
 
 
@@ -91,6 +94,7 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
             folders += sorted(base / name for name in seen if _FOLDER.fullmatch(name) and name != mine.name)
         except OSError as error:
             problems.append(f"{shown_path(base)}: {why(error)}")
+    closed: list[str] = []
     refused: list[str] = []
     for path in folders:
         try:
@@ -98,7 +102,7 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
         except FileNotFoundError:
             continue
         except PermissionError:
-            refused.append(f"{shown_path(path)} cannot be read by this user")
+            (refused if path == mine else closed).append(f"{shown_path(path)} cannot be read by this user")
             continue
         except OSError as error:
             refused.append(f"{shown_path(path)}: {why(error)}")
@@ -112,8 +116,9 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
             refused.append(f"{shown_path(path)}: {why(error)}")
         finally:
             os.close(folder)
-    problems += _summed_in_one_line(refused, "folders")
-    return Reading(tuple(found), tuple(problems), skipped, tuple(unreadable))
+    for lines in (closed, refused):
+        problems += _summed_in_one_line(lines, "folders")
+    return Reading(tuple(found), tuple(problems), skipped + len(refused), tuple(unreadable))
 
 
 def _read_folder(
@@ -152,8 +157,15 @@ def _read_folder(
     problems += [f"{shown_path(path)}: {line}" for line in _summed_in_one_line(lines, "files")]
     for name, reason in wrong:
         if parts := _FILE.fullmatch(name):
-            unreadable.append(Unreadable(parts[1], parts[2], int(parts[3]), path / name, reason))
+            unreadable.append(Unreadable(parts[1], parts[2], int(parts[3]), path / name, reason, _date(folder, name)))
     return skipped
+
+
+def _date(folder: int, name: str) -> float:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+    except OSError:
+        return math.inf
 
 
 def _summed_in_one_line(wrong: list[str], what: str) -> list[str]:

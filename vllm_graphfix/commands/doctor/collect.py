@@ -324,7 +324,7 @@ def _fleet(environment: Mapping[str, str]) -> dict[str, Any]:
         "more_engines": len(survey.engines) - len(listed),
         "without_a_record": len(survey.unrecorded),
         "because": sorted({each.reason for each in survey.unrecorded})[:_MAX_LISTED],
-        "notes": [*survey.notes, *survey.problems][:_MAX_LISTED],
+        "notes": [*map(_without_hosts, survey.wrong), *survey.notes, *survey.problems][:_MAX_LISTED],
         "errors": _errors(survey),
         "hosts": sorted(hosts_of(survey) | {os.uname().nodename}),
         "models": sorted(models_of(survey)),
@@ -371,9 +371,14 @@ def _errors(fleet: Fleet) -> list[dict[str, str]]:
     return [dict(zip(("of", "state", "reason"), each, strict=True)) for each in list(errors)[-_MAX_LISTED:]]
 
 
+def _without_hosts(lost: str) -> str:
+    """Return a sentence of `Fleet.wrong` without its end: hosts and files may have names too short for a mask."""
+    return f"{lost.partition(', on ')[0]}, whose records cannot be read"
+
+
 def hosts_of(fleet: Fleet) -> set[str]:
     """Return the hosts of all records, and the hosts of other ranks that they name."""
-    named = {fleet.here.host, *(one.host for engine in fleet.engines for one in engine.unreadable)}
+    named = {fleet.here.host, *(one.host for one in fleet.unreadable)}
     for record in (member.record for engine in fleet.engines for member in engine.members):
         difference = record.agreement.difference if record.agreement is not None else None
         reasons = (fix.reason for fix in record.fixes.values())

@@ -32,6 +32,7 @@ def as_json(fleet: Fleet) -> dict[str, Any]:
             }
             for one in fleet.unrecorded
         ],
+        "wrong": list(fleet.wrong),
         "notes": list(fleet.notes),
         "problems": list(fleet.problems),
     }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_graphfix.commands.fleet.engine import Engine, Member
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded, without_record
 from vllm_graphfix.records import (
+    PRUNED_AFTER,
     Identity,
     Liveness,
     Unreadable,
@@ -46,12 +47,17 @@ class Fleet:
     problems: tuple[str, ...]
     """Records that cannot be read."""
     skipped: int = 0
-    """Records that were not read because there are too many: engines may be missing."""
+    """Records that were not read because there are too many, and folders that are refused: engines may be missing."""
+    wrong: tuple[str, ...] = ()
+    """Engines that may run and of which no record of a living process can be read, a sentence for each."""
+    unreadable: tuple[Unreadable, ...] = ()
+    """Records of processes that may run, of which no more than the name can be read."""
 
     @property
     def exit_code(self) -> int:
         missed = [one for one in self.unrecorded if not one.elsewhere]
-        if self.skipped or any(engine.wrong for engine in self.engines) or not all(one.starting for one in missed):
+        wrong = self.wrong or any(engine.wrong for engine in self.engines)
+        if self.skipped or wrong or not all(one.starting for one in missed):
             return NOT_IN_ORDER
         if missed or any(engine.status == "starting" for engine in self.engines):
             return STARTING
@@ -90,8 +96,23 @@ def look(folder: Path | None = None) -> Fleet:
     ]
     unrecorded, notes = without_record(base, here, members, now)
     notes += tuple(_about_clocks(members))
-    engines = _engines(_without_abandoned_engines(members), [one for one in reading.unreadable if may_run(one, here)])
-    return Fleet(base, here, engines, unrecorded, notes, reading.problems, reading.skipped)
+    unreadable = tuple(one for one in reading.unreadable if may_run(one, here))
+    engines, lost = _engines(_without_abandoned_engines(members), unreadable)
+    wrong = tuple(_about_lost_engines(lost, now))
+    return Fleet(base, here, engines, unrecorded, notes, reading.problems, reading.skipped, wrong, unreadable)
+
+
+def _about_lost_engines(lost: Mapping[tuple[Path, str], Sequence[Unreadable]], now: float) -> Iterator[str]:
+    """Yield a sentence for each engine whose processes *lost* their records, and may have run within the hour."""
+    for (_, name), files in lost.items():
+        # Nobody removes such a record of a process that was killed on another machine.
+        if recent := [one for one in files if one.heartbeat > now - PRUNED_AFTER]:
+            number, first = len(recent), recent[0]
+            yield (
+                f"engine {name}: {number} process{'' if number == 1 else 'es'} may run, on "
+                f"{', '.join(sorted({one.host for one in recent}))}, whose records cannot be read; the first: "
+                f"{shown_path(first.path)} ({first.why})"
+            )
 
 
 def _about_clocks(members: Iterable[Member]) -> Iterator[str]:
@@ -143,10 +164,19 @@ def _without_abandoned_engines(members: Sequence[Member]) -> list[Member]:
     ]
 
 
-def _engines(members: Iterable[Member], unreadable: Iterable[Unreadable]) -> tuple[Engine, ...]:
+def _engines(
+    members: Iterable[Member], unreadable: Iterable[Unreadable]
+) -> tuple[tuple[Engine, ...], dict[tuple[Path, str], list[Unreadable]]]:
+    """Return the engines, and by folder and name the *unreadable* records of those without a living process."""
     members = list(members)
-    # Whose folder it is, too: other users may write what they like.
-    leaders = {(m.found.path.parent, m.record.engine): m.record.leader for m in members if m.record.leader is not None}
+    # Whose folder it is, too: other users may write what they like. Rank 0 names its followers, whose own records may
+    # be what cannot be read.
+    leaders = {
+        (m.found.path.parent, follower): m.record.leader or m.record.engine
+        for m in members
+        for follower in m.record.followers
+    }
+    leaders |= {(m.found.path.parent, m.record.engine): m.record.leader for m in members if m.record.leader is not None}
     joined: dict[tuple[Path, str], list[Member]] = {}
     for member in members:
         place = member.found.path.parent
@@ -160,7 +190,9 @@ def _engines(members: Iterable[Member], unreadable: Iterable[Unreadable]) -> tup
         Engine(place[1], tuple(sorted(found, key=_order)), tuple(broken.get(place, ())))
         for place, found in joined.items()
     ]
-    return tuple(sorted(engines, key=lambda engine: (not engine.live, engine.name)))
+    live = {(engine.members[0].found.path.parent, engine.name) for engine in engines if engine.live}
+    lost = {place: files for place, files in broken.items() if place not in live}
+    return tuple(sorted(engines, key=lambda engine: (not engine.live, engine.name))), lost
 
 
 _ROLES = {"front-end": 0, "api-server": 1, "engine-core": 2, "worker": 3}

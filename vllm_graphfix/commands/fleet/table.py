@@ -89,7 +89,10 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
     if kinds[_WRONG] > wrong:
         line.append(f"; {kinds[_WRONG] - wrong} not running and {_WRONG}", style="bold red")
     if fleet.skipped:
-        line.append(f"; {fleet.skipped} records NOT READ", style="bold red")
+        s = "" if fleet.skipped == 1 else "s"
+        line.append(f"; {fleet.skipped} file{s} or folder{s} NOT READ", style="bold red")
+    if fleet.wrong:
+        line.append(f"; {_counted_noun(len(fleet.wrong), 'engine')} NOT READABLE", style="bold red")
     if kinds["ended"]:
         line.append(f"; {kinds['ended']} ended", style="dim")
     line.append(f"   {time.strftime('%H:%M:%S')}", style="dim")
@@ -150,6 +153,7 @@ def _summary_lines(fleet: Fleet) -> list[RenderableType]:
         lines.append(
             Text(f"! {number} vLLM process{'es' if number > 1 else ''} without a record: {one}", style="yellow")
         )
+    lines += [Text(f"✗ {what}", style="red") for what in fleet.wrong]
     lines += [Text(f"! {note}", style="yellow") for note in (*fleet.notes, *fleet.problems)]
     lines.append(Text("details: vllm-graphfix fleet ENGINE, or --all", style="dim"))
     return lines
@@ -188,7 +192,8 @@ def _details(fleet: Fleet) -> RenderableType:
                 table.add_row(str(one.pid), escape(one.user), ago(one.age), escape(_SERVE.sub("vllm ", one.command)))
             parts += [Padding(Text.from_markup(f"{mark} {escape(reason)}"), (0, 0, 0, 2)), Padding(table, (0, 0, 0, 4))]
         parts.append(Text())
-    if not fleet.engines and not fleet.unrecorded:
+    parts += [Text.from_markup(f"[red]✗ {escape(what)}[/]") for what in fleet.wrong]
+    if not (fleet.engines or fleet.unrecorded or fleet.wrong or fleet.skipped):
         parts.append(
             Text.from_markup(
                 f"No records in {escape(shown_path(fleet.folder))}, and no vLLM process on {escape(fleet.here.host)}. "
