@@ -284,6 +284,29 @@ def test_an_engine_without_graphs_says_that_its_zeros_mean_nothing(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        ({"capture-state": "observing", "kv-marks": "active"}, "counting"),
+        ({"capture-state": "off", "shadow": "active", "abort": "active"}, "stock"),
+        ({"capture-state": "active", "kv-marks": "off"}, "fixed"),
+    ],
+)
+def test_an_engine_is_fixed_by_fixes_and_not_by_detectors(tmp_path: Path, states: dict[str, str], told: str) -> None:
+    fixes = {name: FixReport("auto", state, "the reason") for name, state in states.items()}
+    leave(tmp_path, record(rank=0, fixes=fixes))
+    assert f"1 engine on 1 host: 1 {told}" in call("--dir", str(tmp_path))[0]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("age", [90.0, -90.0], ids=["not heard from", "the clock was set back"])
+def test_an_engine_that_may_run_is_not_said_to_have_ended(tmp_path: Path, age: float) -> None:
+    leave(tmp_path, record(elsewhere(1), rank=0), age=age)
+    verdict = call("--dir", str(tmp_path), code=3)[0].splitlines()[0]
+    assert "none is heard from; 1 silent" in verdict
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_watched_fleet_is_no_longer_than_its_terminal(tmp_path: Path) -> None:
     from rich.console import Console
 

@@ -13,6 +13,7 @@ from vllm_graphfix.commands.fleet.engine import BAD, Engine, user_name
 from vllm_graphfix.commands.fleet.survey import Fleet, FleetError, look
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded
 from vllm_graphfix.fix import State
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.records import Liveness, shown_path
 from vllm_graphfix.settings.decision import BUCKETS
 from vllm_graphfix.settings.environment import STATUS_DIR
@@ -83,7 +84,8 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
         f"{kinds[each]} {each}" for each in ("fixed", "counting", "stock", "without graphs", "starting") if kinds[each]
     ]
     line = Text(f"{_counted_noun(len(live), 'engine')} on {_counted_noun(hosts, 'host')}: ", style="bold")
-    line.append(", ".join(parts) if live else "none is running", style="bold")
+    none = "none is heard from" if kinds["silent"] else "none is running"
+    line.append(", ".join(parts) if live else none, style="bold")
     if wrong:
         line.append(f"{', ' if parts else ''}{wrong} {_WRONG}", style="bold red")
     if kinds[_WRONG] > wrong:
@@ -93,8 +95,9 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
         line.append(f"; {fleet.skipped} file{s} or folder{s} NOT READ", style="bold red")
     if fleet.wrong:
         line.append(f"; {_counted_noun(len(fleet.wrong), 'engine')} NOT READABLE", style="bold red")
-    if kinds["ended"]:
-        line.append(f"; {kinds['ended']} ended", style="dim")
+    for gone in ("silent", "ended"):
+        if kinds[gone]:
+            line.append(f"; {kinds[gone]} {gone}", style="dim")
     line.append(f"   {time.strftime('%H:%M:%S')}", style="dim")
     return [line]
 
@@ -108,12 +111,12 @@ def kind(engine: Engine) -> str:
     if engine.status in ("not in order", "stopped") or (engine.wrong and not engine.live):
         return _WRONG
     if not engine.live:
-        return "ended"
+        return engine.status
     if engine.starting:
         return "starting"
     if engine.graphs is False:
         return "without graphs"
-    states = {state for fix in engine.fixes for state in engine.states(fix)}
+    states = {state for fix in engine.fixes if fix in BY_NAME for state in engine.states(fix)}  # not of detectors
     if State.ACTIVE.value in states:
         return "fixed"
     return "counting" if State.OBSERVING.value in states else "stock"
