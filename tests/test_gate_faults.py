@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
 from ranks import STAGE, report
+from records import eventually
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import capture_gate, own_report, rank_agreement
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
@@ -30,6 +31,7 @@ from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.ranks import host_in
+from vllm_graphfix.records import read
 from vllm_graphfix.settings import decision
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.environment import STATUS_DIR
@@ -293,10 +295,21 @@ def test_fleet_calls_an_engine_with_a_gate_that_failed_not_in_order(
     me.gate.before_capture(worker, "compile_or_warm_up_model")
     me.status_record.finish()
     seen = look(tmp_path)
+    me.status_record._reporter_here().close()
     assert seen.exit_code == 1
     assert any(
         why.startswith("not checked, ") and "AttributeError: " in why for each in seen.engines for why in each.wrong
     )
+
+
+@pytest.mark.usefixtures("alike")
+def test_a_front_end_that_runs_the_model_itself_is_heard_of_from_the_gate_on(tmp_path: Path) -> None:
+    me, worker = process_double({STATUS_DIR: str(tmp_path)}), worker_of(0)
+    me.gate._status_record = me.status_record
+    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    kept = eventually(lambda: any(one.record.kept and one.record.rank for one in read(tmp_path).found))
+    me.status_record._reporter_here().close()
+    assert kept
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "compilation_config"])

@@ -28,6 +28,7 @@ from vllm_graphfix.records import (
     Found,
     Identity,
     Liveness,
+    Rank,
     Record,
     identity,
     liveness_of,
@@ -54,12 +55,20 @@ def test_a_process_that_writes_once_is_alive_as_long_as_it_runs_here(sleeper: su
     assert judged(record(of(sleeper.pid)), A_DAY) is Liveness.ALIVE
 
 
-@pytest.mark.parametrize("rank", [None, 0])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kept": True},
+        {"kept": True, "role": "worker", "rank": Rank(0, 0, 1, 0)},
+        {"role": "worker", "rank": Rank(0, 0, 1, 0)},  # its thread could not be started
+        {"role": "engine-core"},
+    ],
+)
 def test_a_process_that_keeps_its_record_is_silent_where_it_is_not_heard_of_here_as_elsewhere(
-    sleeper: subprocess.Popen[bytes], rank: int | None
+    sleeper: subprocess.Popen[bytes], changes: dict[str, Any]
 ) -> None:
     for process in of(sleeper.pid), elsewhere(1):
-        one = record(process, rank, kept=True)
+        one = record(process, **changes)
         assert judged(one, 59.0) is Liveness.ALIVE
         assert judged(one, 61.0) is Liveness.SILENT
 

@@ -47,8 +47,12 @@ class StatusRecord:
     def tell(self) -> None:
         """Hands the record over; nobody waits for the disk."""
         record = self.record()
-        if record is not None:
-            self._reporter_here().publish(record)
+        if record is None:
+            return
+        if self.rank is not None and not self._keeps_record:
+            # A front-end that runs the model itself has not begun: its capture may be long.
+            self._reporter_here().keep(lambda: None)
+        self._reporter_here().publish(record)
 
     def begin(self) -> None:
         """This process takes part in an engine that starts.

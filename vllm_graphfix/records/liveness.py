@@ -46,21 +46,26 @@ def exists_here(found: Found, here: Identity) -> bool:
     return found.owner is None or owner_of(record.pid) in (None, found.owner)
 
 
+def _has_to_be_heard_of(record: Record) -> bool:
+    # Whatever it says of itself: the thread that keeps its record may not have started.
+    return record.kept or record.rank is not None or record.role in ("engine-core", "worker")
+
+
 def liveness_of(found: Found, now: float, here: Identity, among: Collection[Found] = ()) -> Liveness:
     """Whether the process of *found* runs, at *now* in seconds of the epoch, by the clock of its heartbeat.
 
-    A process that keeps its record has to be heard of, also where it can be seen to exist. One that does not is alive
-    as long as it exists. *among* are the records it was found with: elsewhere, a process without a heartbeat of its own
-    is as alive as its engine on its host.
+    An engine core, a worker and whoever keeps its record has to be heard of, also where it can be seen to exist. Others
+    are alive as long as they exist. *among* are the records it was found with: elsewhere, a process without a heartbeat
+    of its own is as alive as its engine on its host.
     """
     record = found.record
     if visible(record, here):
         if not exists_here(found, here):
             return Liveness.DEAD
-        if not record.kept:
+        if not _has_to_be_heard_of(record):
             return Liveness.ALIVE
     heartbeat = found.heartbeat
-    if record.rank is None and not record.kept:
+    if not _has_to_be_heard_of(record):
         heartbeat = max(
             [heartbeat]
             + [

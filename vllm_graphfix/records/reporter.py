@@ -49,6 +49,7 @@ class Reporter:
         self._writer: threading.Thread | None = None
         self._busy_since: float | None = None
         self._keeper: threading.Thread | None = None
+        self._keeps = False
         self._refresh: Callable[[], Record | None] = lambda: None
         self._every = HEARTBEAT
         self._ended = threading.Event()
@@ -57,6 +58,7 @@ class Reporter:
 
     def publish(self, record: Record) -> None:
         """Has *record* written soon; of several for one engine, the last one is."""
+        self._start_keeper()  # where it could not be started before
         with self._lock:
             if self._ended.is_set():
                 return
@@ -75,8 +77,12 @@ class Reporter:
         A record that is as before, or None, is a heartbeat.
         """
         with self._lock:
-            self._refresh, self._every = refresh, every
-            if self._keeper is not None or self._ended.is_set():
+            self._keeps, self._refresh, self._every = True, refresh, every
+        self._start_keeper()
+
+    def _start_keeper(self) -> None:
+        with self._lock:
+            if not self._keeps or _is_at_work(self._keeper) or self._ended.is_set():
                 return
             self._keeper = threading.Thread(
                 target=self._run_heartbeat, args=(self._ended,), name="graphfix-heartbeat", daemon=True
