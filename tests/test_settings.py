@@ -62,11 +62,17 @@ def test_the_master_switch_is_read_likewise(value: str, master: Master) -> None:
     assert (found.master, found.problems) == (master, ())
 
 
+UNLIKE_ANY = "; `vllm-graphfix status` lists the fixes, and x-y has the variable VLLM_GRAPHFIX_X_Y."
 MEANINGLESS = [
     ("VLLM_GRAPHFIX_FLASHMLA_PF8", "on", "did you mean VLLM_GRAPHFIX_FLASHMLA_FP8?"),
     ("VLLM_GRAPFIX_FLASHMLA_FP8", "off", "did you mean VLLM_GRAPHFIX_FLASHMLA_FP8?"),
-    ("VLLM_GRAPHFIX_" + 30 * "Q", "on", "x-y has the variable VLLM_GRAPHFIX_X_Y."),
+    ("VLLM_GRAPHFIX_" + 30 * "Q", "on", UNLIKE_ANY),
     ("vllm_graphfix_capture_state", "on", "did you mean VLLM_GRAPHFIX_CAPTURE_STATE?"),
+    ("VLLM_GRAPHFIX_CAPTURE_STAT", "off", "did you mean VLLM_GRAPHFIX_CAPTURE_STATE?"),
+    ("VLLM_GRAPHFIX_ENABLED", "1", UNLIKE_ANY),
+    ("VLLM_GRAPHFIX_MODE", "strict", UNLIKE_ANY),
+    ("VLLM_GRAPHFIX_CAPTURE_MODE", "off", UNLIKE_ANY),
+    ("VLLM_GRAPHFIX_CAPTURE_SKIP", "on", UNLIKE_ANY),
 ]
 
 
@@ -93,6 +99,15 @@ LESS = [
     ("VLLM_GRAPHFIX_CANARY", "5"),
     ("VLLM_GRAPHFIX_OFF", "1"),
     ("VLLM_GRAPHFIX_DISABLED", "1"),
+    ("VLLM_GRAPHFIX_KILL", "1"),
+    ("VLLM_GRAPHFIX_KILL_SWITCH", "on"),
+    ("VLLM_GRAPHFIX_SKIP", "1"),
+    ("VLLM_GRAPHFIX_ENABLED", "0"),
+    ("VLLM_GRAPHFIX_ENABLE", "False"),
+    ("VLLM_GRAPHFIX_MODE", "off"),
+    ("VLLM_GRAPHFIX_ALL", "none"),
+    ("VLLM_GRAPHFIX_ALL_FIXES", "no"),
+    ("VLLM_GRAPHFIX_ON", "0"),
     ("VLLM_GRAPHFIXX", "on"),
     ("VLLM_GRAPFIX", "off"),
     ("VLM_GRAPHFIX_ROLOUT", "5"),
@@ -133,15 +148,22 @@ def test_the_first_of_many_mistyped_names_are_those_that_switch_off() -> None:
     assert len(found.misconfigured) == 8
 
 
-def test_no_variable_of_the_interface_is_taken_for_a_mistyped_one() -> None:
+def test_a_hint_to_another_variable_would_mislead_and_is_none() -> None:
+    (problem,) = read({"VLLM_GRAPHFIX_PERCENTAGE": "5"}, [fix.name for fix in ALL_FIXES]).problems
+    assert "did you mean" not in problem
+
+
+@pytest.mark.parametrize("value", ["1", "off"])
+def test_no_variable_of_the_interface_is_taken_for_a_mistyped_one(value: str) -> None:
     names = settings.names(fix.name for fix in ALL_FIXES)
-    assert [name for name in names if settings.asks_for_less(name, "1")] == []
+    assert [name for name in names if settings.asks_for_less(name, value)] == []
 
 
 OFF_BY_MISTAKE: dict[str, Any] = {"modes": {"capture-state": Mode.AUTO, "flashmla-fp8": Mode.OFF}}
 CLOSED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("VLLM_GRAPHFIX", "observ", "did you mean observe? Nothing is patched", {"master": Master.OFF}),
     ("VLLM_GRAPHFIX", "strickt", "did you mean strict? Nothing is patched", {"master": Master.OFF}),
+    ("VLLM_GRAPHFIX", "none", "value; valid: observe, off, on, strict. Nothing is patched", {"master": Master.OFF}),
     ("VLLM_GRAPHFIX", "xyzzy", "valid: observe, off, on, strict. Nothing is patched", {"master": Master.OFF}),
     ("VLLM_GRAPHFIX", "\x1b[31m" + "x" * 10_000, "valid: observe, off, on, strict.", {"master": Master.OFF}),
     ("VLLM_GRAPHFIX_FLASHMLA_FP8", "of", "did you mean off? flashmla-fp8 is off", OFF_BY_MISTAKE),

@@ -12,7 +12,10 @@ ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
 _EDITS = 2
 """Letters that may be missing, added or replaced in a mistyped word."""
 _OF_A_PERCENTAGE = ("ROLLOUT", "CANARY", "PERCENT")
-_OF_A_SWITCH = ("OFF", "DISABLE")
+_OF_A_SWITCH = ("OFF", "DISABLE", "KILL")
+_OF_ALL = frozenset({"ALL", "FIX", "FIXES", "MODE", "ON"})
+"""Words that stand for the master switch if they are all that there is in a name; fixes' names have them, too."""
+_MEANS_OFF = ("0", "false", "no", "off", "none", "disabled")
 
 
 def is_ours(name: str) -> bool:
@@ -20,11 +23,17 @@ def is_ours(name: str) -> bool:
     return _after_prefix(name.upper()) is not None
 
 
+def after_prefix(name: str) -> str:
+    """Return what follows the prefix of our variables in *name*, in capitals; all of it where it has another one."""
+    rest = _after_prefix(name.upper())
+    return name.upper() if rest is None else rest
+
+
 def asks_for_less(name: str, value: str) -> bool:
     """Return if *name*, which is no variable of ours, may have been meant to switch off, or to take a part of a fleet.
 
-    It is within two letters of the master switch or of the percentage, or has a word for one of them in it. Empty, a
-    percentage asks for nobody, and everything else is as if it were not set.
+    It is within two letters of the master switch or of the percentage, or has a word for one of them in it, if need be
+    with a value that means off. Empty, a percentage asks for nobody, and everything else is as if it were not set.
     """
     word = name.upper()
     rest = _after_prefix(word)
@@ -32,7 +41,11 @@ def asks_for_less(name: str, value: str) -> bool:
         return False
     if _within(rest, "ROLLOUT", _EDITS) or any(part in word for part in _OF_A_PERCENTAGE):
         return True
-    return bool(value.strip()) and (_within(word, PREFIX, _EDITS) or any(part in word for part in _OF_A_SWITCH))
+    if value.strip().lower() in _MEANS_OFF and ("ENABLE" in word or _OF_ALL.issuperset(rest.split("_"))):
+        return True
+    # A fix has SKIP in its name, at the end.
+    of_a_switch = any(part in word for part in _OF_A_SWITCH) or rest.startswith("SKIP")
+    return bool(value.strip()) and (of_a_switch or _within(word, PREFIX, _EDITS))
 
 
 def _after_prefix(word: str) -> str | None:

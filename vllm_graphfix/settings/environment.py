@@ -23,6 +23,7 @@ PREFIX = _variable_names.PREFIX
 ROLLOUT = _variable_names.ROLLOUT
 ROLLOUT_KEY = _variable_names.ROLLOUT_KEY
 is_ours = _variable_names.is_ours
+after_prefix = _variable_names.after_prefix
 asks_for_less = _variable_names.asks_for_less
 SHADOW = "VLLM_GRAPHFIX_SHADOW"
 SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
@@ -192,7 +193,8 @@ class _Values:
         value = values.get(_SAME.get(word, word))
         if value is not None:
             return value
-        return self._nothing(key, given, f"is not a valid value{_nearest(word, values)} {so}", otherwise)
+        nearest = _nearest(word, {each: each for each in values})
+        return self._nothing(key, given, f"is not a valid value{nearest} {so}", otherwise)
 
     def parsed(self, key: str, parse: Callable[[str], T], default: T, so: str) -> T:
         """What *parse*, which raises ValueError with what is wrong, makes of the value; *default* if there is none."""
@@ -210,6 +212,7 @@ class _Values:
         Returns if one of them may have been meant to switch off: nothing is patched then. It is named before others.
         """
         known = frozenset(known)
+        endings = {after_prefix(each): each for each in known}
         unknown: dict[str, bool] = {}
         for key, value in self._environment.items():
             if key not in known and is_ours(key) and ((less := asks_for_less(key, value)) or value.strip()):
@@ -222,7 +225,8 @@ class _Values:
                 if unknown[key]
                 else "It has no effect"
             )
-            self._problems.append(f"{label} is not a variable of vllm-graphfix{_nearest(key.upper(), known)} {so}")
+            nearest = _nearest(after_prefix(key), endings)
+            self._problems.append(f"{label} is not a variable of vllm-graphfix{nearest} {so}")
         if len(ordered) > _NAMED:
             self._problems.append(
                 f"{len(ordered) - _NAMED} more variables that begin with {PREFIX} are unknown and have no effect"
@@ -255,13 +259,14 @@ def _default_patience(environment: Mapping[str, str]) -> float:
         return PATIENCE
 
 
-def _nearest(word: str, candidates: Iterable[str]) -> str:
+def _nearest(word: str, candidates: Mapping[str, str]) -> str:
+    """Name the one of *candidates* whose key is nearly *word*: a hint to another one would mislead."""
     from difflib import get_close_matches  # only for somebody who mistyped
 
     ordered = sorted(candidates)
-    close = get_close_matches(word[:100], ordered, n=1, cutoff=0.5)
+    close = get_close_matches(word[:100], ordered, n=1, cutoff=0.75)
     if close:
-        return f"; did you mean {close[0]}?"
+        return f"; did you mean {candidates[close[0]]}?"
     if len(ordered) > _LISTED:  # of variables there are more than a line of a log should hold
         return "; `vllm-graphfix status` lists the fixes, and x-y has the variable VLLM_GRAPHFIX_X_Y."
     return f"; valid: {', '.join(ordered)}."
