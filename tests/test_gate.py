@@ -42,6 +42,14 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
     "one mistyped the switch": (({}, True), ({"VLLM_GRAPHFIX": "offf"}, True)),
     "one mistyped a fix": (({}, True), ({"VLLM_GRAPHFIX_MAMBA_PADDING": "onn"}, True)),
     "one mistyped what changes nothing": (({}, True), ({"VLLM_GRAPHFIX_SHADOW_ACTION": "repport"}, True)),
+    "one has names that mean nothing": (
+        ({}, True),
+        ({"VLLM_GRAPHFIX_PORT": "tcp://10.0.0.1:80", "VLLM_GRAPHFIX_MAMBA_PADING": "off"}, True),
+    ),
+    "one has a name that means nothing, strict": (
+        ({"VLLM_GRAPHFIX": "strict"}, True),
+        ({"VLLM_GRAPHFIX": "strict", "VLLM_GRAPHFIX_PORT": "1"}, True),
+    ),
     "all mistyped a name": (
         ({"VLLM_GRAPHFIX_MAMBA_PADING": "off"}, True),
         ({"VLLM_GRAPHFIX_MAMBA_PADING": "off"}, True),
@@ -148,6 +156,8 @@ def said() -> dict[str, list[str]]:
         "all mistyped the percentage, one lacks the plugin",
         "all mistyped the switch, both have given up",
         "one is off, one mistyped it",
+        "one mistyped what changes nothing",
+        "one has names that mean nothing",
         "all mistyped a name",
         "all mistyped a name that switches off, strict",
         "differs, without graphs",
@@ -175,8 +185,8 @@ def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
         ),
         ("one mistyped a fix", "the mode of mamba-padding is 'auto' on rank 0 ({host}); 'off' on rank 1 ({host})"),
         (
-            "one mistyped what changes nothing",
-            "misconfigured is 'nothing' on rank 0 ({host}); 'VLLM_GRAPHFIX_SHADOW_ACTION=repport' on rank 1 ({host})",
+            "one has a name that means nothing, strict",
+            "misconfigured is 'nothing' on rank 0 ({host}); 'VLLM_GRAPHFIX_PORT=1' on rank 1 ({host})",
         ),
         (
             "all mistyped a name, strict",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from vllm_graphfix.settings.environment import is_brief
+from vllm_graphfix.settings.environment import effective, is_brief
 from vllm_graphfix.settings.json_object import JsonObject
 from vllm_graphfix.text import printable, ranks_named
 
@@ -59,7 +59,7 @@ class RankReport(NamedTuple):
     off: bool = False
     """Its settings give the fixes to nobody: the kill switch, or a percentage that means nothing."""
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing on this rank, each with that value."""
+    """Variables whose value means nothing on this rank, and names that do, each with that value."""
     fault: str = ""
     """What failed, on a rank that cannot tell its states: it is a difference even where all ranks say the same."""
     failed: Mapping[str, str] = {}
@@ -84,8 +84,7 @@ class RankReport(NamedTuple):
             "vLLM": self.vllm,
             "VLLM_GRAPHFIX": self.master,
             "in the rollout": "yes" if self.canary else "no",
-            "misconfigured": ", ".join(f"{name}={value}" for name, value in sorted(self.misconfigured.items()))
-            or "nothing",
+            "misconfigured": ", ".join(effective(self.misconfigured, self.master, self.modes)) or "nothing",
         }
         told |= {f"the mode of {name}": mode for name, mode in sorted(self.modes.items())}
         return told | {name: state for name, state in sorted(self.states.items()) if state != "waiting"}

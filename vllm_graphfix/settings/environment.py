@@ -272,6 +272,19 @@ def _nearest(word: str, candidates: Mapping[str, str]) -> str:
     return f"; valid: {', '.join(ordered)}."
 
 
+def effective(misconfigured: Mapping[str, str], master: str, fixes: Iterable[str]) -> list[str]:
+    """Return those of *misconfigured* that switch off a fix, a detector or all, each as ``name=value``.
+
+    With *master* strict all of them: an engine stops over a name without effect, too, and then on all ranks.
+    """
+    off = {*names(fixes)} - {SHADOW_ACTION, KV_MARKS_ACTION, AGREEMENT_TIMEOUT}
+    return [
+        f"{name}={value}"
+        for name, value in sorted(misconfigured.items())
+        if master == Master.STRICT.value or name in off or asks_for_less(name, value)
+    ]
+
+
 def is_brief(name: object, value: object) -> bool:
     """Return if *name* and *value* may be a variable of ours, or a mistyped one, and its value as `brief` writes it."""
     told = isinstance(value, str) and len(value) <= _LONGEST_VALUE and value.isascii() and value.isprintable()
