@@ -338,6 +338,8 @@ BROKEN = "import sys\nsys.modules['wrapt'] = None\nimport vllm_graphfix\nvllm_gr
     ("env", "stops"),
     [
         ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on"}, True),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": f"on:{'0f' * 8}"}, True),
+        ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on:xyz"}, False),
         ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "VLLM_GRAPHFIX_ROLLOUT": "100"}, True),
         ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "VLLM_GRAPHFIX_ROLLOUT": "0"}, False),
         ({"VLLM_GRAPHFIX_CAPTURE_STATE": "on", "VLLM_GRAPHFIX_ROLLOUT": " "}, False),
@@ -346,6 +348,8 @@ BROKEN = "import sys\nsys.modules['wrapt'] = None\nimport vllm_graphfix\nvllm_gr
     ],
     ids=[
         "a fix",
+        "a fix, for one tree",
+        "a tree that means nothing",
         "inside the rollout",
         "perhaps outside the rollout",
         "an empty percentage",

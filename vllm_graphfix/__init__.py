@@ -90,7 +90,7 @@ def _requires_a_fix() -> bool:
         return False  # an engine may be outside the rollout, and nobody insists there
     if any(asks_for_less(name, value) for name, value in os.environ.items()):
         return False  # a mistyped name counts as off
-    on = [name for name, value in told.items() if value in ("on", "1", "true", "yes") or value.startswith("on:")]
+    on = [name for name, value in told.items() if re.fullmatch("on|1|true|yes|on:[0-9a-f]{16}", value)]
     return master == "strict" or any(map(_is_a_fix, on))
 
 
