@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
@@ -406,6 +407,79 @@ def test_where_the_thread_ends_both_sides_say_so(its: Aborts, monkeypatch: pytes
     assert state_of(mine)[0] is State.FAILED
     # What was sent and not read is known not to have been.
     assert mine.counts()["abort"] == {"delivered": 0, "undelivered": 1}
+
+
+def rank_here(aborts: Aborts, monkeypatch: pytest.MonkeyPatch) -> tuple[Aborts, list[abort_channel.Sender]]:
+    """A rank that serves in this process, as if *aborts*' process had started it, and the connections that it makes."""
+    made: list[abort_channel.Sender] = []
+
+    class Noted(abort_channel.Sender):
+        def __init__(self, engine: str, pid: int) -> None:
+            super().__init__(engine, pid)
+            made.append(self)
+
+    monkeypatch.setattr(abort_channel, "Sender", Noted)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getpid()))
+    mine = Aborts()
+    mine.begin(aborts._engine)
+    mine.serve()
+    return mine, made
+
+
+def test_a_rank_that_is_not_admitted_says_so_before_its_first_verdict_and_once_it_is(
+    its: Aborts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its._begin(SchedulerStandIn())
+    mine, made = rank_here(its, monkeypatch)
+    monkeypatch.setattr(abort_channel, "_is_ours", lambda pid: False)
+    mine.look()
+    assert state_of(mine)[0] is State.WAITING  # connected, and not answered yet
+    until(lambda: state_of(mine)[0] is State.INCOMPATIBLE, mine.look)
+    assert "has closed the connection" in state_of(mine)[1]
+    for _ in range(100):
+        mine.look()
+    assert (len(made), state_of(mine)[0]) == (1, State.INCOMPATIBLE)
+    monkeypatch.setattr(mine, "_reconnect_at", 1.0)  # the time has come
+    until(lambda: len(made) == 2, mine.look)
+    assert state_of(mine)[0] is State.INCOMPATIBLE  # until it knows better
+    monkeypatch.setattr(abort_channel, "_is_ours", lambda pid: True)
+    monkeypatch.setattr(abort_channel, "UNANSWERED", 0.0)
+    until(lambda: state_of(mine)[0] is State.ACTIVE, mine.look)
+    assert mine.counts()["abort"] == {"delivered": 0, "undelivered": 0}
+    mine.begin("")
+
+
+def test_verdicts_of_a_rank_that_is_not_admitted_are_counted_without_a_wait(
+    its: Aborts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    its._begin(SchedulerStandIn())
+    mine, made = rank_here(its, monkeypatch)
+    monkeypatch.setattr(abort_channel, "_is_ours", lambda pid: False)
+    monkeypatch.setattr(abort_channel, "UNANSWERED", abort_ranks.PATIENCE)
+    until(lambda: mine.why_not() is not None)
+    begun = time.monotonic()
+    for _ in range(10_000):
+        with pytest.raises(OSError, match="cannot be told: the process that started it has closed the connection"):
+            mine.tell("shadow", ["a"], [], "wrong")
+    assert time.monotonic() - begun < 20.0 < 10_000 * abort_channel._PATIENCE
+    assert (len(made), mine.counts()["abort"]) == (1, {"delivered": 0, "undelivered": 10_000})
+    assert state_of(mine)[0] is State.FAILED
+    mine.begin("")
+
+
+def test_a_process_that_listens_and_never_answers_is_said_not_to_read(
+    its: Aborts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was stopped before its thread has come to this rank: the kernel connects in its place."""
+    mine, _ = rank_here(its, monkeypatch)
+    monkeypatch.setattr(abort_channel, "UNANSWERED", 0.0)
+    listener = abort_channel._socket()
+    with listener:
+        listener.bind(abort_channel._address(its._engine, os.getpid()))
+        listener.listen()
+        mine.look()
+        assert state_of(mine) == (State.FAILED, "the scheduler's process does not read verdicts")
+        mine.begin("")
 
 
 def test_what_cannot_be_bound_is_a_state_and_the_rank_s_own_scheduler_is_told_all_the_same(its: Aborts) -> None:

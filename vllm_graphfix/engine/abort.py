@@ -42,6 +42,10 @@ _KINDS = ("=", "#")
 _LONGEST_WHY = 900
 _LONGEST_NAME = 256
 """Characters of a request's name that is sent as it is. Twelve bytes each in JSON, with a reason, fit one message."""
+_NOT_ADMITTED = (
+    "the process that started it has closed the connection: its thread has ended, or this rank is none of its own to "
+    "it (another user, another PID namespace)"
+)
 _START_UP = 60.0
 """Seconds after a rank has captured in which there may be no scheduler yet."""
 
@@ -116,6 +120,9 @@ class Aborts:
         """Held to connect and to send, by a step's thread or the heartbeat's, a quarter of a second at most."""
         self._serving_since: float | None = None
         self._why_not: str | None = None
+        self._reconnect_at = 0.0
+        """The time, by the monotonic clock, before which a rank that was not admitted does not connect again; 0 if it
+        was admitted since, or never refused."""
         self._given_up = False
         """True once the scheduler of this process could not carry out a verdict."""
         self._delivered = self._undelivered = 0
@@ -134,6 +141,7 @@ class Aborts:
         """For *engine*, by its name in the records. With an empty one nobody is ended any more."""
         if engine != self._engine:
             self._disconnect()
+            self._reconnect_at = 0.0
         self._engine = engine
 
     def watch(self) -> None:
@@ -155,7 +163,8 @@ class Aborts:
             return State.INCOMPATIBLE, f"requests cannot be ended: {self._refused}"
         if self._given_up:
             return State.FAILED, "verdicts could not be carried out, and their requests go on (event undelivered)"
-        if self._undelivered or (self._sender is not None and self._sender.overdue):
+        sender = self._sender
+        if self._undelivered or (sender is not None and (sender.overdue or sender.is_unanswered())):
             why = "verdicts did not reach the scheduler, and their requests go on (event undelivered)"
             return State.FAILED, why if self._undelivered else "the scheduler's process does not read verdicts"
         if self._scheduled_here:
@@ -164,11 +173,11 @@ class Aborts:
             if self._unheard is not None:
                 return State.FAILED, f"verdicts of ranks in other processes are not heard: {self._unheard}"
             return State.ACTIVE, "the scheduler of this process ends requests by verdicts of ranks"
-        if self._sender is not None:
+        if sender is not None and sender.admitted:
             return State.ACTIVE, "the scheduler hears this rank's verdicts"
         since = self._serving_since
-        if since is None or (time.monotonic() - since < _START_UP and self._why_not is None):
-            return State.WAITING, "no rank serves in this process yet, or its scheduler is still to come"
+        if since is None or (self._why_not is None and (sender or time.monotonic() - since < _START_UP)):
+            return State.WAITING, "no rank serves in this process yet, or its scheduler is still to come, or to answer"
         return State.INCOMPATIBLE, self._why_not or "the scheduler of this rank cannot be told"
 
     def counts(self) -> dict[str, dict[str, int]]:
@@ -191,7 +200,7 @@ class Aborts:
         since = self._serving_since
         if since is None or not self._engine or self._scheduled_here:
             return
-        if self.why_not() is not None and time.monotonic() - since < _START_UP:
+        if self.why_not() is not None and not self._reconnect_at and time.monotonic() - since < _START_UP:
             self._why_not = None
 
     # -- ranks ---------------------------------------------------------------------------------------------------
@@ -204,12 +213,15 @@ class Aborts:
         """Why the scheduler cannot be told; None if it can. Not before the first step, when there is a scheduler."""
         try:
             with self._sending:
-                self._connect()
+                sender = self._connect()
         except OSError as error:
             self._why_not = _why_not(error)
             return self._why_not
-        self._why_not = None
-        return None
+        if sender is None or sender.admitted:
+            self._reconnect_at = 0.0
+        if not self._reconnect_at:  # else one that was refused tries again, and is not admitted yet
+            self._why_not = None
+        return self._why_not
 
     def tell(self, detector: str, requests: Collection[str], blocks: Collection[int], why: str) -> None:
         """Raises CannotTellError where the scheduler cannot be told; what did not reach it is counted.
@@ -249,7 +261,11 @@ class Aborts:
             self._sender.catch_up()
             if not self._sender.closed:
                 return self._sender
+            if not self._sender.admitted:
+                self._reconnect_at = time.monotonic() + abort_channel.UNANSWERED
             self._disconnect()
+        if time.monotonic() < self._reconnect_at:
+            raise CannotTellError(_NOT_ADMITTED)
         # Not getppid: a fork server may stand between.
         parent = multiprocessing.parent_process()
         if parent is None or parent.pid is None:

@@ -33,6 +33,11 @@ _PATIENCE = 0.25
 It then knows that the scheduler sees it before the output of the step that is running. A reader that lets a rank wait
 so long once is not waited for again before it has caught up.
 """
+UNANSWERED = 5.0
+"""Seconds after which a reader that has not admitted a rank is known not to read.
+
+So long a rank that was not admitted waits, too, before it connects again.
+"""
 _BEHIND = 0.02
 """Seconds until the reader looks again whether the scheduler has taken something."""
 _CREDENTIALS = struct.Struct("iII")
@@ -128,6 +133,8 @@ class Receiver:
         connection.setblocking(False)
         pid, uid = _credentials(connection)
         if uid == os.geteuid() and _is_ours(pid) and len(self._ranks) < _MOST_RANKS:
+            with suppress(OSError):  # it has just ended
+                connection.send(b"0")  # by which it knows that it is admitted: a connection that waits looks the same
             return connection
         connection.close()
         if not self._warned:
@@ -177,9 +184,12 @@ class Sender:
         self.sent = 0
         self.read = 0
         """Messages of which the reader has said that they were read."""
+        self.admitted = False
+        """The reader has answered: it reads what this rank sends."""
         self.overdue = False
         """The reader has let this rank wait too long, and has not caught up since."""
         self.closed = False
+        self._answer_until = time.monotonic() + UNANSWERED
         try:
             self._socket.connect(_address(engine, pid))
             if _credentials(self._socket) != (pid, os.geteuid()):
@@ -206,7 +216,7 @@ class Sender:
         """Whether all that was sent was read, as far as the reader has said. Does not wait."""
         try:
             while said := self._socket.recv(64):
-                self.read = max(self.read, int(said))
+                self.admitted, self.read = True, max(self.read, int(said))
             self.closed = True
         except BlockingIOError:
             pass
@@ -215,6 +225,11 @@ class Sender:
         if self.read == self.sent:
             self.overdue = False
         return self.read == self.sent
+
+    def is_unanswered(self) -> bool:
+        """Tell if the reader has not admitted this rank, though it had the time to."""
+        self.catch_up()
+        return not (self.admitted or self.closed) and time.monotonic() > self._answer_until
 
     def close(self) -> None:
         self.closed = True
