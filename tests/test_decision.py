@@ -221,7 +221,8 @@ for name, headless, flags, further in SHAPES:
     state = _this_process().manager.states()["mamba-padding"]
     layered = target.BaseMambaAttentionMetadataBuilder._compute_common_metadata.__globals__["__name__"]
     assert (state.state.value in ("active", "observing")) == layered.startswith("vllm_graphfix"), (state, layered)
-    print("TOLD", json.dumps([name, decision.canary, decision.withheld, state.state.value]), flush=True)
+    here = _this_process().status_record.ranks_here
+    print("TOLD", json.dumps([name, decision.canary, decision.withheld, state.state.value, here]), flush=True)
 """
 """Real engine configurations of a release, of which `SHAPES` has the flags. Mamba's code, which a fix concerns, is
 imported by then."""
@@ -306,7 +307,7 @@ def test_an_engine_whose_nodes_decide_separately_is_out_without_a_key_and_says_w
 ) -> None:
     """All of it, on each node: what was applied before the configuration was known is taken back."""
     named = {name for name, *_ in SEPARATELY}
-    for name, canary, withheld, state in decided[1]:
+    for name, canary, withheld, state, _ in decided[1]:
         if name in named:
             assert (canary, state) == (False, "not-in-canary")
             assert withheld.startswith("VLLM_GRAPHFIX_ROLLOUT=99.99 % without VLLM_GRAPHFIX_ROLLOUT_KEY: ")
@@ -317,13 +318,22 @@ def test_an_engine_that_one_process_decides_for_needs_no_key(decided: tuple[str,
     """On Ray, too, whatever is set on its nodes."""
     affected, found = decided
     assert affected in ("active", "not-needed")
-    together = {name: rest for name, *rest in found if name in {each for each, *_ in TOGETHER}}
+    together = {name: rest for name, *rest, _ in found if name in {each for each, *_ in TOGETHER}}
     assert together == {name: [True, None, affected] for name, *_ in TOGETHER}
+
+
+def test_a_front_end_knows_which_ranks_are_on_its_host_unless_somebody_else_places_them(
+    decided: tuple[str, list[list[Any]]],
+) -> None:
+    somebody_else, two = ("Ray", "launcher"), ("tensor", "data parallelism on one node", "hybrid")
+    for name, *_, here in decided[1]:
+        known = 2 if name.startswith(two) else 1
+        assert here == (None if any(each in name for each in somebody_else) else known), name
 
 
 def test_with_a_key_the_nodes_decide_alike(decided: tuple[str, list[list[Any]]]) -> None:
     affected, found = decided
-    *inside, outside = found[-len(ALIKE) :]
+    *inside, outside = (each[:4] for each in found[-len(ALIKE) :])
     assert inside == [[name, True, None, affected] for name, *_ in ALIKE[:-1]]
     assert (outside[1], outside[3]) == (False, "not-in-canary")
     assert " is not among the first 50 % " in outside[2]

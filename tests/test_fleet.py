@@ -390,6 +390,25 @@ def test_ranks_that_are_missing_before_they_agreed_are_exit_1(tmp_path: Path, tw
 
 
 @pytest.mark.usefixtures("alone")
+def test_ranks_of_this_host_without_a_record_are_exit_1_also_where_the_others_agreed_with_them(
+    tmp_path: Path, two: tuple[Identity, Identity]
+) -> None:
+    front = record(ranks_here=2)
+    leave(tmp_path, front, ranks(two)[0])
+    engine = only(tmp_path)
+    assert (engine.wrong[0].partition(":")[0], engine.notes) == ("no record of rank 1", ())
+    assert look(tmp_path).exit_code == 1
+    leave(tmp_path, ranks(two)[0]._replace(rank=Rank(0, 0, 1, 0), agreement=AgreementReport("a", 1, 1, None)))
+    (wrong,) = only(tmp_path).wrong  # of a data-parallel rank nobody but the front-end knows
+    assert wrong.startswith("no record of 1 of the ranks that its front-end has started on its own host")
+    for changes in ({"ranks_here": 1}, {"written": time.time()}):  # the others elsewhere; or still to come
+        leave(tmp_path, front._replace(**changes), ranks(two)[0])
+        assert (only(tmp_path).wrong, look(tmp_path).exit_code) == ((), 0)
+    leave(tmp_path, front, *ranks(two))
+    assert look(tmp_path).exit_code == 0
+
+
+@pytest.mark.usefixtures("alone")
 def test_an_engine_no_rank_of_which_has_said_anything_is_exit_1(tmp_path: Path) -> None:
     leave(tmp_path, record(), age=121.0)
     assert only(tmp_path).wrong[0].startswith("no rank has reported: they are starting, or run on machines")

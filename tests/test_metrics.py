@@ -11,7 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,7 +21,7 @@ from records import ENGINE, elsewhere, leave, of, record
 from vllm_graphfix.engine import metrics
 from vllm_graphfix.engine.metrics import DEPRECATED, NAMES, Exposition, ServedEngine, Watcher
 from vllm_graphfix.fixes import BY_NAME, FIXES
-from vllm_graphfix.records import AgreementReport, FixReport, identity, own_folder, touch_outdated
+from vllm_graphfix.records import AgreementReport, FixReport, Identity, Record, identity, own_folder, touch_outdated
 
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
@@ -155,8 +155,8 @@ def test_the_number_of_series_does_not_grow_with_reasons_or_ranks(scraped: Scrap
         series = {name: len(scraped.samples(name)) for name in NAMES}
         of_events = series.pop("graphfix_events_total")
         assert of_events == sum(map(len, events.values()))
-        # The versions, the variable that is wrong here, and 10 numbers of the engine.
-        assert sum(series.values()) == 32 + 1 + 1 + 10
+        # The versions, the variable that is wrong here, and 11 numbers of the engine.
+        assert sum(series.values()) == 32 + 1 + 1 + 11
         assert sum(len(scraped.samples(name)) for name in DEPRECATED) == 32 + 1 + 1
 
 
@@ -280,6 +280,75 @@ def test_a_rank_that_is_heard_of_is_not_silent_by_a_clock_that_is_behind(scraped
         leave(tmp_path, record(rank=0, kept=True), age=behind)
         scraped.look()
         assert scraped.value("graphfix_ranks_silent") == silent
+
+
+HERE, BESIDE = identity(), of(os.getppid())
+"""Two processes of this machine that live."""
+
+
+def one_of(size: int, rank: int, process: Identity, group: str = "a-token", **changes: Any) -> Record:
+    return record(process, rank, size, agreement=AgreementReport(group, size, size, None), **changes)
+
+
+UNRECORDED: dict[str, tuple[int, int | None, list[Record], int | None]] = {
+    "all of this host": (2, 2, [one_of(2, 0, HERE), one_of(2, 1, BESIDE)], 0),
+    "one of this host alone, though it agreed": (2, 2, [one_of(2, 0, HERE)], 1),
+    "one of two that were never compared": (2, 2, [one_of(1, 0, HERE)], 1),
+    "one that is not up yet": (2, 2, [one_of(2, 0, HERE, starting=True)], None),
+    "those of this host, of two without a shared folder": (4, 2, [one_of(4, 0, HERE), one_of(4, 1, BESIDE)], 0),
+    "three of two hosts with a shared folder": (4, 2, [one_of(4, n, elsewhere(n, "node-b")) for n in (1, 2, 3)], 1),
+    "Ray, on hosts that are not known": (4, None, [one_of(4, 0, HERE)], None),
+    "Ray, all of them": (2, None, [one_of(2, 0, HERE), one_of(2, 1, elsewhere(7))], 0),
+    "a front-end among others": (
+        4,
+        1,
+        [one_of(4, 0, HERE), one_of(4, 1, elsewhere(7)), record(elsewhere(8), engine="f" * 16, serves_metrics=True)],
+        0,
+    ),
+}
+"""Ranks of the engine, of these on this host, the records, and the ranks that should have one and have none."""
+
+
+@pytest.mark.parametrize(("size", "here", "there", "number"), UNRECORDED.values(), ids=UNRECORDED)
+def test_ranks_that_should_have_a_record_and_have_none_show_where_that_is_known(
+    size: int, here: int | None, there: list[Record], number: int | None, tmp_path: Path
+) -> None:
+    scraped = Scraped(tmp_path, SERVED._replace(ranks=size, ranks_here=here))
+    leave(tmp_path, there[0]._replace(followers=("f" * 16,)), *there[1:])
+    scraped.look()
+    assert [each.value for each in scraped.samples("graphfix_ranks_unrecorded")] == [
+        *([] if number is None else [number])
+    ]
+
+
+def test_a_rank_whose_record_cannot_be_read_has_one(tmp_path: Path) -> None:
+    scraped = Scraped(tmp_path, SERVED._replace(ranks_here=2))
+    leave(tmp_path, one_of(2, 0, HERE))
+    (own_folder(tmp_path) / f"{ENGINE}-{HERE.host}-{BESIDE.pid}.json").write_text("{}")
+    scraped.look()
+    assert (scraped.value("graphfix_records_unreadable"), scraped.value("graphfix_ranks_unrecorded")) == (1, 0)
+
+
+def test_ranks_of_which_nothing_is_known_do_not_count_as_ranks_that_differ(tmp_path: Path) -> None:
+    """Data-parallel ranks of a dense model are compared with nobody."""
+    scraped = Scraped(tmp_path, SERVED._replace(ranks_here=2))
+    leave(tmp_path, one_of(1, 0, HERE))
+    scraped.look()
+    assert scraped.samples("graphfix_ranks_agreeing") == []
+    leave(tmp_path, one_of(1, 0, BESIDE, "another-token"))
+    scraped.look()
+    assert scraped.value("graphfix_ranks_agreeing") == 2
+
+
+def test_ranks_that_are_all_on_other_hosts_are_not_expected_before_one_has_a_record_here(tmp_path: Path) -> None:
+    scraped = Scraped(tmp_path, SERVED._replace(ranks_here=0))
+    leave(tmp_path, record())
+    scraped.look()
+    assert scraped.samples("graphfix_ranks_expected") == []
+    ranks(tmp_path, 3, 4)
+    for _ in range(2):
+        scraped.look()
+    assert scraped.value("graphfix_ranks_expected") == 2
 
 
 def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:

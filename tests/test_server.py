@@ -218,6 +218,7 @@ def test_metrics_show_the_ranks_and_the_rollout(plain: Seen) -> None:
     (text,) = plain.metrics.values()
     assert value(text, "graphfix_ranks_expected") == 1
     assert value(text, "graphfix_ranks_agreeing") == 1
+    assert value(text, "graphfix_ranks_unrecorded") == 0
     assert value(text, "graphfix_canary") == 1
     assert value(text, "graphfix_rollout_percent") == 100
     assert time.time() - value(text, "graphfix_records_read_timestamp_seconds") < 300
@@ -411,6 +412,7 @@ def test_metrics_of_both_api_servers_are_complete_and_count_both_ranks(two_of_ea
         states = {labels["fix"]: (labels["state"], n) for labels, n in samples(text, "graphfix_fix_state")}
         assert states == {name: (state, 2.0) for name, state in STATES.items()}
         assert (value(text, "graphfix_ranks_expected"), value(text, "graphfix_ranks_agreeing")) == (2, 2)
+        assert value(text, "graphfix_ranks_unrecorded") == 0
         assert len(samples(text, "graphfix_events")) == sum(len(BY_NAME[name].events) for name in NEEDED)
         assert value(text, "graphfix_canary") == 1
 

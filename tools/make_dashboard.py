@@ -238,18 +238,16 @@ def rollout(to: board.Dashboard) -> None:
             stacked=True,
         )
     )
+    unknown = f"{graphfix('graphfix_ranks_expected')} unless {ENGINE} graphfix_ranks_agreeing"
     to.with_panel(
         lines(
             "Ranks",
-            "All ranks, those that agree on decision and states, those of engines whose records cannot be read, and "
+            "All ranks, those that agree on decision and states, those without a record, and "
             "those that hang or cannot write their record: 0 is right of the last five.",
             [
                 (f"sum({graphfix('graphfix_ranks_expected')})", "expected"),
                 (f"sum({graphfix('graphfix_ranks_agreeing')})", "agreeing"),
-                (
-                    f"sum({graphfix('graphfix_ranks_expected')} unless {ENGINE} graphfix_ranks_agreeing) or vector(0)",
-                    "not known",
-                ),
+                (f"sum({graphfix('graphfix_ranks_unrecorded')} > 0 or {unknown}) or vector(0)", "not known"),
                 (f"sum({graphfix('graphfix_ranks_silent')})", "silent"),
                 (f"sum({graphfix('graphfix_ranks_outdated')})", "record not written"),
                 (f"sum({graphfix('graphfix_steps_stuck')})", "in one step"),

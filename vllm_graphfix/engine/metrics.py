@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Gauge
 
-    from vllm_graphfix.records import HeartbeatWatch, Record
+    from vllm_graphfix.records import AgreementReport, HeartbeatWatch, Record
     from vllm_graphfix.settings.decision import Decision
 
 EVERY = 5.0
@@ -42,6 +42,7 @@ NAMES = (
     "graphfix_ranks_expected",
     "graphfix_ranks_agreeing",
     "graphfix_ranks_silent",
+    "graphfix_ranks_unrecorded",
     "graphfix_ranks_unchecked",
     "graphfix_ranks_outdated",
     "graphfix_steps_stuck",
@@ -56,6 +57,7 @@ DEPRECATED = ("graphfix_fix_state", "graphfix_rollout_percent", "graphfix_miscon
 """Metrics that are exposed beside these until the next release."""
 _TROUBLES = {
     "ranks_silent": "Ranks whose process has not been heard of for a minute: it hangs, or was stopped.",
+    "ranks_unrecorded": "Ranks of this engine that should have a record here and have none: what they do is not known.",
     "ranks_unchecked": "Ranks that have captured although the check of the ranks failed; their records say why.",
     "ranks_outdated": "Ranks that live and cannot write their record: what has changed there since is not known.",
     "steps_stuck": "Ranks and engine cores that have a heartbeat and have been in one step for over five minutes.",
@@ -79,6 +81,21 @@ class ServedEngine(NamedTuple):
     graphfix: str = ""
     vllm: str = ""
     """Versions: of this plugin, and of vLLM."""
+    ranks_here: int | None = None
+    """The number of ranks in its configuration that are on this host; None where that is not known."""
+
+    def unrecorded(self, ranks: Collection[Record], host: str, *, alone: bool) -> int | None:
+        """Return how many ranks should have a record beside those of *ranks* that *host* reads; None if not known.
+
+        Those of other hosts should where one of them has, since the folder is a shared one then; not unless this
+        front-end is *alone*, as the only one of its engine that serves metrics: it knows nothing of the others' ranks.
+        """
+        if self.ranks is None or any(each.starting for each in ranks):
+            return None
+        here = sum(each.host == host for each in ranks)
+        if (alone and here < len(ranks)) or len(ranks) >= self.ranks:
+            return max(self.ranks - len(ranks), 0)
+        return None if self.ranks_here is None else max(self.ranks_here - here, 0)
 
 
 class Process(NamedTuple):
@@ -108,6 +125,8 @@ class Snapshot(NamedTuple):
     """Ranks that have captured although the gate could not check them."""
     outdated: int = 0
     """Ranks that live and could not renew their record."""
+    unrecorded: int | None = None
+    """Ranks that should have a record here and have none; None if that is not known."""
     stuck: int = 0
     """Processes, engine cores among them, that live and are in a step that may never end."""
 
@@ -134,15 +153,16 @@ def snapshot_of(
     silent: int = 0,
     ended: Iterable[Record] = (),
     schedulers: Iterable[Record] = (),
+    expected: int = 0,
 ) -> Snapshot:
-    """What the records of the ranks of one engine say together, if *silent* of the ranks are silent.
+    """What the records of the ranks of one engine say together, if *silent* of its *expected* ranks are silent.
 
     Of those that have *ended* only what they have counted; of its *schedulers*, that are no ranks, only how many
     requests they have ended, and that they can end none where that is so: a rank may not know.
     """
     fixes: Tally[tuple[str, ...]] = Tally()
     states: Tally[tuple[str, ...]] = Tally()
-    groups: dict[str, int] = {}
+    groups: dict[str, AgreementReport] = {}
     given = list(records)
     for record in given:
         for name, fix in record.fixes.items():
@@ -150,14 +170,16 @@ def snapshot_of(
             if fix.state != "not-needed":
                 fixes[name, fix.mode, fix.state, fix.code] += 1
         if record.agreement is not None:
-            groups[record.agreement.group] = record.agreement.agreeing
+            groups[record.agreement.group] = record.agreement
     events = {Process(each.host, each.pid, each.start_ticks): _counted(each) for each in (*given, *ended)}
     for each in schedulers:
         events[Process(each.host, each.pid, each.start_ticks)] = _aborted(each)
         ends = each.fixes.get("abort")
         if ends is not None and ends.state in ("failed", "incompatible"):
             fixes["abort", ends.mode, ends.state, ends.code] += 1
-    agreeing = sum(groups.values()) if groups else None
+    agreeing = sum(group.agreeing for group in groups.values()) if groups else None
+    if agreeing is not None and agreeing == sum(group.world_size for group in groups.values()) < expected:
+        agreeing = None  # of some ranks nothing is known here, and no other one differs
     unchecked = sum(record.unchecked is not None for record in given)
     return Snapshot(read_at, dict(fixes), dict(states), events, agreeing, silent, unchecked)
 
@@ -269,7 +291,8 @@ class Exposition:
         self._percent.set(engine.percentage)
         self._variables.set({(variable,): 1 for variable in engine.misconfigured})
         self._misconfigured.set(dict.fromkeys(engine.misconfigured.items(), 1))
-        if engine.ranks is not None:
+        # Not where all of them are known to be on other hosts, and none of their records is here: that is no fault.
+        if engine.ranks is not None and (engine.ranks_here != 0 or self._agreeing is not None):
             self._expected = self._expected or self._gauge("ranks_expected", "Ranks of this engine.")
             self._expected.set(engine.ranks)
 
@@ -291,6 +314,7 @@ class Exposition:
             self._agreeing.set(snapshot.agreeing)
         numbers = {
             "ranks_silent": snapshot.silent,
+            **({} if snapshot.unrecorded is None else {"ranks_unrecorded": snapshot.unrecorded}),
             "ranks_unchecked": snapshot.unchecked,
             "ranks_outdated": snapshot.outdated,
             "steps_stuck": snapshot.stuck,
@@ -350,9 +374,9 @@ class Watcher:
         # Not by the dates of files: a file server's clock may be minutes off.
         self._heartbeats = self._heartbeats or records.HeartbeatWatch()
         found = tuple(self._heartbeats.by_this_clock(found, now))
+        others = {each.record.engine for each in found if each.record.serves_metrics} - {self.engine.id}
+        of_ours_alone = [each for each in unreadable if each.engine not in others and records.may_run(each, here)]
         if found or unreadable:  # else the folder may be gone, which is another number
-            others = {each.record.engine for each in found if each.record.serves_metrics} - {self.engine.id}
-            of_ours_alone = [each for each in unreadable if each.engine not in others and records.may_run(each, here)]
             self._exposition.tell_unreadable(len(of_ours_alone))
         ours = {record.file_name for record in records_of_engine((each.record for each in found), self.engine.id)}
         of_ours = [each for each in found if each.path.name in ours]
@@ -372,14 +396,18 @@ class Watcher:
                 for each in steps
             )
             outdated = sum(each.outdated for each in there)
-            snapshot = snapshot_of((each.record for each in there), now, silent, ended, schedulers)
-            self._exposition.tell(snapshot._replace(outdated=outdated, stuck=stuck))
+            ranks = [each.record for each in there]
+            unrecorded = self.engine.unrecorded(ranks, here.host, alone=not others)
+            if unrecorded is not None:  # those whose record cannot be read are another number
+                unrecorded = max(unrecorded - len(of_ours_alone), 0)
+            snapshot = snapshot_of(ranks, now, silent, ended, schedulers, self.engine.ranks or 0)
+            self._exposition.tell(snapshot._replace(outdated=outdated, stuck=stuck, unrecorded=unrecorded))
 
 
 _watcher: Watcher | None = None
 
 
-def expose(base: Path, decision: Decision, ranks: int | None) -> None:
+def expose(base: Path, decision: Decision, ranks: int | None, ranks_here: int | None = None) -> None:
     """Puts this engine's series beside vLLM's.
 
     Called again, for a later engine of the process, it tells of that one.
@@ -393,6 +421,7 @@ def expose(base: Path, decision: Decision, ranks: int | None) -> None:
         decision.misconfigured,
         decision.graphfix,
         decision.vllm,
+        ranks_here,
     )
     if _watcher is None:
         from prometheus_client import REGISTRY

@@ -18,7 +18,15 @@ from typing import Any
 from vllm_graphfix.engine.capture_gate import CaptureGate
 from vllm_graphfix.engine.components import Component
 from vllm_graphfix.engine.context import EngineContext
-from vllm_graphfix.engine.role import Role, deciding_separately, is_api_server_of, place, prints_help, served_model
+from vllm_graphfix.engine.role import (
+    Role,
+    deciding_separately,
+    is_api_server_of,
+    place,
+    prints_help,
+    ranks_on_host,
+    served_model,
+)
 from vllm_graphfix.engine.status_record import StatusRecord
 from vllm_graphfix.fix import Fix, Mode
 from vllm_graphfix.log import logger
@@ -230,6 +238,7 @@ class EngineProcess(EngineContext):
         )
         # With elastic expert parallelism ranks come and go.
         self._ranks = None if getattr(parallel, "enable_elastic_ep", False) else int(parallel.world_size * together)
+        self.status_record.ranks_here = ranks_on_host(parallel)
         self._configured, self.model = True, served_model(config)
         if self.decision is not None and self.role is Role.FRONT_END:
             self.decision = self.decision._replace(instance=str(config.instance_id))
@@ -308,7 +317,8 @@ class EngineProcess(EngineContext):
         from vllm_graphfix.engine import metrics
 
         if self.decision is not None and self._configured:
-            metrics.expose(self.status_record.base(), self.decision, self._ranks)
+            record = self.status_record
+            metrics.expose(record.base(), self.decision, self._ranks, record.ranks_here)
             self.status_record.serves_metrics = True
             self.status_record.keep()
 

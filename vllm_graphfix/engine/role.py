@@ -88,6 +88,18 @@ def deciding_separately(parallel: Any, headless: bool) -> str | None:
     return None
 
 
+def ranks_on_host(parallel: Any) -> int | None:
+    """Return the number of ranks that the engine of a `ParallelConfig` starts on this host.
+
+    None where that is not known: Ray places them, or a launcher starts each as an engine of its own; and where they
+    come and go.
+    """
+    backends = (getattr(parallel, name, "") for name in ("distributed_executor_backend", "data_parallel_backend"))
+    if not all(each in (None, "uni", "mp") for each in backends) or getattr(parallel, "enable_elastic_ep", False):
+        return None
+    return int(parallel.local_world_size * parallel.data_parallel_size_local)
+
+
 def is_api_server_of(decision: Decision) -> bool:
     """Whether the process that decided started this one to serve the same engine: vLLM names these processes."""
     import multiprocessing

@@ -28,6 +28,9 @@ class StatusRecord:
         self.unchecked: str | None = None
         """The reason for which the gate could not check this rank, which has captured all the same."""
         self.serves_metrics = False
+        self.ranks_here: int | None = None
+        """The number of ranks that the engine which this process has configured starts on this host; None where that
+        is not known."""
         self.starting = False
         self.graphs: bool | None = None
         """Whether this rank captures CUDA graphs; None as long as that is not known."""
@@ -144,6 +147,7 @@ class StatusRecord:
             problem=self.problem,
             unchecked=self.unchecked,
             serves_metrics=self.serves_metrics,
+            ranks_here=self.ranks_here,
             misconfigured=decision.misconfigured,
             graphs=self.graphs,
             starting=self.starting,

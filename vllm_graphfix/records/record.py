@@ -140,6 +140,9 @@ class Record(NamedTuple):
     """The reason for which this rank was not checked before its capture, or after it; the engine has gone on."""
     serves_metrics: bool = False
     """Whether /metrics of this process tells of its engine."""
+    ranks_here: int | None = None
+    """The number of ranks that the engine which this process has configured starts on its host; None where that is not
+    known, and in a process that has configured none."""
     wrong: tuple[Wrong, ...] = ()
     moved: tuple[MovedTensor, ...] = ()
     overwritten: tuple[OverwrittenBlock, ...] = ()
@@ -192,6 +195,7 @@ class Record(NamedTuple):
             **({} if self.unchecked is None else {"unchecked": _cut_to_fit(self.unchecked, longest)}),
             **({"followers": list(self.followers)} if self.followers else {}),
             "serves_metrics": self.serves_metrics,
+            **({} if self.ranks_here is None else {"ranks_here": self.ranks_here}),
             "wrong": _numbered(self.wrong, longest),
             **({"moved": _numbered(self.moved, longest)} if self.moved else {}),
             **({"overwritten": _numbered(self.overwritten, longest)} if self.overwritten else {}),
@@ -292,6 +296,7 @@ class Record(NamedTuple):
             problem=fields.text("problem") if fields.has("problem") else None,
             unchecked=fields.text("unchecked") if fields.has("unchecked") else None,
             serves_metrics=fields.truth("serves_metrics") if fields.has("serves_metrics") else False,
+            ranks_here=fields.whole("ranks_here") if fields.has("ranks_here") else None,
             wrong=tuple(
                 Wrong(
                     graph=each.text("graph"),

@@ -230,6 +230,20 @@ class Engine:
                 found.append((absent, any(agreement.agreeing == agreement.world_size for agreement in compared)))
         return found
 
+    @property
+    def unrecorded(self) -> int:
+        """The number of ranks without a record that its front-ends have started on their own hosts."""
+        lacking: dict[str, int] = {}
+        for member in self.members:
+            record = member.record
+            known = record.role == "front-end" and record.ranks_here is not None
+            if known and member.live and member.unchanged >= YOUNG:  # one that is younger may have cores to come
+                lacking[record.host] = lacking.get(record.host, 0) + (record.ranks_here or 0)
+        for member in self.members:
+            if member.record.rank is not None and member.record.host in lacking:
+                lacking[member.record.host] -= 1
+        return sum(max(number, 0) for number in lacking.values())
+
     def _worlds(self) -> dict[tuple[str, int], tuple[list[Member], int]]:
         """The ranks that were compared with each other, dead ones included, and how many there should be."""
         ranked = [(member, member.record.rank) for member in self.members if member.record.rank is not None]
@@ -299,16 +313,18 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
         for one in engine.unreadable
     ]
     unread = len(engine.unreadable)
-    if not starting and not unread and not any(member.record.rank is not None for member in engine.members):
+    recorded = any(member.record.rank is not None for member in engine.members)
+    if not starting and not unread and not recorded:
         wrong.append(
             "no rank has reported: they are starting, "
             f"or run on machines whose records are not here (put {STATUS_DIR} on shared storage)"
         )
+    lacking = max(engine.unrecorded - unread, 0) if recorded and not starting else 0
     for absent, agreed in engine.missing():
         if len(absent) <= unread:
             unread -= len(absent)
             wrong.append(f"no record of {ranks_named(absent)} can be read")
-        elif agreed:
+        elif agreed and not lacking:
             verb = "runs on a machine" if len(absent) == 1 else "run on machines"
             notes.append(
                 f"{ranks_named(absent)} {verb} whose records are not here: put {STATUS_DIR} on shared storage to see "
@@ -319,6 +335,12 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
                 f"no record of {ranks_named(absent)}: starting, without the plugin, or on machines whose records are "
                 f"not here (put {STATUS_DIR} on shared storage)"
             )
+            lacking = max(lacking - len(absent), 0)
+    if lacking:  # ranks that were compared with nobody whose record is here
+        wrong.append(
+            f"no record of {lacking} of the ranks that its front-end has started on its own host: without the plugin, "
+            f"or with another {STATUS_DIR}"
+        )
     if engine.graphs is False:
         notes.append("it runs without CUDA graphs (--enforce-eager, or cudagraph_mode NONE): its zeros mean nothing")
     unchecked: dict[str, list[Member]] = {}
