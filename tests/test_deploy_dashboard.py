@@ -89,7 +89,7 @@ def test_a_prometheus_has_an_answer_for_every_panel(fleet: list[str]) -> None:
 
 def test_a_long_cell_is_cut_and_no_column_runs_into_the_next() -> None:
     (table,) = [panel for panel in record_dashboard.panels() if panel.kind == "table"]
-    labels = {"instance": "127.0.0.1:37285", "fix": "shadow", "state": "active", "reason": "x" * 400}
+    labels = {"instance": "127.0.0.1:37285", "fix": "shadow", "state": "active", "code": "x" * 400}
     answer = record_dashboard.Answer(table, [("", record_dashboard.Series(labels, [(1.0, 2.0)]))])
     drawn = ET.fromstring(record_dashboard.picture([answer], 0.0, 1.0, "doubles"))  # noqa: S314 - our own
     texts = [

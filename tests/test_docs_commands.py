@@ -126,7 +126,7 @@ MADE = {
 PARSED = {
     "python benchmarks/shadow_check.py --out FOLDER [--only CASE] [--part PART]",
     "python tools/record_dashboard.py --seconds 120 http://127.0.0.1:8000/metrics",
-    "python tools/walk_rollout.py canary --record 90 --photograph",
+    "python tools/walk_rollout.py canary --record 90",
 }
 """The script parses its arguments here, and does nothing: it needs a GPU, servers or a release to come, or writes the
 pages."""

@@ -302,7 +302,7 @@ def _cut(cell: str) -> str:
 def _table(answer: Answer, width: float, tall: float) -> list[str]:
     columns = [
         name
-        for name in ("instance", "fix", "mode", "state", "reason", "vllm", "graphfix")
+        for name in ("instance", "fix", "mode", "state", "code")
         if name not in answer.panel.excluded and any(name in series.labels for _, series in answer.series)
     ]
     rows = [

@@ -1,6 +1,6 @@
 """Walks through docs/rollout.md on real servers, vLLM 0.21.0 on a CPU, and writes what was printed into the page.
 
-    python tools/walk_rollout.py [STAGE]... [--record SECONDS] [--photograph]
+    python tools/walk_rollout.py [STAGE]... [--record SECONDS]
 
 What was printed stands between `<!-- walked: NAME -->` and `<!-- end -->`; everything else is left alone. At most two
 servers run at a time, with 2 GB each, and take up to a minute to start. Processes of other vLLMs of this machine would
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import shutil
 import socket
@@ -21,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -40,16 +38,14 @@ PERCENTAGE = 5
 SHADOW = "1/2000"
 """Switched on, though nothing is checked: a CPU has no graphs."""
 SERVE = f"vllm serve /models/{MODEL}"
-QUERY = "sum by (instance, fix, mode, state) (graphfix_fix_ranks)"
-METRICS = r"^graphfix_.*(observing|total|ranks)"
+METRICS = "^graphfix_(fix_ranks|events_total|ranks)"
 
 
 class Walk:
     """Servers that share a status folder, and commands that read it."""
 
-    def __init__(self, folder: Path, record: float, *, photograph: bool) -> None:
+    def __init__(self, folder: Path, record: float) -> None:
         self.record = record
-        self.photograph = photograph
         self._folder = folder
         self._status = folder / "status"
         self._installed = install(folder / "installed")
@@ -136,7 +132,8 @@ def canary(walk: Walk) -> dict[str, str]:
             _wait_for_metrics(server)
         seen = walk.command("fleet")
         metrics = "\n".join(
-            _metrics(server, "^graphfix_(canary|rollout)", port) for port, server in ((8000, patched), (8001, stock))
+            _metrics(server, "^graphfix_(canary|rollout_ratio)", port)
+            for port, server in ((8000, patched), (8001, stock))
         )
         if walk.record:
             with _load(patched), _load(stock):
@@ -242,7 +239,7 @@ def _load(server: Server) -> Iterator[None]:
 
 
 def _dashboard(walk: Walk, servers: Sequence[Server]) -> None:
-    """Write docs/dashboard.svg, and docs/prometheus.png with --photograph."""
+    """Write docs/dashboard.svg."""
     urls = [f"http://127.0.0.1:{server.port}/metrics" for server in servers]
     with record_dashboard.prometheus(urls) as running:
         start = time.time()
@@ -250,27 +247,9 @@ def _dashboard(walk: Walk, servers: Sequence[Server]) -> None:
         running.scraped()
         end = time.time()
         answers = [record_dashboard.ask(running, panel, start, end) for panel in record_dashboard.panels()]
-        if walk.photograph:
-            query = urllib.parse.urlencode({"g0.expr": QUERY, "g0.tab": 1})
-            _photograph(f"{running.address}/classic/graph?{query}", ROOT / "docs" / "prometheus.png")
         print(*(running.firing() or ["no alert"]), sep="\n")
     about = f"two servers of vLLM 0.21.0 on a CPU, one in a rollout of {PERCENTAGE} %"
     (ROOT / "docs" / "dashboard.svg").write_text(record_dashboard.picture(answers, start, end, about))
-
-
-def _photograph(address: str, into: Path) -> None:
-    with tempfile.TemporaryDirectory() as profile:
-        flags = "--headless --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
-        command = ["chromium", *flags.split(), "--disable-component-update", f"--user-data-dir={profile}"]
-        command += ["--no-sandbox"] if os.geteuid() == 0 else []
-        command += [
-            "--hide-scrollbars",
-            "--window-size=1100,810",
-            "--virtual-time-budget=10000",
-            f"--screenshot={into}",
-            address,
-        ]
-        subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120, check=True)
 
 
 def written(page: str, parts: dict[str, str]) -> str:
@@ -288,14 +267,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"default: all of {', '.join(STAGES)}")
     parser.add_argument("--record", type=float, default=0.0, metavar="SECONDS", help="docs/dashboard.svg, in `canary`")
-    parser.add_argument(
-        "--photograph",
-        action="store_true",
-        help="docs/prometheus.png too; needs chromium and an installed Prometheus 2, for its pages",
-    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="walk-") as folder:
-        walk = Walk(Path(folder), options.record, photograph=options.photograph)
+        walk = Walk(Path(folder), options.record)
         for name in options.stages or STAGES:
             walk.forget()
             parts = STAGES[name](walk)
