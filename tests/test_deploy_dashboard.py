@@ -103,7 +103,7 @@ def test_a_long_cell_is_cut_and_no_column_runs_into_the_next() -> None:
 
 TOLD_BY_FLEET = {
     "unanswered": set[str](),
-    "alerts": {"GraphfixDefectObserved (firing)"},
+    "alerts": {"GraphfixDefectObserved (firing)", "GraphfixNotSeen (pending)"},
     "Engines with the fixes": 2,
     "Engines with the plugin": 5,
     "Engines without the plugin": 1,

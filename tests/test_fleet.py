@@ -148,6 +148,27 @@ def test_a_rank_that_lives_and_cannot_write_its_record_is_exit_1(
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("code", "exit_code"), [("cannot-abort", 1), ("undelivered", 1), ("graph-left-out", 0)])
+def test_an_active_detector_that_does_not_do_all_shows(
+    tmp_path: Path, two: tuple[Identity, Identity], code: str, exit_code: int
+) -> None:
+    limited = {"shadow": FixReport("on", "active", "one reason", code)}
+    leave(tmp_path, record(), *ranks(two, fixes=limited))
+    engine = only(tmp_path)
+    lines = [line for line in (*engine.wrong, *engine.notes) if line.startswith("shadow is limited on rank")]
+    assert (len(lines), look(tmp_path).exit_code) == (1, exit_code)
+    assert lines[0].endswith(": one reason")
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_engine_that_serves_no_metrics_is_noted(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
+    for serves, noted in ((True, 0), (False, 1)):
+        leave(tmp_path, record(written=time.time() - 600, serves_metrics=serves), *ranks(two))
+        engine = only(tmp_path)
+        assert (sum("no process of it serves graphfix_*" in note for note in engine.notes), engine.wrong) == (noted, ())
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_rank_that_does_not_come_out_of_a_step_is_exit_1(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
     """It has a heartbeat, which is a thread."""
     began = time.time() - 600

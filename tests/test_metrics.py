@@ -247,7 +247,23 @@ def test_a_step_that_does_not_end_shows_of_an_engine_core_too(scraped: Scraped, 
     ranks(tmp_path, 3)
     leave(tmp_path, core, age=75.0)  # it has no heartbeat any more, which is another number
     scraped.look()
-    assert scraped.value("graphfix_steps_stuck") == 0
+    assert (scraped.value("graphfix_steps_stuck"), scraped.value("graphfix_ranks_silent")) == (1, 1)
+
+
+def test_a_rank_that_has_ended_shows_while_another_one_runs(scraped: Scraped, tmp_path: Path) -> None:
+    scraped.watcher.engine = scraped.watcher.engine._replace(ranks=2)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        leave(
+            tmp_path, record(rank=0, world_size=2, kept=True), record(of(process.pid), rank=1, world_size=2, kept=True)
+        )
+        scraped.look()
+        assert scraped.value("graphfix_ranks_silent") == 0
+        process.communicate()
+    scraped.look()
+    assert scraped.value("graphfix_ranks_silent") == 1
+    scraped.watcher.engine = scraped.watcher.engine._replace(ranks=None)  # elastic: ranks come and go
+    scraped.look()
+    assert scraped.value("graphfix_ranks_silent") == 0
 
 
 def test_a_worker_in_one_step_that_never_knew_its_rank_counts_once(scraped: Scraped, tmp_path: Path) -> None:

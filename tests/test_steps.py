@@ -11,8 +11,9 @@ import pytest
 from records import eventually, only, record
 from stock import release_root, run_in_release
 from vllm_graphfix.engine import steps
+from vllm_graphfix.engine.metrics import EVERY
 from vllm_graphfix.engine.steps import STEPS, STUCK_AFTER, StepClock
-from vllm_graphfix.records import Reporter, read
+from vllm_graphfix.records import HEARTBEAT, Reporter, read
 
 
 class Clock:
@@ -66,6 +67,11 @@ def test_the_outermost_call_is_the_step_also_if_it_raises(clock: Clock) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         watched._around(core)
     assert watched.stuck_since() is None
+
+
+def test_a_stuck_step_shows_before_vllm_ends_the_engine() -> None:
+    """Its executor waits for 300 s by default; the alert waits for a minute, and heartbeat and scrape come first."""
+    assert STUCK_AFTER + HEARTBEAT + EVERY + 60 + 60 < 300
 
 
 def test_a_forked_child_is_in_no_step(clock: Clock) -> None:

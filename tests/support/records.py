@@ -53,6 +53,7 @@ def record(process: Identity | None = None, rank: int | None = None, world_size:
         fixes={"capture-state": FixReport("auto", "active", "applied to GPUModelRunner.capture_model")},
         events={"capture-state": {"state-consumed": 12}},
         agreement=None if rank is None else AgreementReport("a-token", world_size, world_size, None),
+        serves_metrics=rank is None,
         written=1763740000.0,
     )._replace(**changes)
 

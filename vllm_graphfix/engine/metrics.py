@@ -56,11 +56,11 @@ NAMES = (
 DEPRECATED = ("graphfix_fix_state", "graphfix_rollout_percent", "graphfix_misconfigured")
 """Metrics that are exposed beside these until the next release."""
 _TROUBLES = {
-    "ranks_silent": "Ranks whose process has not been heard of for a minute: it hangs, or was stopped.",
+    "ranks_silent": "Ranks and engine cores not heard from for a minute, or ended while the engine serves.",
     "ranks_unrecorded": "Ranks of this engine that should have a record here and have none: what they do is not known.",
     "ranks_unchecked": "Ranks that have captured although the check of the ranks failed; their records say why.",
     "ranks_outdated": "Ranks that live and cannot write their record: what has changed there since is not known.",
-    "steps_stuck": "Ranks and engine cores that have a heartbeat and have been in one step for over five minutes.",
+    "steps_stuck": "Ranks and engine cores that have a heartbeat and have been in one step for over two minutes.",
     "records_unreadable": "Records of this engine that are there and cannot be read: their processes are not known.",
 }
 """Gauges that are 0 where all is well, each with what it says of itself."""
@@ -120,7 +120,8 @@ class Snapshot(NamedTuple):
     agreeing: int | None
     """Ranks that agree; None if none has been compared yet."""
     silent: int = 0
-    """Ranks that are not heard of any more: they are in the other numbers, with what they said last."""
+    """Ranks and engine cores that are not heard from any more, and those that have ended while others serve. The other
+    numbers still have the last report of a silent rank."""
     unchecked: int = 0
     """Ranks that have captured although the gate could not check them."""
     outdated: int = 0
@@ -128,7 +129,7 @@ class Snapshot(NamedTuple):
     unrecorded: int | None = None
     """Ranks that should have a record here and have none; None if that is not known."""
     stuck: int = 0
-    """Processes, engine cores among them, that live and are in a step that may never end."""
+    """Processes, engine cores among them, that exist and are in a step that may never end."""
 
 
 def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
@@ -390,9 +391,15 @@ class Watcher:
             schedulers = [each.record for each in cores if each.record.engine in engines]
             # Engine cores, too: they wait for the result of a step whose rank has gone on to wait elsewhere.
             steps = [each for each in cores if each.record.engine == self.engine.id] + there
-            silent = sum(state is records.Liveness.SILENT for state in states)
+            of_cores = [records.liveness_of(each, now, here) for each in steps if each.record.role == "engine-core"]
+            lost = Tally(state for state in (*states, *of_cores) if state is not records.Liveness.ALIVE)
+            silent = lost[records.Liveness.SILENT]
+            if self.engine.ranks is not None:  # with elastic expert parallelism ranks end while the engine serves
+                silent += lost[records.Liveness.DEAD]
+            # A process that is in such a step and silent as well is both.
             stuck = sum(
-                each.record.in_step_since is not None and records.liveness_of(each, now, here) is records.Liveness.ALIVE
+                each.record.in_step_since is not None
+                and records.liveness_of(each, now, here) is not records.Liveness.DEAD
                 for each in steps
             )
             outdated = sum(each.outdated for each in there)

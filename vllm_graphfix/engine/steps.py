@@ -12,8 +12,9 @@ from typing import Any
 
 from vllm_graphfix.patching.hooks import when_imported, wrap
 
-STUCK_AFTER = 300.0
-"""Seconds in one step from which on a record says so: a first step that compiles kernels takes a minute or two."""
+STUCK_AFTER = 120.0
+"""Seconds in one step after which a record says so. vLLM's executor ends an engine whose step takes 300 s
+(VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS): heartbeat, scrape and alert have to come before."""
 STEPS = (
     # An engine core, too: where a rank's result is awaited in another thread, as with asynchronous scheduling, the
     # rank itself has left its step.

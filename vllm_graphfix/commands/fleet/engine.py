@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from vllm_graphfix.fix import State
+from vllm_graphfix.fix import Code, State
 from vllm_graphfix.marks import process as marks
 from vllm_graphfix.records import HEARTBEAT, PRUNED_AFTER, FixReport, Found, Liveness, Record, Unreadable, shown_path
 from vllm_graphfix.settings.environment import STATUS_DIR
@@ -369,6 +369,7 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
             f"cannot be told, since this vLLM is newer than what is known: {', '.join(unknown)}. "
             "`vllm-graphfix status` says more"
         )
+    _judge_detectors(engine, wrong, notes)
     if (found := engine.counts("shadow")).get("mismatches"):
         given_up = found.get("quarantines-given-up", 0)
         stopped = (
@@ -418,6 +419,33 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
         if len(values) > 1:
             wrong.append(f"{what} differs: {_names_by_value(engine, values)}")
     return wrong, notes
+
+
+_LIMITED = {Code.CANNOT_ABORT.value: True, Code.GRAPH_EXCLUDED.value: False, Code.UNDELIVERED.value: True}
+"""Codes of a detector that is active and does not do all that it is set to do; True for those that break a promise."""
+
+
+def _judge_detectors(engine: Engine, wrong: list[str], notes: list[str]) -> None:
+    for name in engine.fixes:
+        for code, is_wrong in _LIMITED.items():
+            members = [
+                member
+                for member in engine.states(name).get(State.ACTIVE.value, ())
+                if member.record.fixes[name].code == code
+            ]
+            if members:
+                text = f"{name} is limited on {engine.several(members)}: {members[0].record.fixes[name].reason}"
+                (wrong if is_wrong else notes).append(text)
+    front_ends = [m for m in engine.members if m.live and m.record.role in ("front-end", "api-server")]
+    if (
+        front_ends
+        and min(m.unchanged for m in front_ends) >= YOUNG
+        and not any(m.record.serves_metrics for m in front_ends)
+    ):
+        notes.append(
+            "no process of it serves graphfix_* on /metrics, so Prometheus sees nothing of it: it is no server, or its "
+            "front-end is not vLLM's Python one"
+        )
 
 
 def _names_by_value(engine: Engine, values: Mapping[str, Sequence[Member]]) -> str:
