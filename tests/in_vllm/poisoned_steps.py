@@ -39,7 +39,7 @@ def scenario_on_this_release(fix: str) -> Any:
     """Skips where the scenario is of code that this release has not, and the fix is not needed."""
     try:
         scenario = worker.scenario_of(fix)
-        scenario(hit=True)
+        scenario(trigger=True)
     except (AttributeError, TypeError):
         if affected(fix):
             raise
@@ -57,14 +57,14 @@ def test_poison_shows_a_defect_and_nothing_in_other_releases(fix: str) -> None:
 @pytest.mark.parametrize("fix", FIXES)
 def test_what_the_workload_does_not_provoke_poison_does(fix: str) -> None:
     scenario = scenario_on_this_release(fix)
-    plain = scenario(hit=False)
+    plain = scenario(trigger=False)
     assert plain.error is None
     assert plain.eager == plain.graphed
-    effects = shown_by_poison(scenario, hit=False)
+    effects = shown_by_poison(scenario, trigger=False)
     expected = affected(fix) and fix in SHOW_WITHOUT_THEIR_PROVOCATION
     assert bool(effects) == expected, effects
     if expected:
-        assert not shown_by_poison(scenario, {BLOCKS}, hit=False), "no row names the blocks"
+        assert not shown_by_poison(scenario, {BLOCKS}, trigger=False), "no row names the blocks"
 
 
 def runner_with(*requests: str) -> Any:

@@ -26,7 +26,7 @@ def _off_again() -> Iterator[None]:
     process.start(Rate(), Action.REPORT)
 
 
-def watched(fix: str, *, hit: bool) -> Iterator[Watch]:
+def watched(fix: str, *, trigger: bool) -> Iterator[Watch]:
     """Yield what the check saw, of each kind of graphs; skip the test where this release has none of the code.
 
     On a release that has the defect the scenario has to run: there an error fails the test. Drafters alone are not
@@ -34,7 +34,7 @@ def watched(fix: str, *, hit: bool) -> Iterator[Watch]:
     """
     nothing = True
     try:
-        for _, seen in worker.watched([fix], hit=hit):
+        for _, seen in worker.watched([fix], trigger=trigger):
             if (seen.error is not None or not seen.checks) and not affected(fix):
                 pytest.skip(f"the scenario replays nothing here: {seen.error or 'no such graph is captured'}")
             nothing = False
@@ -55,7 +55,7 @@ def test_a_defect_is_caught_at_once_where_there_is_one(fix: str) -> None:
     metadata: set[tuple[str, ...]] = {
         (name,) for each in (trial.watched, *trial.watched_further) if each for name in each.metadata
     }
-    for seen in watched(fix, hit=True):
+    for seen in watched(fix, trigger=True):
         shadow = process.SHADOW
         assert shadow is not None
         assert (seen.error, seen.state, shadow.stopped) == (None, "active", None)
@@ -68,7 +68,7 @@ def test_a_defect_is_caught_at_once_where_there_is_one(fix: str) -> None:
 
 @WATCHED
 def test_without_the_conditions_of_the_defect_nothing_differs(fix: str) -> None:
-    for seen in watched(fix, hit=False):
+    for seen in watched(fix, trigger=False):
         assert (bool(seen.checks), seen.mismatches, seen.error, seen.state) == (True, 0, None, "active")
 
 
@@ -79,7 +79,7 @@ def test_a_fix_that_no_scenario_shows_in_a_replay_says_nothing() -> None:
 def test_an_error_in_a_scenario_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_graphfix.verify.double.scenarios import flashmla_fp8
 
-    def fail(*, hit: bool) -> None:
+    def fail(*, trigger: bool) -> None:
         raise RuntimeError("planted\nin two lines")
 
     monkeypatch.setattr(flashmla_fp8, "watched", fail)

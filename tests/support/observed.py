@@ -60,7 +60,7 @@ def _run(way: str, names: list[str], further: Mapping[str, Workload]) -> None:
     vllm_graphfix.register()
     for name in names:
         activity, scenario = vllm_graphfix._this_process().manager.activity(name), scenario_of(name)
-        workloads: dict[str, Workload] = {"scenario": scenario, "without": partial(scenario, hit=False), **further}
+        workloads: dict[str, Workload] = {"scenario": scenario, "without": partial(scenario, trigger=False), **further}
         for workload, run in workloads.items():
             activity.reset()
             told = {"way": way, "fix": name, "workload": workload} | _measured(run())

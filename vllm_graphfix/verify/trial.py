@@ -16,10 +16,10 @@ _HERE = "vllm_graphfix.verify"
 class Scenario(Protocol):
     """vLLM's own classes on the CPU, driven without and with CUDA graphs."""
 
-    def __call__(self, *, hit: bool = True) -> Measurement:
-        """The same computation twice. On stock the two differ; with the fix they are equal, and something is counted.
+    def __call__(self, *, trigger: bool = True) -> Measurement:
+        """Run one computation twice. On stock the results differ; with the fix they are equal, and it counts events.
 
-        Not *hit*: the same code, without what it takes for the defect to show. The two are equal everywhere, and
+        Without *trigger*, the same code runs without the condition of the defect: the results are equal everywhere, and
         nothing is counted.
         """
 
@@ -30,7 +30,7 @@ class Watched(NamedTuple):
     graphs: str
     """What it has to be wrapped around: a name of `shadow.runners.RUNNERS`."""
     scenario: str
-    """``module:function``: takes *hit* as a `Scenario` does. False where this vLLM replays no such graphs in it."""
+    """``module:function``: takes *trigger* as a `Scenario` does. False where this vLLM replays no such graphs in it."""
     metadata: tuple[str, ...] = ()
     """The classes of the attention metadata, of one of which each of these graphs has been captured; none without."""
 

@@ -17,15 +17,15 @@ class NotPoisonedError(Exception):
     """The scenario does not tell where its steps begin."""
 
 
-def shown_by_poison(scenario: Scenario, kinds: Collection[str] = KINDS, *, hit: bool = True) -> list[str]:
+def shown_by_poison(scenario: Scenario, kinds: Collection[str] = KINDS, *, trigger: bool = True) -> list[str]:
     """What poison of *kinds* shows in *scenario*, in words.
 
     Nothing if each number is, to the last bit, that of eager without poison, nobody wrote where nobody may, and the
     graphs came to their end. Raises NotPoisonedError.
     """
-    expected = scenario(hit=hit).eager
+    expected = scenario(trigger=trigger).eager
     with poisoned(kinds) as poison:
-        found = scenario(hit=hit)
+        found = scenario(trigger=trigger)
     told = [finding.text for finding in poison.findings()]
     for how, numbers in (("without graphs", found.eager), ("with graphs", found.graphed)):
         if how == "with graphs" and found.error is not None:

@@ -102,7 +102,7 @@ def use(folder: str) -> None:
         raise ImportError(f"vllm was imported from {vllm.__file__}, not from {folder}")
 
 
-def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Watch]]:
+def watched(names: Sequence[str], *, trigger: bool = True) -> Iterator[tuple[str, Watch]]:
     """Has the shadow check look at every replay in the scenarios of the fixes *names*.
 
     It does so where these are made for it and it knows their graphs. Told for each kind of graphs. From here on the
@@ -136,7 +136,7 @@ def watched(names: Sequence[str], *, hit: bool = True) -> Iterator[tuple[str, Wa
         process.start(Rate(every=1), Action.REPORT)
         error = None
         try:
-            if replay(hit=hit) is False:
+            if replay(trigger=trigger) is False:
                 continue
         except Exception as raised:
             traceback.print_exc()
@@ -169,7 +169,7 @@ def refuse_misfit(scenario: Scenario) -> None:
     """
     from vllm_graphfix.verify.proof import differing
 
-    found = scenario(hit=False)
+    found = scenario(trigger=False)
     if found.error or not found.eager or differing(found.eager, found.graphed):
         why = found.error or "runs with and without graphs differ"
         raise ValueError(f"the scenario does not fit this vLLM: without the defect's condition {why}")

@@ -23,11 +23,11 @@ PROMPTS = [24, 25, 26, 27, 20, 21, 22, 23]
 which later steps are padded."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: every step fills the graph."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: every step fills the graph."""
     from vllm_graphfix.verify.measurement import Measurement
 
-    steps = [PROMPTS, [4, 5, 6], [7, 16]] if hit else [PROMPTS, [4, 5, 6, 7, 8, 9, 10, 11]]
+    steps = [PROMPTS, [4, 5, 6], [7, 16]] if trigger else [PROMPTS, [4, 5, 6, 7, 8, 9, 10, 11]]
     return Measurement(
         f"sums of the hidden states in each slot of the cache after {len(steps)} steps",
         tuple(_serve(steps, graphs=False)),

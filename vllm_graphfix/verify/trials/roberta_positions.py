@@ -23,12 +23,12 @@ FULL: tuple[int, ...] = (8,)
 """Tokens of each request of a batch."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: every batch fills its graph."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: every batch fills its graph."""
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
     from vllm_graphfix.verify.measurement import Measurement
 
-    steps = [*([SHORT if hit else FULL] * 5), FULL, SHORT if hit else FULL]
+    steps = [*([SHORT if trigger else FULL] * 5), FULL, SHORT if trigger else FULL]
     models = ("RobertaEmbeddingModel", "RobertaForSequenceClassification")
     graphed: tuple[float, ...] = ()
     error = None

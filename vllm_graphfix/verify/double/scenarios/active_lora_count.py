@@ -48,15 +48,15 @@ LAYER = "model.layers.0.mlp"
 MODE = CUDAGraphMode.FULL_DECODE_ONLY
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: every request has an adapter."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: every request has an adapter."""
     eager: list[float] = []
     graphed: list[float] = []
     runners = _runners()
     for kind in runners:
-        eager += _serve(kind, CUDAGraphMode.NONE, hit, Bare)
+        eager += _serve(kind, CUDAGraphMode.NONE, trigger, Bare)
         with cpu_cuda_graphs():
-            graphed += _serve(kind, MODE, hit, Bare)
+            graphed += _serve(kind, MODE, trigger, Bare)
     return Measurement(
         f"outputs of a layer with {ADAPTERS} adapters over {len(STEPS)} steps of 2 to 5 requests",
         tuple(eager),
@@ -75,13 +75,13 @@ def _runners() -> list[Any]:
     return found
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     with wrappers_on_the_double():
-        _serve(RunnerV1, MODE, hit, Wrapped)
+        _serve(RunnerV1, MODE, trigger, Wrapped)
 
 
-def _serve(kind: Any, mode: CUDAGraphMode, hit: bool, graphs_kind: Any) -> list[float]:
+def _serve(kind: Any, mode: CUDAGraphMode, trigger: bool, graphs_kind: Any) -> list[float]:
     """The outputs of the requests, step by step."""
     random = torch.Generator().manual_seed(0)
     numbers: list[float] = []
@@ -91,7 +91,7 @@ def _serve(kind: Any, mode: CUDAGraphMode, hit: bool, graphs_kind: Any) -> list[
         for tokens, adapters in runner.captures() if mode != CUDAGraphMode.NONE else ():
             graphs.capture(tokens, adapters)
         for adapters in STEPS:
-            rows = adapters if hit else [adapter or 1 for adapter in adapters]
+            rows = adapters if trigger else [adapter or 1 for adapter in adapters]
             layer.hidden[: len(rows)] = torch.randn(len(rows), HIDDEN, generator=random)
             dispatched = runner.step(rows)
             output = layer.forward(len(rows)) if dispatched is None else graphs.replay(*dispatched, len(rows))

@@ -49,9 +49,9 @@ WHOLE: tuple[Step, ...] = (((2, 2, 2), 6), ((2, 1, 0), 3), ((2, 2, 1), 2))
 CPU = torch.device("cpu")
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Steps with fewer drafts, in a graph for all of them. Not *hit*: some request has all its drafts."""
-    steps = STEPS if hit else WHOLE
+def run(*, trigger: bool = True) -> Measurement:
+    """Steps with fewer drafts, in a graph for all of them. Without *trigger*: some request has all its drafts."""
+    steps = STEPS if trigger else WHOLE
     eager = _serve(steps, captured=False)
     with cpu_cuda_graphs():
         graphed = _serve(steps, captured=True)
@@ -64,10 +64,10 @@ def run(*, hit: bool = True) -> Measurement:
     )
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's manager of graphs, for the shadow check."""
     with wrappers_on_the_double():
-        _serve(STEPS if hit else WHOLE, captured=True, wrapped=True)
+        _serve(STEPS if trigger else WHOLE, captured=True, wrapped=True)
 
 
 def _serve(steps: Sequence[Step], *, captured: bool, wrapped: bool = False) -> list[float]:

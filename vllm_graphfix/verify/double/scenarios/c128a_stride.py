@@ -33,9 +33,9 @@ LENGTHS = (700, 1500, 400)
 STEPS = 3
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Attention outputs. Not *hit*: a model whose longest request has rows as wide as any."""
-    longest = MAX_MODEL_LEN if hit else MAX_MODEL_LEN // 2
+def run(*, trigger: bool = True) -> Measurement:
+    """Attention outputs. Without *trigger*: a model whose longest request has rows as wide as any."""
+    longest = MAX_MODEL_LEN if trigger else MAX_MODEL_LEN // 2
     with _cpu_kernels():
         eager = list(chain.from_iterable(_decode(longest, in_graph=False)))
     with _cpu_kernels(), cpu_cuda_graphs():
@@ -44,10 +44,10 @@ def run(*, hit: bool = True) -> Measurement:
     return Measurement(told, tuple(eager), tuple(graphed))
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     with _cpu_kernels(), wrappers_on_the_double():
-        _decode(MAX_MODEL_LEN if hit else MAX_MODEL_LEN // 2, in_graph=True, wrapped=True)
+        _decode(MAX_MODEL_LEN if trigger else MAX_MODEL_LEN // 2, in_graph=True, wrapped=True)
 
 
 def _decode(longest: int, *, in_graph: bool, wrapped: bool = False) -> list[list[float]]:

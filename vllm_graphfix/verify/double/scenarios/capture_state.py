@@ -43,13 +43,13 @@ STEPS = (
 TARGET, DRAFT = "target.attention", "draft.attention"
 
 
-def run(*, hit: bool = True) -> Measurement:
+def run(*, trigger: bool = True) -> Measurement:
     """Hidden states of the target model and of a draft model, request by request, step by step.
 
-    Not *hit*: without a planner.
+    Without *trigger*: without a planner.
     """
     numbers = f"hidden states of target and draft model over {len(STEPS)} decode steps of 1 to {MAX_REQUESTS} requests"
-    with nullcontext() if hit else attention_without_a_plan():
+    with nullcontext() if trigger else attention_without_a_plan():
         return measure(numbers, _eager, _graphed, {"state-consumed": 2 * len(SIZES)})
 
 
@@ -66,14 +66,14 @@ def _eager() -> list[torch.Tensor]:
     return [runner.run_eagerly(model, step) for step in STEPS for model in models]
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The target model's replays of `run`, as model runner V2 makes them, for the shadow check.
 
     A drafter's replays are made by vLLM's speculators.
     """
     from vllm_graphfix.verify.double.model_runners import RunnerV2StandIn, wrappers_on_the_double
 
-    with wrappers_on_the_double(), nullcontext() if hit else attention_without_a_plan():
+    with wrappers_on_the_double(), nullcontext() if trigger else attention_without_a_plan():
         runner, (model, _) = _runner(), _models()
         target = _capture_target(runner, model)
         for step in STEPS:

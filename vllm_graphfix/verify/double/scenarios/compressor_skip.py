@@ -58,15 +58,15 @@ OF_V2 = "seq_lens_cpu_upper_bound" in compressor._get_c128_boundary.__code__.co_
 """Before 0.30.0 the compressor asks for a number that model runner V2 does not have, and leaves nothing out there."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: with asynchronous scheduling and drafts nobody knows in time which step completes a group."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: with asynchronous scheduling and drafts nobody knows in time which step completes a group."""
     served = (_decode_and_prefill, _decode_in_microbatches) if OF_V2 else (_decode_in_microbatches,)
     eager: list[float] = []
     graphed: list[float] = []
     for serve in served:
         with compressor_stand_ins(), cpu_cuda_graphs(), torch.inference_mode():
-            eager += serve(in_graph=False, known_in_time=hit)
-            graphed += serve(in_graph=True, known_in_time=hit)
+            eager += serve(in_graph=False, known_in_time=trigger)
+            graphed += serve(in_graph=True, known_in_time=trigger)
     told = "cache entries of groups that are completed in a decode" + " and in a prompt" * OF_V2
     # A pass of two microbatches; with model runner V2, two graphs.
     return Measurement(told, tuple(eager), tuple(graphed), counted={"layer-left-out": 2 * len(served)})

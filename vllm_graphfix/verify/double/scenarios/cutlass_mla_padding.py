@@ -26,9 +26,9 @@ LATENT, ROPE = 512, 64
 """The kernel takes no other widths."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: four requests, which fill the graph."""
-    steps = [[7 + step, 40 + step, *([] if hit else [16, 1])] for step in range(3)]
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: four requests, which fill the graph."""
+    steps = [[7 + step, 40 + step, *([] if trigger else [16, 1])] for step in range(3)]
     with cpu_cutlass_mla():
         eager = CutlassMLADecode()
         expected = [eager.step(lengths) for lengths in steps]

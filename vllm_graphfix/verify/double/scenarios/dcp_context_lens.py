@@ -26,12 +26,12 @@ STEPS = [[9 + step, 23 + step, 14 + step] for step in range(3)]
 """Lengths of the requests, step by step, of which one token is decoded."""
 
 
-def run(*, hit: bool = True) -> Measurement:
+def run(*, trigger: bool = True) -> Measurement:
     """One of two ranks that share the context decodes three requests in a graph for four.
 
-    Not *hit*: it has the context to itself.
+    Without *trigger*: it has the context to itself.
     """
-    ranks = 2 if hit else 1
+    ranks = 2 if trigger else 1
     eager = _decode(ranks, captured=False)
     with cpu_cuda_graphs():
         graphed = _decode(ranks, captured=True)
@@ -43,10 +43,10 @@ def run(*, hit: bool = True) -> Measurement:
     )
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     with wrappers_on_the_double():
-        _decode(2 if hit else 1, captured=True, wrapped=True)
+        _decode(2 if trigger else 1, captured=True, wrapped=True)
 
 
 def _decode(ranks: int, *, captured: bool, wrapped: bool = False) -> list[float]:

@@ -43,10 +43,10 @@ CPU = torch.device("cpu")
 
 
 def run(
-    *, hit: bool = True, modes: tuple[CUDAGraphMode, ...] = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+    *, trigger: bool = True, modes: tuple[CUDAGraphMode, ...] = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 ) -> Measurement:
-    """Not *hit*: every batch has the four requests that the graphs were captured for."""
-    rejected = REJECTED if hit else [*REJECTED, 0]
+    """Without *trigger*: every batch has the four requests that the graphs were captured for."""
+    rejected = REJECTED if trigger else [*REJECTED, 0]
     configured = " and ".join(f"for {mode.name}" for mode in modes)
     numbers = f"draft tokens of {len(rejected)} requests over 4 steps, configured {configured} graphs"
     with cpu_cuda_graphs(), cpu_triton_kernels(eagle, gumbel):

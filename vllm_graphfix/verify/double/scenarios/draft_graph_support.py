@@ -57,12 +57,12 @@ _OF_OTHER_PARTS = (
 """What `initialize_kv_cache` calls besides."""
 
 
-def run(*, hit: bool = True) -> Measurement:
+def run(*, trigger: bool = True) -> Measurement:
     """Hidden states of decodes with a draft token, request by request, step by step.
 
-    Not *hit*: without a draft, of which this backend makes decodes.
+    Without *trigger*: without a draft, of which this backend makes decodes.
     """
-    tokens = 2 if hit else 1
+    tokens = 2 if trigger else 1
     steps = [Step(lengths, tokens) for lengths in LENGTHS]
     numbers = (
         f"hidden states of {tokens} tokens a request over {len(steps)} decode steps of 1 to {MAX_REQUESTS} requests"
@@ -72,11 +72,11 @@ def run(*, hit: bool = True) -> Measurement:
             numbers,
             lambda: _serve(steps, captured=False),
             lambda: _serve(steps, captured=True),
-            {"unsupported-graph": 3 if hit else 0},
+            {"unsupported-graph": 3 if trigger else 0},
         )
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run`, as model runner V2 makes them, for the shadow check: with a draft and without.
 
     With one, the fix leaves no full graph to replay.
@@ -84,7 +84,7 @@ def watched(*, hit: bool = True) -> None:
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
     with wrappers_on_the_double(), _unpinned():
-        for tokens in (2, 1) if hit else (1,):
+        for tokens in (2, 1) if trigger else (1,):
             _serve([Step(lengths, tokens) for lengths in LENGTHS], captured=True, watch=True)
 
 

@@ -33,9 +33,9 @@ BATCHES = [[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [5, 0, 3, 1, 2]]
 HIDDEN_SIZE, VOCABULARY, MAX_LENGTH = 8, 16, 64
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Six requests draft in a graph, then five of them. Not *hit*: all six in every step."""
-    batches = BATCHES if hit else BATCHES[:1] * len(BATCHES)
+def run(*, trigger: bool = True) -> Measurement:
+    """Six requests draft in a graph, then five of them. Without *trigger*: all six in every step."""
+    batches = BATCHES if trigger else BATCHES[:1] * len(BATCHES)
     with cpu_cuda_graphs():
         eager = _draft(CUDAGraphMode.NONE, batches)
         graphed = _draft(CUDAGraphMode.FULL_DECODE_ONLY, batches)
@@ -46,12 +46,12 @@ def run(*, hit: bool = True) -> Measurement:
     )
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run`, of draft prefills and draft decodes, for the shadow check."""
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
     with wrappers_on_the_double():
-        _draft(CUDAGraphMode.FULL_DECODE_ONLY, BATCHES if hit else BATCHES[:1] * len(BATCHES))
+        _draft(CUDAGraphMode.FULL_DECODE_ONLY, BATCHES if trigger else BATCHES[:1] * len(BATCHES))
 
 
 def _draft(mode: Any, batches: list[list[int]]) -> list[float]:

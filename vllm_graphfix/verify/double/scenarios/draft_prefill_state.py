@@ -50,24 +50,24 @@ STEPS = tuple(
 TARGET, DRAFT = "target.attention", "draft.attention"
 
 
-def run(*, hit: bool = True) -> Measurement:
+def run(*, trigger: bool = True) -> Measurement:
     """The draft's output while its largest graph warms up, then of each step: without and after the target's graph.
 
-    Not *hit*: without a planner.
+    Without *trigger*: without a planner.
     """
     numbers = (
         f"draft prefill: warm-up, {len(STEPS)} steps of 1 to {MAX_REQUESTS} requests, without and after the target's"
     )
-    with nullcontext() if hit else attention_without_a_plan():
+    with nullcontext() if trigger else attention_without_a_plan():
         return measure(numbers, _eager, _graphed, {"captured-state-reused": len(SIZES)})
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` that an Eagle speculator makes, for the shadow check."""
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
     drafting = Drafting()
-    with wrappers_on_the_double(), nullcontext() if hit else attention_without_a_plan():
+    with wrappers_on_the_double(), nullcontext() if trigger else attention_without_a_plan():
         target = _capture_target(drafting)
         for step in STEPS:
             descriptor = target.dispatch(len(step.lengths), step.num_tokens, QUERY_TOKENS)

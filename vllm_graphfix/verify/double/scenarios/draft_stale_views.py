@@ -35,9 +35,9 @@ LAYER = "attention"
 makes the metadata of both."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Starts and lengths of the requests that each warm-up sees. Not *hit*: there is one graph, and one batch."""
-    sizes = SIZES if hit else SIZES[-1:]
+def run(*, trigger: bool = True) -> Measurement:
+    """Measure the starts and lengths of requests that each warm-up sees. Without *trigger*, there is one graph."""
+    sizes = SIZES if trigger else SIZES[-1:]
     numbers = f"starts and lengths of requests in the draft's warm-ups for {len(sizes)} graphs"
     return measure(
         numbers,

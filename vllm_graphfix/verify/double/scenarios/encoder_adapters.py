@@ -42,19 +42,19 @@ WITH_ADAPTERS = 3
 CONNECTED = "connector"
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: no image has an adapter."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: no image has an adapter."""
     eager: list[float] = []
     graphed: list[float] = []
     kinds = runners()
     for kind in kinds:
-        eager += _serve(kind, hit, graphs=False)
-        graphed += _serve(kind, hit, graphs=True)
+        eager += _serve(kind, trigger, graphs=False)
+        graphed += _serve(kind, trigger, graphs=True)
     return Measurement(
         f"embeddings of 2 or 3 images in {len(STEPS)} steps, {ADAPTERS} adapters, a graph for {BUDGET} tokens",
         tuple(eager),
         tuple(graphed),
-        counted={"encoder-graph-with-adapters": WITH_ADAPTERS * len(kinds) if hit else 0},
+        counted={"encoder-graph-with-adapters": WITH_ADAPTERS * len(kinds) if trigger else 0},
     )
 
 
@@ -66,14 +66,14 @@ def runners() -> list[Any]:
     return [*found, RunnerV2] if hasattr(EncoderRunner, "has_cudagraph") else found
 
 
-def _serve(kind: Any, hit: bool, *, graphs: bool) -> list[float]:
+def _serve(kind: Any, trigger: bool, *, graphs: bool) -> list[float]:
     """The embeddings of all images, step by step."""
     numbers: list[float] = []
     with encoders_on_the_cpu():
         runner = kind(EncoderWithAdapters(), graphs=graphs)
         random = torch.Generator().manual_seed(1)
         for step in STEPS:
-            images = [(image(length, random), adapter if hit else 0) for length, adapter in step]
+            images = [(image(length, random), adapter if trigger else 0) for length, adapter in step]
             numbers += torch.cat(runner.encode(images)).flatten().tolist()
     return numbers
 

@@ -60,12 +60,12 @@ STEPS = (
 """Each image has frames, and patches high and wide; they are 4 tokens, 8 and 4, 24, which no graph has, and 8."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: the images have been normalised before the model gets them."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: the images have been normalised before the model gets them."""
     eager: list[float] = []
     graphed: list[float] = []
     with models_on_the_cpu():
-        for model in (qwen2_vl_model(hit), qwen2_5_vl_model(hit)):
+        for model in (qwen2_vl_model(trigger), qwen2_5_vl_model(trigger)):
             manager = captured_manager(model)
             for number, (kind, grids) in enumerate(STEPS):
                 asked = images(kind, grids, number)
@@ -80,7 +80,7 @@ def run(*, hit: bool = True) -> Measurement:
         "tokens",
         tuple(eager),
         tuple(graphed),
-        counted={"images-not-normalised": 2 * len(STEPS) if hit else 0},
+        counted={"images-not-normalised": 2 * len(STEPS) if trigger else 0},
     )
 
 

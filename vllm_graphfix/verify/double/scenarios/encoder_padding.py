@@ -34,9 +34,9 @@ FULL = ((4,), (5, 3), (8,))
 """Tokens of each image. No two batches of one call: the manager makes them itself."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: every batch fills its graph."""
-    steps = BATCHES if hit else FULL
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: every batch fills its graph."""
+    steps = BATCHES if trigger else FULL
     with cpu_cuda_graphs(), ExitStack() as stack:
         for owner, name, value in (
             (fa_utils, "flash_attn_varlen_func", _varlen_stand_in),
@@ -56,7 +56,7 @@ def run(*, hit: bool = True) -> Measurement:
         f"embeddings of images in {len(steps)} batches, graphs for {BUDGETS[0]} and {BUDGETS[1]} tokens",
         tuple(torch.cat(eager).flatten().tolist()),
         tuple(torch.cat(graphed).flatten().tolist()),
-        counted={"padded-encoder-graph": len(steps) if hit else 0},
+        counted={"padded-encoder-graph": len(steps) if trigger else 0},
     )
 
 

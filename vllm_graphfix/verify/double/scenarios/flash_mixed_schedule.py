@@ -19,9 +19,9 @@ ALONE: list[Batch] = [([TOKENS], [TOKENS + length]) for length in (0, 6, 13)]
 """Steps like that of the capture: one request of as many tokens as the graph has."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Steps of at most five tokens in a graph for eight. Not *hit*: of one request with eight tokens."""
-    steps = STEPS if hit else ALONE
+def run(*, trigger: bool = True) -> Measurement:
+    """Steps of at most five tokens in a graph for eight. Without *trigger*: of one request with eight tokens."""
+    steps = STEPS if trigger else ALONE
     eager = _serve(steps, captured=False)
     with cpu_cuda_graphs():
         graphed = _serve(steps, captured=True)
@@ -30,14 +30,14 @@ def run(*, hit: bool = True) -> Measurement:
         f"{TOKENS} tokens",
         tuple(eager),
         tuple(graphed),
-        counted={"schedules-made-for-the-graph": len(steps) if hit else 0},
+        counted={"schedules-made-for-the-graph": len(steps) if trigger else 0},
     )
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     with wrappers_on_the_double():
-        _serve(STEPS if hit else ALONE, captured=True, wrapped=True)
+        _serve(STEPS if trigger else ALONE, captured=True, wrapped=True)
 
 
 def _serve(steps: list[Batch], *, captured: bool, wrapped: bool = False) -> list[float]:

@@ -26,13 +26,13 @@ STEPS = [[60 + step, 127 + step, 200 + step] for step in range(4)]
 """Lengths of the requests, step by step."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Every captured row is a request. Not *hit*: without graphs."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Every captured row is a request. Without *trigger*: without graphs."""
     install_flashmla_stand_ins()
     eager = DenseFP8Decode()
     expected = [eager.step(lengths) for lengths in STEPS]
     with cpu_cuda_graphs():
-        graphed = DenseFP8Decode(captured_requests=3 if hit else None)
+        graphed = DenseFP8Decode(captured_requests=3 if trigger else None)
         replayed = [graphed.step(lengths) for lengths in STEPS]
     return Measurement(
         numbers="attention output of 3 requests over 4 decode steps (every 64th of 512 values a head)",
@@ -42,17 +42,17 @@ def run(*, hit: bool = True) -> Measurement:
     )
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check.
 
-    Not *hit*: at the lengths of the capture.
+    Without *trigger*: at the lengths of the capture.
     """
     install_flashmla_stand_ins()
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
     with wrappers_on_the_double():
         graphed = DenseFP8Decode(captured_requests=3, wrapped=True)
-        for lengths in STEPS if hit else [[1, 1, 1]] * len(STEPS):
+        for lengths in STEPS if trigger else [[1, 1, 1]] * len(STEPS):
             graphed.step(lengths)
 
 

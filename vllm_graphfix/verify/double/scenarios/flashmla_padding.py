@@ -10,19 +10,19 @@ from vllm_graphfix.verify.double.scenarios.flashmla_fp8 import DenseFP8Decode
 from vllm_graphfix.verify.measurement import Measurement
 
 
-def run(*, hit: bool = True) -> Measurement:
+def run(*, trigger: bool = True) -> Measurement:
     """Two requests in a graph captured for four: eager runs them without padding.
 
-    Not *hit*: in a graph for two, at the lengths of its capture, whose plan is right for them.
+    Without *trigger*: in a graph for two, at the lengths of its capture, whose plan is right for them.
     """
     install_flashmla_stand_ins()
-    steps = [[63 + step, 200 + step] for step in range(3)] if hit else [[1, 1]] * 3
+    steps = [[63 + step, 200 + step] for step in range(3)] if trigger else [[1, 1]] * 3
     eager = DenseFP8Decode()
     expected = [eager.step(lengths) for lengths in steps]
     replayed: list[list[float]] = []
     error = None
     with cpu_cuda_graphs():
-        graphed = DenseFP8Decode(captured_requests=4 if hit else 2)
+        graphed = DenseFP8Decode(captured_requests=4 if trigger else 2)
         try:
             replayed = [graphed.step(lengths) for lengths in steps]
         except RuntimeError as e:

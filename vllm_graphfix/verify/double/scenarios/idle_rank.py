@@ -60,9 +60,9 @@ STEPS: list[tuple[str, ...] | str] = [
 ]
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: the rank idles before its first requests, when nothing is in its buffers."""
-    schedule: Sequence[tuple[str, ...] | str] = STEPS if hit else [IDLE, IDLE, ("first", "second")]
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: the rank idles before its first requests, when nothing is in its buffers."""
+    schedule: Sequence[tuple[str, ...] | str] = STEPS if trigger else [IDLE, IDLE, ("first", "second")]
     numbers = (
         "every cache block of 2 requests and the outputs of a Mamba hybrid and of a model with a drafter, step by step"
     )

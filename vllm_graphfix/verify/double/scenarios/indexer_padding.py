@@ -38,9 +38,9 @@ RADIX_THRESHOLD = 32768
 """From this length on, several blocks of the top-k kernel share a row."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: without draft tokens, and with padded rows all the same."""
-    tokens = TOKENS if hit else 1
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: without draft tokens, and with padded rows all the same."""
+    tokens = TOKENS if trigger else 1
     eager = Decode(tokens=tokens)
     expected = [eager.step(lengths) for lengths in STEPS]
     replayed: list[list[float]] = []

@@ -36,19 +36,19 @@ COMPUTED = {"first": 6, "second": 9, "third": 3}
 STEPS = 6
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """The outputs of both layers. Not *hit*: without prefix caching, where a request has one state and no index."""
-    eager = _serve(CUDAGraphMode.NONE, hit)
+def run(*, trigger: bool = True) -> Measurement:
+    """Measure the outputs of both layers. Without *trigger*, prefix caching is off: one state a request, no index."""
+    eager = _serve(CUDAGraphMode.NONE, trigger)
     with cpu_cuda_graphs():
-        graphed = _serve(CUDAGraphMode.FULL, hit)
+        graphed = _serve(CUDAGraphMode.FULL, trigger)
     told = f"outputs of two Mamba-2 layers for {len(COMPUTED)} requests over {STEPS} decode steps"
     return Measurement(told, tuple(eager), tuple(graphed))
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     with wrappers_on_the_double():
-        _serve(CUDAGraphMode.FULL, hit, wrapped=True)
+        _serve(CUDAGraphMode.FULL, trigger, wrapped=True)
 
 
 def _serve(mode: Any, caching: bool, *, wrapped: bool = False) -> list[float]:

@@ -55,9 +55,9 @@ PAST_THEIR_PROMPTS: list[dict[str, int]] = [
 ]
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: whoever was in the padded slot was past its prompt."""
-    schedule = STEPS if hit else PAST_THEIR_PROMPTS
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: whoever was in the padded slot was past its prompt."""
+    schedule = STEPS if trigger else PAST_THEIR_PROMPTS
     eager: list[float] = []
     graphed: list[float] = []
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
@@ -70,11 +70,11 @@ def run(*, hit: bool = True) -> Measurement:
     return Measurement(numbers, tuple(eager), tuple(graphed), counted={"padded-row-prefilling": 6})
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
         with unpinned(), wrappers_on_the_double():
-            _serve(backend, CUDAGraphMode.FULL, STEPS if hit else PAST_THEIR_PROMPTS, wrapped=True)
+            _serve(backend, CUDAGraphMode.FULL, STEPS if trigger else PAST_THEIR_PROMPTS, wrapped=True)
 
 
 class SelectiveStateStandIn:

@@ -66,12 +66,12 @@ def steps(length: int, longer: int = 0) -> list[dict[str, int]]:
     ]
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: each prefill has a token more than a decode."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: each prefill has a token more than a decode."""
     eager: list[float] = []
     graphed: list[float] = []
     taken: list[dict[str, int]] = []
-    for serve in served(longer=0 if hit else 1):
+    for serve in served(longer=0 if trigger else 1):
         with _unpinned():
             eager += serve(CUDAGraphMode.NONE, taken=taken)
         with _unpinned(), cpu_cuda_graphs():
@@ -80,21 +80,21 @@ def run(*, hit: bool = True) -> Measurement:
     return Measurement(numbers, tuple(eager), tuple(graphed), counted={"prefill-as-decode": len(taken)})
 
 
-def watched(*, hit: bool = True) -> None:
+def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check.
 
     They are those of model runner V1, whose wrapper it is.
     """
-    _watched(DispatchV1, hit)
+    _watched(DispatchV1, trigger)
 
 
-def watched_v2(*, hit: bool = True) -> bool:
+def watched_v2(*, trigger: bool = True) -> bool:
     """Those of model runner V2, by its manager of full graphs. False where it has none of this kind."""
-    return _watched(DispatchV2, hit)
+    return _watched(DispatchV2, trigger)
 
 
-def _watched(dispatch: type, hit: bool) -> bool:
-    found = [serve for serve in served(longer=0 if hit else 1) if dispatch in serve.args]
+def _watched(dispatch: type, trigger: bool) -> bool:
+    found = [serve for serve in served(longer=0 if trigger else 1) if dispatch in serve.args]
     for serve in found:
         with _unpinned(), wrappers_on_the_double():
             serve(CUDAGraphMode.FULL_DECODE_ONLY, wrapped=True)

@@ -46,12 +46,12 @@ STEPS: list[dict[str, int]] = [{"scored": 5, "plain": 3, "chunked": 4}, {"scored
 """Tokens that the scheduler gives to each request, step by step."""
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: the drafter comes after the bookkeeping."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: the drafter comes after the bookkeeping."""
     numbers = "log-probabilities of the 10 scored tokens of 2 prompts, with the best token's"
     with one_memory():
         eager, graphed = (
-            _serve(mode, disable_padded_drafter_batch=not hit) for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL)
+            _serve(mode, disable_padded_drafter_batch=not trigger) for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL)
         )
     counted = {"prompt-logprobs-after-draft": len(STEPS)}  # in each a prompt is scored
     return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)

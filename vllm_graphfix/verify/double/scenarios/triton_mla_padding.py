@@ -27,9 +27,9 @@ from vllm_graphfix.verify.measurement import Measurement
 LATENT, ROPE = 8, 4
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: four requests, which fill the graph."""
-    steps = [[7 + step, 40 + step, *([] if hit else [16, 1])] for step in range(3)]
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: four requests, which fill the graph."""
+    steps = [[7 + step, 40 + step, *([] if trigger else [16, 1])] for step in range(3)]
     with cpu_triton_mla():
         eager = TritonMLADecode()
         expected = [eager.step(lengths) for lengths in steps]

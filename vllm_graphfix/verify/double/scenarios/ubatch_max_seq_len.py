@@ -33,16 +33,16 @@ STEPS = ([9, 23, 14, 3], [10, 24, 15, 4], [11, 2, 16, 5])
 HALVES = [ubatch_utils.UBatchSlice(slice(row, row + 2), slice(row, row + 2)) for row in range(0, REQUESTS, 2)]
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: the requests of the capture are as long as they may be."""
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: the requests of the capture are as long as they may be."""
     eager = _serve(None)
     with cpu_cuda_graphs():
-        graphed = _serve([1 if hit else LONGEST] * REQUESTS)
+        graphed = _serve([1 if trigger else LONGEST] * REQUESTS)
     return Measurement(
         f"attention of {REQUESTS} requests in two micro-batches, {len(STEPS)} steps with a window of {WINDOW}",
         tuple(eager),
         tuple(graphed),
-        counted={"longest-length-forgotten": len(HALVES) if hit else 0},
+        counted={"longest-length-forgotten": len(HALVES) if trigger else 0},
     )
 
 

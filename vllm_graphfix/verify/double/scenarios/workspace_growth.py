@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 _ALIGNMENT = 256
 
 
-def run(*, hit: bool = True) -> Measurement:
-    """Not *hit*: the first chunk is no longer than the batch that was captured."""
-    chunk = CHUNK if hit else CAPTURED
+def run(*, trigger: bool = True) -> Measurement:
+    """Without *trigger*: the first chunk is no longer than the batch that was captured."""
+    chunk = CHUNK if trigger else CAPTURED
     eager = _serve(chunk, full_graphs=False)
     with cpu_cuda_graphs():
         graphed = _serve(chunk, full_graphs=True)
