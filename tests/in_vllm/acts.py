@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from capture_failures import WorkerDouble, graph_of
 
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios import capture_state
 
@@ -35,7 +35,7 @@ class Capture:
             "inputs_embeds": None,
             "intermediate_tensors": None,
         }
-        self._manager.capture(**known_to(self._manager.capture, given))
+        self._manager.capture(**supported_kwargs(self._manager.capture, given))
 
     def act(self) -> None:
         self._worker.compile_or_warm_up_model()

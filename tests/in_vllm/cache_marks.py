@@ -14,9 +14,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from vllm_graphfix.marks.watch import _MAX_DEFERRED, ChecksumMonitor
 from vllm_graphfix.shadow.affected_requests import requests_of_rows
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.idle_runner import ATTENTION, BLOCKS, DRAFT, PAGE, PROMPT, WIDTH, cached_request
+from vllm_graphfix.verify.double.idle_runner import ATTENTION, BLOCKS, DRAFT, PAGE, PROMPT, WIDTH, prefilled_request
 from vllm_graphfix.verify.double.scenarios.idle_rank import _DraftingRank, _Rank
 from vllm_graphfix.verify.double.unpinned import unpinned
 
@@ -90,7 +90,7 @@ def scheduled(rank: Any, new: tuple[str, ...] = (), running: tuple[str, ...] = (
         # With a recurrent group, what is allocated of others (`Scheduler._get_new_block_ids_to_zero`, from 0.17 on).
         "new_block_ids_to_zero": [number for name in new for number in BLOCKS[name][1]] if groups > 1 else None,
     }
-    return SchedulerOutput(**known_to(SchedulerOutput, output))
+    return SchedulerOutput(**supported_kwargs(SchedulerOutput, output))
 
 
 def decode_and_idle(rank: Any, *, spent: bool = False) -> ChecksumMonitor:
@@ -153,7 +153,7 @@ def test_what_the_last_step_filled_is_marked_whether_its_request_is_followed_or_
     if rests:
         watch._pause()
     watch._last_step.output = output
-    rank.runner.requests = {name: cached_request(name, len(rank.groups())) for name in BOTH}
+    rank.runner.requests = {name: prefilled_request(name, len(rank.groups())) for name in BOTH}
     rank.cache.hidden.copy_(torch.arange(rank.cache.hidden.numel()).view_as(rank.cache.hidden))
     rank.step(BOTH)  # the fourth token: the first block of each is full
     watch._last_step.finish(rank.runner)

@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 import vllm_graphfix
 from vllm_graphfix.fixes.draft_graph_support import _all_support_drafts
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.decoding import RunnerStandIn, configuration
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios import draft_graph_support as scenario
@@ -46,7 +46,7 @@ def captured(mode: CUDAGraphMode, tokens: int, **of_builder: Any) -> Any:
         manager, runner.attn_groups = scenario._initialized(config, tokens)
     if manager.needs_capture():
         inputs = runner.capture_inputs() | {"model": model, "intermediate_tensors": None}
-        manager.capture(**known_to(manager.capture, inputs))
+        manager.capture(**supported_kwargs(manager.capture, inputs))
     return manager
 
 

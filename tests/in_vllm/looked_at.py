@@ -17,16 +17,14 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import flashmla
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.version import __version__
 
 from vllm_graphfix.verify.double import flash_attention, idle_runner
-from vllm_graphfix.verify.double.arguments import input_batch, known_to
+from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios import idle_rank, indexer_padding
 from vllm_graphfix.verify.double.scenarios import prefill_dispatch as recurrent
@@ -75,7 +73,7 @@ def decodes(tokens: int, lengths: list[int], longest: int) -> CommonAttentionMet
         "slot_mapping": torch.arange(rows * tokens),
         "is_prefilling": torch.zeros(rows, dtype=torch.bool),
     }
-    return CommonAttentionMetadata(**known_to(CommonAttentionMetadata, given))
+    return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
 
 
 # -- decode context parallelism with drafts (issue 45425)
@@ -227,18 +225,7 @@ def test_counts_of_accepted_drafts_follow_rows_twice_if_the_copy_was_early(copy_
         batch = input_batch(4, 32, 64, [16], CPU)
     before = ["prompt", "first", "second"]
     for name in before:
-        batch.add_request(
-            CachedRequestState(
-                req_id=name,
-                prompt_token_ids=[0] * 4,
-                mm_features=[],
-                sampling_params=SamplingParams(temperature=0.0),
-                generator=None,
-                block_ids=([1],),
-                num_computed_tokens=4,
-                output_token_ids=[],
-            )
-        )
+        batch.add_request(cached_request(name, [0] * 4, ([1],), 4))
     counts = np.array([1, 3, 2])
     if not copy_is_late:
         batch.num_accepted_tokens_cpu[:3] = counts  # the copy of the last step, in its order of rows
@@ -263,7 +250,7 @@ def test_a_row_without_drafts_reads_the_first_slot_of_its_state_whatever_was_acc
         block_size=recurrent.MAX_MODEL_LEN,
         shapes=((2,),),
         dtypes=(torch.float32,),
-        **known_to(specs, {"num_speculative_blocks": length - 1}),
+        **supported_kwargs(specs, {"num_speculative_blocks": length - 1}),
     )
     config = recurrent._config(CUDAGraphMode.NONE, length)
     builder = backend.get_builder_cls()(spec, [recurrent.LAYER], config, CPU)
@@ -344,7 +331,7 @@ def test_chunked_local_attention_supports_no_graphs_and_has_new_lengths_and_tabl
 
     make = chunked.create_chunked_local_attention_backend
     given = {"underlying_attn_backend": FlashAttentionBackend, "attention_chunk_size": 4, "block_size": 4}
-    builder = make(**known_to(make, given)).get_builder_cls()
+    builder = make(**supported_kwargs(make, given)).get_builder_cls()
     assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
     lengths = [9, 23]
     batch = decodes(1, lengths, LONGEST)

@@ -12,7 +12,7 @@ from defects import affected
 
 from vllm_graphfix.shadow.snapshot import same_bits
 from vllm_graphfix.verify.double import worker
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.poisoned import shown_by_poison
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.poison.blocks import Blocks
@@ -158,7 +158,7 @@ def test_free_rows_of_model_runner_v2_look_like_a_request_and_are_restored(
     }
     sizes |= {"vocab_size": 1000, "device": torch.device("cpu")}
     sizes |= {"model_dtype": torch.bfloat16, "cache_draft_logits": False}  # up to 0.18
-    requests = states.RequestState(**known_to(states.RequestState, sizes))
+    requests = states.RequestState(**supported_kwargs(states.RequestState, sizes))
     tables = SimpleNamespace(
         block_tables=[buffers.StagedWriteTensor((4, 8), torch.int32, torch.device("cpu"))],
         num_blocks=buffers.UvaBackedTensor((1, 4), torch.int32),

@@ -20,7 +20,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
 try:
@@ -94,7 +94,7 @@ class Stock:
             block_size=scenario.MAX_MODEL_LEN,
             shapes=((2,),),
             dtypes=(torch.float32,),
-            **known_to(MambaSpec, {"num_speculative_blocks": length - 1}),
+            **supported_kwargs(MambaSpec, {"num_speculative_blocks": length - 1}),
         )
         self.length, self.v2 = length, v2
         config.cache_config.use_kda_recoverssm = False  # as by default

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.model_runners import WrappedGraphs
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ class Rows:
             "block_table_tensor": self._table[:rows],
             "slot_mapping": torch.zeros(tokens, dtype=torch.int64),
         }
-        return CommonAttentionMetadata(**known_to(CommonAttentionMetadata, given))
+        return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
 
 
 def random_cache(blocks: int, random: torch.Generator) -> torch.Tensor:

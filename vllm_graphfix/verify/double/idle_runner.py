@@ -17,15 +17,13 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
-from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_graphfix.verify.double.arguments import input_batch, known_to
+from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 
 MAX_MODEL_LEN = 16
 MAX_TOKENS = 16
@@ -224,7 +222,7 @@ def eagle_drafter(cache: CacheStandIn, config: Any) -> Any:
 
 
 def _buffer(size: int, kind: torch.dtype) -> CpuGpuBuffer:
-    return CpuGpuBuffer(size, **known_to(CpuGpuBuffer, {"dtype": kind, "device": CPU, "pin_memory": False}))
+    return CpuGpuBuffer(size, **supported_kwargs(CpuGpuBuffer, {"dtype": kind, "device": CPU, "pin_memory": False}))
 
 
 def _lengths_are_on_the_device() -> bool:
@@ -238,18 +236,10 @@ def lengths_of(runner: Any) -> list[torch.Tensor]:
     return [runner.seq_lens.cpu, runner.seq_lens.gpu]
 
 
-def cached_request(name: str, groups: int) -> CachedRequestState:
+def prefilled_request(name: str, groups: int) -> Any:
+    """Return the request of that name, its prompt in the cache, with blocks in the last *groups* groups of layers."""
     state, keys = BLOCKS[name]
-    return CachedRequestState(
-        req_id=name,
-        prompt_token_ids=[0] * PROMPT,
-        mm_features=[],
-        sampling_params=SamplingParams(temperature=0.0),
-        generator=None,
-        block_ids=([state], keys)[2 - groups :],
-        num_computed_tokens=PROMPT,
-        output_token_ids=[],
-    )
+    return cached_request(name, [0] * PROMPT, ([state], keys)[2 - groups :], PROMPT)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_graphfix.verify.double import steps
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.poison.rows import Room, Rows
 
 CAPTURED = 4
@@ -119,8 +119,7 @@ def common_metadata(decode: MLADecode, rows: int) -> Any:
         "slot_mapping": torch.zeros(rows, dtype=torch.int64),
         "seq_lens_cpu_upper_bound": lengths.clone(),
     }
-    known = {field.name for field in fields(CommonAttentionMetadata)}
-    return CommonAttentionMetadata(**{name: value for name, value in given.items() if name in known})
+    return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
 
 
 def metadata_builder(kind: Any) -> Any:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from unittest import mock
 
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 
 
 @contextmanager
@@ -23,6 +23,6 @@ def unpinned() -> Iterator[None]:
         builders = sys.modules.get("vllm.v1.attention.backends.mamba_attn")
         if builders is not None and hasattr(builders, "async_tensor_h2d"):
             copy = builders.async_tensor_h2d
-            plain = partial(copy, **known_to(copy, {"pin_memory": False}))
+            plain = partial(copy, **supported_kwargs(copy, {"pin_memory": False}))
             stack.enter_context(mock.patch.object(builders, "async_tensor_h2d", plain))
         yield

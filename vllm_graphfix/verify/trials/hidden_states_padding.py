@@ -40,7 +40,7 @@ def _serve(steps: list[list[int]], *, graphs: bool) -> list[float]:
     """What the cache holds after *steps*, each the slots of its tokens; with *graphs* they are padded."""
     import torch
 
-    from vllm_graphfix.verify.double.arguments import known_to
+    from vllm_graphfix.verify.double.arguments import supported_kwargs
 
     cache = torch.zeros(BLOCKS, BLOCK_SIZE, LAYERS, HIDDEN_SIZE)
     drafter = proposer(cache, graphs=graphs)
@@ -53,7 +53,7 @@ def _serve(steps: list[list[int]], *, graphs: bool) -> list[float]:
             "common_attn_metadata": _metadata(slots, GRAPH_SIZE if graphs else len(slots)),
             "scheduler_output": None,
         }
-        drafter.propose(**known_to(drafter.propose, given))
+        drafter.propose(**supported_kwargs(drafter.propose, given))
     sums: list[float] = cache[1:].sum(dim=(2, 3)).flatten().tolist()
     return sums
 

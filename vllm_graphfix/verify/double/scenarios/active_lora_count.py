@@ -23,13 +23,11 @@ from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op
 from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 from vllm.lora.punica_wrapper import punica_gpu
 from vllm.lora.request import LoRARequest
-from vllm.sampling_params import SamplingParams
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_graphfix.verify.double import triton_kernels
-from vllm_graphfix.verify.double.arguments import input_batch, known_to
+from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import WrappedModel, wrappers_on_the_double
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
@@ -234,7 +232,7 @@ class RunnerV1:
         """The graph of a step of these requests; the kernels are told of them."""
         batch = self._runner.input_batch = input_batch(max(SIZES), LONGEST, max(SIZES), [LONGEST], CPU)
         for row, adapter in enumerate(adapters):
-            batch.add_request(_request(f"{row}", adapter))
+            batch.add_request(cached_request(f"{row}", [0], ([1],), 1, lora_request=_adapter(adapter)))
         counts = np.ones(len(adapters), dtype=np.int32)
         mode, descriptor, *_ = self._runner._determine_batch_execution_and_padding(
             num_tokens=len(adapters),
@@ -284,7 +282,7 @@ class RunnerV2:
             "num_active_loras": count,
             "max_query_len": 1,
         }
-        descriptor = self._manager.dispatch(**known_to(self._manager.dispatch, given))
+        descriptor = self._manager.dispatch(**supported_kwargs(self._manager.dispatch, given))
         rows = np.arange(len(adapters))
         self._runner._set_active_loras(*state.make_lora_inputs(names, rows, np.ones(len(adapters), dtype=np.int32)))
         in_graph = descriptor.cg_mode == CUDAGraphMode.FULL
@@ -293,20 +291,6 @@ class RunnerV2:
 
 def _adapter(number: int) -> LoRARequest | None:
     return LoRARequest(f"adapter {number}", number, "/none") if number else None
-
-
-def _request(name: str, adapter: int) -> CachedRequestState:
-    return CachedRequestState(
-        req_id=name,
-        prompt_token_ids=[0],
-        mm_features=[],
-        sampling_params=SamplingParams(temperature=0.0),
-        generator=None,
-        block_ids=([1],),
-        num_computed_tokens=1,
-        output_token_ids=[],
-        lora_request=_adapter(adapter),
-    )
 
 
 def _config(layer: LayerWithAdapters, mode: CUDAGraphMode) -> Any:

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.flash_attention import (
     BLOCK_SIZE,
     BLOCKS,
@@ -203,9 +203,9 @@ class RunnerStandIn:
             "prefill_runs_as_decode_np": None,
             "decode_graph_eligible": True,
         }
-        state = model_runner.BatchReqState(**known_to(model_runner.BatchReqState, given))
+        state = model_runner.BatchReqState(**supported_kwargs(model_runner.BatchReqState, given))
         output: Any = SimpleNamespace(scheduled_spec_decode_tokens=scheduled, has_structured_output_requests=False)
-        rest = known_to(self.runner.prepare_inputs, {"num_active_loras": 0})
+        rest = supported_kwargs(self.runner.prepare_inputs, {"num_active_loras": 0})
         return self.runner.prepare_inputs(output, state, descriptor, **rest)
 
     def metadata(self, batch: Any, *, in_a_graph: bool, captures: bool = False) -> Any:

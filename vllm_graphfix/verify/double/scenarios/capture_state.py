@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
@@ -111,7 +111,7 @@ def _capture_target(runner: RunnerStandIn, model: ModelStandIn) -> Any:
         "inputs_embeds": None,
         "intermediate_tensors": None,
     }
-    target.capture(**known_to(target.capture, arguments))
+    target.capture(**supported_kwargs(target.capture, arguments))
     return target
 
 
@@ -141,7 +141,7 @@ def _make_manager(kind: Any, config: Any) -> Any:
         "use_aux_hidden_state_outputs": False,
         "draft_tokens": torch.zeros(MAX_REQUESTS, 1, dtype=torch.int64),
     }
-    return kind(**known_to(kind, values))
+    return kind(**supported_kwargs(kind, values))
 
 
 def _draft_forward(runner: RunnerStandIn, model: ModelStandIn, output: torch.Tensor) -> Callable[..., None]:
@@ -161,7 +161,7 @@ def _descriptor(manager: Any, step: Step) -> Any:
     """What the model runner picks for the step: a descriptor from 0.18 on, a number of tokens before."""
     if hasattr(manager, "dispatch"):
         return manager.dispatch(len(step.lengths), step.num_tokens, step.query_tokens)
-    given = known_to(
+    given = supported_kwargs(
         manager.get_cudagraph_size, {"num_tokens_per_request": [1] * len(step.lengths), "uniform_decode": True}
     )
     return manager.get_cudagraph_size(step.num_tokens, **given)

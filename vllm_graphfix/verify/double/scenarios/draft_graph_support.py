@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
@@ -111,7 +111,7 @@ def _serve(steps: list[Step], *, captured: bool, watch: bool = False) -> list[to
     manager, runner.attn_groups = _initialized(config, tokens)
     if captured and manager.needs_capture():
         given = runner.capture_inputs() | {"model": model, "intermediate_tensors": None}
-        manager.capture(**known_to(manager.capture, given))
+        manager.capture(**supported_kwargs(manager.capture, given))
     outputs = []
     for step in steps:
         graph = _graph(manager, step) if captured else None
@@ -158,7 +158,7 @@ def _initialized(config: Any, tokens: int) -> tuple[Any, Any]:
     runner = mock.MagicMock(
         **vars(config),
         vllm_config=config,
-        cudagraph_manager=kind(**known_to(kind, given)),
+        cudagraph_manager=kind(**supported_kwargs(kind, given)),
         decode_query_len=tokens,
         uniform_decode_query_len=tokens,
         max_num_reqs=MAX_REQUESTS,

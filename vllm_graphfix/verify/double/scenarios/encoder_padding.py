@@ -21,7 +21,7 @@ from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.ops import vit_attn_wrappers
 from vllm.v1.worker import encoder_cudagraph, encoder_cudagraph_defs
 
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
@@ -83,7 +83,7 @@ def config_of(budgets: Sequence[int], images: int) -> Any:
 
 def captured(manager: Any) -> Any:
     """vLLM's own *manager*, with all its graphs captured."""
-    manager.capture(**known_to(manager.capture, {"graph_pool": torch.cuda.graph_pool_handle()}))
+    manager.capture(**supported_kwargs(manager.capture, {"graph_pool": torch.cuda.graph_pool_handle()}))
     return manager
 
 
@@ -125,7 +125,7 @@ class EncoderStandIn:
             "buffer_keys": ["pixel_values", "cu_seqlens"],
             "out_hidden_size": self.hidden,
         }
-        return made(**known_to(made, given))
+        return made(**supported_kwargs(made, given))
 
     def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, max_batch_size: int, *_: Any) -> Any:
         """One image that fills the graph."""
@@ -177,7 +177,7 @@ def _prepared(made: Any, pixels: dict[str, torch.Tensor], starts: torch.Tensor) 
     """Inputs and further buffers apart, as up to 0.22, or together."""
     if "values" in made.__dataclass_fields__:
         return made(values={**pixels, "cu_seqlens": starts})
-    return made(**known_to(made, {"mm_kwargs": pixels, "buffers": {"cu_seqlens": starts}}))
+    return made(**supported_kwargs(made, {"mm_kwargs": pixels, "buffers": {"cu_seqlens": starts}}))
 
 
 def _varlen_stand_in(

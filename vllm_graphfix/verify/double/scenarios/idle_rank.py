@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.worker import gpu_worker
 
 from vllm_graphfix.verify.double import steps
-from vllm_graphfix.verify.double.arguments import known_to
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.idle_runner import (
     BLOCKS,
@@ -35,10 +35,10 @@ from vllm_graphfix.verify.double.idle_runner import (
     REQUESTS,
     WIDTH,
     CacheStandIn,
-    cached_request,
     eagle_drafter,
     lengths_of,
     model_runner,
+    prefilled_request,
     step_on_a_cpu,
     write_slots,
 )
@@ -171,7 +171,7 @@ class _Rank:
         for name in names:
             if name not in self.computed:
                 self.computed[name] = PROMPT
-                batch.add_request(cached_request(name, len(batch.block_table.block_tables)))
+                batch.add_request(prefilled_request(name, len(batch.block_table.block_tables)))
         batch.condense()
         batch.refresh_metadata()
         for name, row in batch.req_id_to_index.items():
@@ -190,7 +190,7 @@ class _Rank:
             **capture,
         }
         with step_on_a_cpu():
-            return build(**known_to(build, given))[0]
+            return build(**supported_kwargs(build, given))[0]
 
     def slots(self, padded: int, rows: int | None = None) -> Any:
         """By group and by layer; 0.14.1 has them in the metadata alone."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from vllm.v1.attention.backends.mla import indexer
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm_graphfix.verify.double import steps
+from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.poison.rows import Room, Rows
@@ -181,8 +181,7 @@ class Batches:
             "seq_lens_cpu_upper_bound": self.lengths[:rows].clone(),
             **further,
         }
-        known = {field.name for field in fields(CommonAttentionMetadata)}
-        return CommonAttentionMetadata(**{name: value for name, value in given.items() if name in known})
+        return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
 
 
 def builder(

@@ -13,15 +13,13 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.mamba import mamba_mixer2
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.utils import CpuGpuBuffer
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_graphfix.verify.double.arguments import input_batch
+from vllm_graphfix.verify.double.arguments import cached_request, input_batch
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import WrappedModel, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
@@ -146,18 +144,7 @@ def _add_requests(runner: Any, caching: bool) -> None:
     blocks = MAX_MODEL_LEN // BLOCK if caching else 1
     for at, (name, computed) in enumerate(COMPUTED.items()):
         mine = list(range(1 + at * blocks, 1 + (at + 1) * blocks))
-        runner.input_batch.add_request(
-            CachedRequestState(
-                req_id=name,
-                prompt_token_ids=[0] * computed,
-                mm_features=[],
-                sampling_params=SamplingParams(temperature=0.0),
-                generator=None,
-                block_ids=(mine,) * len(LAYERS),
-                num_computed_tokens=computed,
-                output_token_ids=[],
-            )
-        )
+        runner.input_batch.add_request(cached_request(name, [0] * computed, (mine,) * len(LAYERS), computed))
     runner.input_batch.block_table.commit_block_table(len(COMPUTED))
 
 

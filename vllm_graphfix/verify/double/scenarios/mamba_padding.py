@@ -14,18 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionBackend
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.attention.backends.utils import reorder_batch_to_split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.utils import CpuGpuBuffer
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_graphfix.verify.double import steps
-from vllm_graphfix.verify.double.arguments import input_batch, known_to
+from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import WrappedGraphs, recurrent, wrappers_on_the_double
 from vllm_graphfix.verify.double.unpinned import unpinned
@@ -200,7 +198,7 @@ def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
     groups = [KVCacheGroupSpec([LAYER], spec)]
     runner.kv_cache_config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     runner.attn_groups = [[group]]
-    given = known_to(CpuGpuBuffer, {"dtype": torch.int32, "device": CPU, "pin_memory": False})
+    given = supported_kwargs(CpuGpuBuffer, {"dtype": torch.int32, "device": CPU, "pin_memory": False})
     runner.query_start_loc = CpuGpuBuffer(CAPTURED + 1, **given)
     runner.seq_lens = torch.zeros(CAPTURED, dtype=torch.int32)
     runner.optimistic_seq_lens_cpu = torch.zeros(CAPTURED, dtype=torch.int32)
@@ -221,18 +219,8 @@ def _update_batch(runner: Any, scheduled: dict[str, int]) -> None:
     for name in scheduled:
         if name not in runner.computed:
             runner.computed[name] = 0
-            batch.add_request(
-                CachedRequestState(
-                    req_id=name,
-                    prompt_token_ids=[0] * PROMPTS[name],
-                    mm_features=[],
-                    sampling_params=SamplingParams(temperature=0.0),
-                    generator=None,
-                    block_ids=([1 + list(PROMPTS).index(name)],),
-                    num_computed_tokens=0,
-                    output_token_ids=[],
-                )
-            )
+            blocks = ([1 + list(PROMPTS).index(name)],)
+            batch.add_request(cached_request(name, [0] * PROMPTS[name], blocks))
     batch.condense()
     reorder_batch_to_split_decodes_and_prefills(batch, SimpleNamespace(num_scheduled_tokens=scheduled))
     batch.refresh_metadata()

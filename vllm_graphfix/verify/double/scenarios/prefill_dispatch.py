@@ -20,16 +20,14 @@ from unittest import mock
 import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_graphfix.verify.double.arguments import input_batch, known_to
+from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import ManagedGraphs, WrappedGraphs, recurrent, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
@@ -240,7 +238,7 @@ class DispatchV1:
         batch = self.runner.input_batch
         for name in scheduled:
             if name not in batch.req_id_to_index:
-                batch.add_request(_request(name, self._prompts[name]))
+                batch.add_request(cached_request(name, [0] * self._prompts[name], ([1],)))
             row = batch.req_id_to_index[name]
             batch.num_computed_tokens_cpu[row] = computed[name]
             # As the bookkeeping after each step leaves it: the prompt, then one token that is known and not computed.
@@ -373,7 +371,7 @@ def _serve(
         block_size=MAX_MODEL_LEN,
         shapes=((STATE_SIZE,),),
         dtypes=(torch.float32,),
-        **known_to(MambaSpec, {"num_speculative_blocks": length - 1}),
+        **supported_kwargs(MambaSpec, {"num_speculative_blocks": length - 1}),
     )
     builder = layer.backend.get_builder_cls()(spec, [LAYER], config, CPU)
     groups = KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
@@ -463,7 +461,7 @@ def _common_metadata(counts: list[int], computed: list[int], length: int, prefil
         "is_prefilling": torch.tensor(prefilling or [False] * rows),
         "seq_lens_cpu_upper_bound": lengths.clone(),
     }
-    return CommonAttentionMetadata(**known_to(CommonAttentionMetadata, given))
+    return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
 
 
 def _config(mode: CUDAGraphMode, length: int) -> Any:
@@ -512,19 +510,6 @@ def _config(mode: CUDAGraphMode, length: int) -> Any:
         num_speculative_tokens=length - 1,
         use_v2_model_runner=False,
         pad_for_cudagraph=lambda tokens: next(size for size in sizes if size >= tokens),
-    )
-
-
-def _request(name: str, prompt: int) -> CachedRequestState:
-    return CachedRequestState(
-        req_id=name,
-        prompt_token_ids=[0] * prompt,
-        mm_features=[],
-        sampling_params=SamplingParams(temperature=0.0),
-        generator=None,
-        block_ids=([1],),
-        num_computed_tokens=0,
-        output_token_ids=[],
     )
 
 

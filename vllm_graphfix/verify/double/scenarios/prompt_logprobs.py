@@ -23,11 +23,10 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker import gpu_model_runner
-from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 from vllm_graphfix.verify.double import graph
-from vllm_graphfix.verify.double.arguments import input_batch, known_to
+from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
@@ -248,7 +247,7 @@ def make_runner(mode: CUDAGraphMode, asynchronous: bool = False, **speculation: 
     runner.draft_token_ids_cpu = torch.zeros(MAX_REQUESTS, DRAFT_TOKENS, dtype=torch.int32)
     runner.sampled_token_ids_pinned_cpu = torch.zeros(MAX_REQUESTS, 1, dtype=torch.int32)
     runner.transfer_event = CPUStream()
-    unpinned = known_to(CpuGpuBuffer, {"device": CPU, "pin_memory": False})
+    unpinned = supported_kwargs(CpuGpuBuffer, {"device": CPU, "pin_memory": False})
     runner.discard_request_mask = CpuGpuBuffer(MAX_REQUESTS, dtype=torch.bool, **unpinned)
     runner.query_start_loc = CpuGpuBuffer(MAX_REQUESTS + 1, dtype=torch.int32, **unpinned)
     runner.input_ids = SimpleNamespace(gpu=runner.model.input_ids)
@@ -298,16 +297,7 @@ def prepare(
     for name in scheduled:
         if name not in runner.requests:
             sampling = SamplingParams(temperature=0.0, prompt_logprobs=1 if name in ask else None)
-            request = CachedRequestState(
-                req_id=name,
-                prompt_token_ids=tokens_of(name),
-                mm_features=[],
-                sampling_params=sampling,
-                generator=None,
-                block_ids=([1],),
-                num_computed_tokens=0,
-                output_token_ids=[],
-            )
+            request = cached_request(name, tokens_of(name), ([1],), sampling_params=sampling)
             runner.requests[name] = request
             batch.add_request(request)
             if name in ask:
