@@ -23,6 +23,7 @@ def measure(rounds: int) -> list[Row]:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
+    from vllm_graphfix.verify.double.unpinned import unpinned
 
     scenario.CAPTURED = scenario.MAX_TOKENS = MOST
     attention = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
@@ -32,7 +33,7 @@ def measure(rounds: int) -> list[Row]:
         specs: tuple[Any, ...], *, computed: int | None = None, rows: int = PADDED_REQUESTS
     ) -> tuple[Any, dict[str, Any]]:
         groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
-        with scenario._unpinned():
+        with unpinned():
             made = scenario.DispatchV1(
                 scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1),
                 KVCacheConfig(8, [], groups),

@@ -74,7 +74,7 @@ def test_the_addresses_are_the_same_for_every_batch(planner: Planner) -> None:
 
 def test_they_are_those_that_the_graph_recorded(planner: Planner) -> None:
     decode = DenseFP8Decode(captured_requests=MAX_REQUESTS)
-    graph: Any = decode._graph
+    graph, _ = decode.graphs.captured[MAX_REQUESTS]
     (kernel,) = (o for o in graph.operations if o.name.endswith("fwd_kvcache_mla_fp8"))
     named = dict(zip((a.name for a in kernel.function._schema.arguments), kernel.arguments, strict=False))
     for lengths in ([63, 200], [1, 2, 3, 4], [250]):

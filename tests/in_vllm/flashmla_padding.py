@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -137,7 +136,7 @@ class Served:
 
     def __init__(self) -> None:
         self.decode = DenseFP8Decode(captured_requests=MAX_REQUESTS)
-        graph: Any = self.decode._graph
+        graph, _ = self.decode.graphs.captured[MAX_REQUESTS]
         (kernel,) = (o for o in graph.operations if o.name.endswith("fwd_kvcache_mla_fp8"))
         named = dict(zip((a.name for a in kernel.function._schema.arguments), kernel.arguments, strict=False))
         self.lengths, self.table = named["cache_seqlens"], named["block_table"]

@@ -7,8 +7,6 @@ import importlib.util
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +26,7 @@ from vllm_graphfix.verify.double.arguments import cached_request, input_batch, s
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios import idle_rank, indexer_padding
 from vllm_graphfix.verify.double.scenarios import prefill_dispatch as recurrent
+from vllm_graphfix.verify.double.unpinned import unpinned
 
 RELEASE = tuple(map(int, __version__.split(".")[:3]))
 CPU = torch.device("cpu")
@@ -40,18 +39,6 @@ def module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return None
-
-
-@contextmanager
-def unpinned() -> Iterator[None]:
-    """Pinned memory, which vLLM takes unasked from 0.25 on, needs CUDA."""
-    with ExitStack() as stack:
-        for name, found in list(sys.modules.items()):
-            if name.startswith("vllm."):
-                for asked, answer in (("PIN_MEMORY", False), ("is_pin_memory_available", lambda: False)):
-                    if hasattr(found, asked):
-                        stack.enter_context(mock.patch.object(found, asked, answer))
-        yield
 
 
 def decodes(tokens: int, lengths: list[int], longest: int) -> CommonAttentionMetadata:

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from activities import activity_of
 from vllm_graphfix.fixes.prefill_dispatch import PREFILL_AS_DECODE
-from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
+from vllm_graphfix.verify.double.unpinned import unpinned
 
 LENGTHS = pytest.mark.parametrize("length", [1, 2, 4])
 """Tokens of a decode: one, and its drafts."""
@@ -22,7 +22,7 @@ AS_DECODE = ACTIVITY.counter(PREFILL_AS_DECODE)
 @pytest.fixture(autouse=True)
 def nothing_counted() -> Iterator[None]:
     ACTIVITY.reset()
-    with scenario._unpinned():
+    with unpinned():
         yield
     assert ACTIVITY.error is None
 

@@ -321,9 +321,10 @@ def dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> Ca
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
+    from vllm_graphfix.verify.double.unpinned import unpinned
 
     groups = [KVCacheGroupSpec(["layer"], MambaSpec(block_size=32, shapes=((2,),), dtypes=(torch.float32,)))]
-    with scenario._unpinned():
+    with unpinned():
         made = scenario.DispatchV1(scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, 1), KVCacheConfig(8, [], groups))
     batch = made.runner.input_batch
     batch.num_prompt_tokens[:], batch.num_computed_tokens_cpu[:], batch.num_tokens_no_spec[:] = 5, 9, 10

@@ -18,7 +18,7 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_graphfix.verify.double.arguments import supported_kwargs
-from vllm_graphfix.verify.double.model_runners import WrappedGraphs
+from vllm_graphfix.verify.double.model_runners import BareGraphs, WrappedGraphs
 
 if TYPE_CHECKING:
     from vllm.config import CUDAGraphMode
@@ -230,15 +230,9 @@ def attend(
     random = torch.Generator().manual_seed(0)
     layer, inputs, forward = attention_layer(requests, tokens, random)
     rows, captured = Rows(requests), builder.use_full_cuda_graph
-    graphs = WrappedGraphs(LAYER, layer, forward, BLOCK_SIZE) if wrapped else None
+    graphs: Any = WrappedGraphs(LAYER, layer, forward, BLOCK_SIZE) if wrapped else BareGraphs(forward)
     if captured:
-        metadata = builder.build(0, rows.batch(*capture, requests, tokens))
-    if graphs is not None:
-        graphs.capture(tokens, metadata)
-    elif captured:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output = forward(metadata)
+        graphs.capture(tokens, builder.build(0, rows.batch(*capture, requests, tokens)))
     numbers: list[float] = []
     for queries, lengths in steps:
         scheduled = sum(queries)
@@ -246,11 +240,6 @@ def attend(
             tensor[:scheduled] = torch.randn(scheduled, *tensor.shape[1:], generator=random)
         padded = (requests, tokens) if captured else (len(queries), scheduled)
         metadata = builder.build(0, rows.batch(queries, lengths, *padded))
-        if graphs is not None:
-            output = graphs.replay(tokens, metadata, scheduled)
-        elif captured:
-            graph.replay()
-        else:
-            output = forward(metadata)
+        output = graphs.replay(tokens, metadata, scheduled) if captured else forward(metadata)
         numbers += output[:scheduled].flatten().tolist()
     return numbers

@@ -250,7 +250,6 @@ def step_on_a_cpu() -> Iterator[None]:
         for name, value in (
             ("get_pp_group", lambda: alone),
             ("supports_mm_encoder_only", lambda model: False),
-            ("async_tensor_h2d", lambda data, *args, **kwargs: torch.as_tensor(data)),
         ):
             if hasattr(gpu_model_runner, name):
                 stack.enter_context(mock.patch.object(gpu_model_runner, name, value))

@@ -68,6 +68,27 @@ class _SegmentStandIn(CPUGraph):
         super().capture_end()
 
 
+class BareGraphs:
+    """Full graphs of a function without a wrapper of vLLM's, one for each number of padded tokens."""
+
+    def __init__(self, forward: Callable[[Any, int], torch.Tensor]) -> None:
+        """*forward* takes attention metadata, and the tokens of the batch, padding included."""
+        self._forward = forward
+        self.captured: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def capture(self, padded_tokens: int, metadata: Any) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = self._forward(metadata, padded_tokens)
+        self.captured[padded_tokens] = graph, output
+
+    def replay(self, padded_tokens: int, metadata: Any, tokens: int) -> torch.Tensor:
+        """Return the output of a replay, which reads no *metadata*: what the capture recorded has their addresses."""
+        graph, output = self.captured[padded_tokens]
+        graph.replay()
+        return output
+
+
 class WrappedModel:
     """Full graphs of a model in vLLM's own `CUDAGraphWrapper`, called as model runner V1 calls it."""
 
@@ -167,9 +188,9 @@ class ManagedGraphs:
         """The graph for *padded_tokens* in a step of *tokens*."""
         batch, descriptor = SimpleNamespace(num_tokens=tokens), self._descriptor(padded_tokens)
         slots = {self._name: torch.zeros(padded_tokens, dtype=torch.int64)}
-        given: Any = {"padded_tokens": padded_tokens}
+        inputs: Any = {"padded_tokens": padded_tokens}
         runner = RunnerV2StandIn(self._manager, self._model)
-        output: torch.Tensor = runner.execute_model({self._name: metadata}, slots, batch, given, descriptor)
+        output: torch.Tensor = runner.execute_model({self._name: metadata}, slots, batch, inputs, descriptor)
         return output
 
     def _descriptor(self, padded_tokens: int) -> Any:

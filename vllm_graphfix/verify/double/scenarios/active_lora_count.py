@@ -8,7 +8,7 @@ their block sizes, numbers on the host, and the manager of adapters, which has f
 from __future__ import annotations
 
 import contextlib
-import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm_graphfix.verify.double import triton_kernels
 from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.model_runners import WrappedModel, wrappers_on_the_double
+from vllm_graphfix.verify.double.model_runners import BareGraphs, WrappedModel, wrappers_on_the_double
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
@@ -52,9 +52,9 @@ def run(*, trigger: bool = True) -> Measurement:
     graphed: list[float] = []
     runners = _runners()
     for kind in runners:
-        eager += _serve(kind, CUDAGraphMode.NONE, trigger, Bare)
+        eager += _serve(kind, CUDAGraphMode.NONE, trigger)
         with cpu_cuda_graphs():
-            graphed += _serve(kind, MODE, trigger, Bare)
+            graphed += _serve(kind, MODE, trigger)
     return Measurement(
         f"outputs of a layer with {ADAPTERS} adapters over {len(STEPS)} steps of 2 to 5 requests",
         tuple(eager),
@@ -76,64 +76,43 @@ def _runners() -> list[Any]:
 def watched(*, trigger: bool = True) -> None:
     """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
     with wrappers_on_the_double():
-        _serve(RunnerV1, MODE, trigger, Wrapped)
+        _serve(RunnerV1, MODE, trigger, wrapped=True)
 
 
-def _serve(kind: Any, mode: CUDAGraphMode, trigger: bool, graphs_kind: Any) -> list[float]:
+def _serve(kind: Any, mode: CUDAGraphMode, trigger: bool, *, wrapped: bool = False) -> list[float]:
     """The outputs of the requests, step by step."""
     random = torch.Generator().manual_seed(0)
     numbers: list[float] = []
     with lora_on_the_cpu():
         layer = LayerWithAdapters(random)
-        runner, graphs = kind(layer, mode), graphs_kind(layer)
+        runner, graphs = kind(layer, mode), _graphs(layer, wrapped=wrapped)
+        metadata = {LAYER: AttentionMetadataStandIn()}
         for tokens, adapters in runner.captures() if mode != CUDAGraphMode.NONE else ():
-            graphs.capture(tokens, adapters)
-        for adapters in STEPS:
-            rows = adapters if trigger else [adapter or 1 for adapter in adapters]
+            graphs[adapters].capture(tokens, metadata)
+        for step in STEPS:
+            rows = step if trigger else [adapter or 1 for adapter in step]
             layer.hidden[: len(rows)] = torch.randn(len(rows), HIDDEN, generator=random)
             dispatched = runner.step(rows)
-            output = layer.forward(len(rows)) if dispatched is None else graphs.replay(*dispatched, len(rows))
+            if dispatched is None:
+                output = layer.forward(len(rows))
+            else:
+                tokens, adapters = dispatched
+                output = graphs[adapters].replay(tokens, metadata, len(rows))
             numbers += output[: len(rows)].flatten().tolist()
     return numbers
-
-
-class Bare:
-    """Graphs of a layer by tokens and number of adapters."""
-
-    def __init__(self, layer: LayerWithAdapters) -> None:
-        self._layer = layer
-        self._captured: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
-
-    def capture(self, tokens: int, adapters: int) -> None:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._captured[tokens, adapters] = graph, self._layer.forward(tokens)
-
-    def replay(self, tokens: int, adapters: int, requests: int) -> torch.Tensor:
-        graph, output = self._captured[tokens, adapters]
-        graph.replay()
-        return output
 
 
 class AttentionMetadataStandIn:
     """Stands in for the attention metadata of a step: the layer of the scenario attends to nothing."""
 
 
-class Wrapped:
-    """The same, a wrapper of vLLM's for each number of adapters."""
+def _graphs(layer: LayerWithAdapters, *, wrapped: bool) -> dict[int, Any]:
+    """Return graphs of *layer* for each number of adapters, which are made when that number is first looked up."""
 
-    def __init__(self, layer: LayerWithAdapters) -> None:
-        self._layer = layer
-        self._by_adapters: dict[int, WrappedModel] = {}
+    def forward(_: Any, tokens: int) -> torch.Tensor:
+        return layer.forward(tokens)
 
-    def capture(self, tokens: int, adapters: int) -> None:
-        if adapters not in self._by_adapters:
-            layers = {LAYER: self._layer}
-            self._by_adapters[adapters] = WrappedModel(layers, lambda _, padded: self._layer.forward(padded), LONGEST)
-        self._by_adapters[adapters].capture(tokens, {LAYER: AttentionMetadataStandIn()})
-
-    def replay(self, tokens: int, adapters: int, requests: int) -> torch.Tensor:
-        return self._by_adapters[adapters].replay(tokens, {LAYER: AttentionMetadataStandIn()}, requests)
+    return defaultdict(lambda: WrappedModel({LAYER: layer}, forward, LONGEST) if wrapped else BareGraphs(forward))
 
 
 class LayerWithAdapters:
@@ -142,10 +121,7 @@ class LayerWithAdapters:
     def __init__(self, random: torch.Generator) -> None:
         self.config = SimpleNamespace(max_loras=ADAPTERS, specialize_active_lora=True, max_lora_rank=RANK)
         self.punica: Any = punica_gpu.PunicaWrapperGPU(max(SIZES), max(SIZES), CPU, lora_config=self.config)
-        for meta in (self.punica.token_mapping_meta, self.punica.prompt_mapping_meta):
-            for name, value in list(vars(meta).items()):
-                if isinstance(value, torch.Tensor) and name.endswith("_cpu"):
-                    setattr(meta, name, NumberOnTheHost(value))
+        keep_numbers_on_the_host(self.punica)
         self.hidden = torch.zeros(max(SIZES), HIDDEN, dtype=torch.bfloat16)
         half = partial(torch.randn, generator=random, dtype=torch.bfloat16)
         self._weight = half(HIDDEN, HIDDEN)
@@ -156,6 +132,14 @@ class LayerWithAdapters:
         output = given @ self._weight
         self.punica.add_lora_linear(output, given, (self._shrink,), (self._expand,), 1.0, (HIDDEN,))
         return output
+
+
+def keep_numbers_on_the_host(punica: Any) -> None:
+    """Replace the one-element tensors for the host in the metadata of *punica*, a Punica wrapper of vLLM's."""
+    for meta in (punica.token_mapping_meta, punica.prompt_mapping_meta):
+        for name, value in list(vars(meta).items()):
+            if isinstance(value, torch.Tensor) and name.endswith("_cpu"):
+                setattr(meta, name, NumberOnTheHost(value))
 
 
 class NumberOnTheHost:
@@ -343,14 +327,7 @@ def lora_on_the_cpu() -> Iterator[None]:
         # The functions behind the operators: a graph holds what they launch. Without Triton the module lacks the names.
         for name, function in operators.items():
             stack.enter_context(mock.patch.object(punica_gpu, name, function, create=True))
-        mapping = sys.modules["vllm.lora.punica_wrapper.utils"]
-        if hasattr(mapping, "async_tensor_h2d"):
-            stack.enter_context(mock.patch.object(mapping, "async_tensor_h2d", _copied))
         yield
-
-
-def _copied(data: Any, *_: object, dtype: torch.dtype | None = None, **__: object) -> torch.Tensor:
-    return torch.as_tensor(data, dtype=dtype)
 
 
 class Multiplying(triton_kernels.Language):

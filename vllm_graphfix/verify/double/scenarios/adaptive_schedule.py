@@ -33,7 +33,7 @@ from vllm_graphfix.verify.double.flash_attention import (
     metadata_builder,
 )
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.model_runners import ManagedGraphs, wrappers_on_the_double
+from vllm_graphfix.verify.double.model_runners import BareGraphs, ManagedGraphs, wrappers_on_the_double
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
@@ -76,27 +76,16 @@ def _serve(steps: Sequence[Step], *, captured: bool, wrapped: bool = False) -> l
     with prepared_on_the_cpu():
         runner = RunnerStandIn()
         layer, inputs, forward = attention_layer(REQUESTS, TOKENS, random)
-        graphs = ManagedGraphs(LAYER, layer, forward, BLOCK_SIZE, 1 + DRAFTS) if wrapped else None
+        graphs: Any = ManagedGraphs(LAYER, layer, forward, BLOCK_SIZE, 1 + DRAFTS) if wrapped else BareGraphs(forward)
         if captured:
-            metadata = runner.capture()
-        if graphs is not None:
-            graphs.capture(TOKENS, metadata)
-        elif captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                output = forward(metadata)
+            graphs.capture(TOKENS, runner.capture())
         numbers: list[float] = []
         for drafts, verified in steps:
             tokens = REQUESTS + verified
             for tensor in inputs:
                 tensor[:tokens] = torch.randn(tokens, *tensor.shape[1:], generator=random)
             metadata = runner.metadata(runner.prepare(drafts, verified, in_a_graph=captured), in_a_graph=captured)
-            if graphs is not None:
-                output = graphs.replay(TOKENS, metadata, tokens)
-            elif captured:
-                graph.replay()
-            else:
-                output = forward(metadata)
+            output = graphs.replay(TOKENS, metadata, tokens) if captured else forward(metadata)
             numbers += output[:tokens].flatten().tolist()
     return numbers
 

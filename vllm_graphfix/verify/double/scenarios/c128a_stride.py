@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.mla import compressor_utils
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.model_runners import WrappedGraphs, wrappers_on_the_double
+from vllm_graphfix.verify.double.model_runners import BareGraphs, WrappedGraphs, wrappers_on_the_double
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.measurement import Measurement
 
@@ -67,23 +67,13 @@ def _decode(longest: int, *, in_graph: bool, wrapped: bool = False) -> list[list
         decode_swa_indices=None, decode_swa_lens=None, tile_sched_c128a=object(),
     )  # fmt: skip
 
-    def attend(metadata: Any, rows: int) -> None:
-        layer._forward_decode(query[:rows], cache, window, metadata, False, output[:rows])
-
     def forward(metadata: Any, rows: int) -> torch.Tensor:
-        attend(metadata, rows)
+        layer._forward_decode(query[:rows], cache, window, metadata, False, output[:rows])
         return output[:rows] * 1.0
 
-    graph = None
-    graphs = WrappedGraphs("model.layers.0.attn", layer, forward, BLOCK) if wrapped else None
+    graphs: Any = WrappedGraphs("model.layers.0.attn", layer, forward, BLOCK) if wrapped else BareGraphs(forward)
     if in_graph:
-        captured = builder.build(0, _batch(persistent, [1] * CAPTURED, CAPTURED, table, longest))
-        if graphs is not None:
-            graphs.capture(CAPTURED, captured)
-        else:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                attend(captured, CAPTURED)
+        graphs.capture(CAPTURED, builder.build(0, _batch(persistent, [1] * CAPTURED, CAPTURED, table, longest)))
     rows = len(LENGTHS)
     table[:rows] = torch.arange(1, 1 + rows * blocks_each).view(rows, blocks_each)
     found: list[list[float]] = []
@@ -91,12 +81,10 @@ def _decode(longest: int, *, in_graph: bool, wrapped: bool = False) -> list[list
         query[:rows] = torch.randn(rows, HEADS, WIDTH, generator=random)
         lengths = [length + step for length in LENGTHS]
         metadata = builder.build(0, _batch(persistent, lengths, CAPTURED if in_graph else rows, table, max(lengths)))
-        if graphs is not None:
+        if in_graph:
             graphs.replay(CAPTURED, metadata, rows)
-        elif graph is None:
-            attend(metadata, rows)
         else:
-            graph.replay()
+            forward(metadata, rows)
         found.append(output[:rows].flatten().tolist())
     return found
 

@@ -26,7 +26,7 @@ from vllm.v1.worker import encoder_cudagraph
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
-from vllm_graphfix.verify.double.scenarios.active_lora_count import NumberOnTheHost, lora_on_the_cpu
+from vllm_graphfix.verify.double.scenarios.active_lora_count import keep_numbers_on_the_host, lora_on_the_cpu
 from vllm_graphfix.verify.double.scenarios.encoder_padding import EncoderStandIn, captured, config_of
 from vllm_graphfix.verify.measurement import Measurement
 
@@ -280,8 +280,5 @@ class EncoderWithAdapters(EncoderStandIn):
 def _wrapper(config: Any) -> Any:
     """vLLM's own, of one part of the model."""
     punica: Any = punica_gpu.PunicaWrapperGPU(4 * BUDGET, IMAGES, CPU, lora_config=config)
-    for meta in (punica.token_mapping_meta, punica.prompt_mapping_meta):
-        for name, value in list(vars(meta).items()):
-            if isinstance(value, torch.Tensor) and name.endswith("_cpu"):
-                setattr(meta, name, NumberOnTheHost(value))
+    keep_numbers_on_the_host(punica)
     return punica

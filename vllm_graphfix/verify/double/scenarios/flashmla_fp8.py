@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,6 @@ from vllm_graphfix.verify.double.flashmla import FP8_BLOCK_SIZE, PLAN_WIDTH, SM_
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.poison.rows import Room, Rows
-
-if TYPE_CHECKING:
-    from vllm_graphfix.verify.double.model_runners import WrappedGraphs
 
 HEADS, LATENT, ROPE = 2, 512, 64
 """Heads of one rank, and the two parts of a cached token (the only widths that the compiled kernel takes)."""
@@ -108,8 +105,7 @@ class DenseFP8Decode:
             MAX_BLOCKS * FP8_BLOCK_SIZE,
             FP8_BLOCK_SIZE,
         )
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._wrapped: WrappedGraphs | None = None
+        self.graphs: Any = None
         self._captured_requests = captured_requests
         if captured_requests is not None:
             self._capture(captured_requests, wrapped)
@@ -123,14 +119,12 @@ class DenseFP8Decode:
         steps.begins(self._engine, Rows(requests, requests), held)
         self._query[:requests] = torch.randn(requests, HEADS, LATENT + ROPE, generator=self._random).to(FP8)
         self._block_table.commit_block_table(requests)
-        metadata = self._metadata(lengths, self._captured_requests or requests)
-        if self._wrapped is not None:
-            output = self._wrapped.replay(self._captured_requests or requests, metadata, requests)
-        elif self._graph is None:
+        padded = self._captured_requests or requests
+        metadata = self._metadata(lengths, padded)
+        if self.graphs is None:
             output = self._attention(metadata, requests)
         else:
-            self._graph.replay()
-            output = self._captured_output
+            output = self.graphs.replay(padded, metadata, requests)
         values: list[float] = output[:requests, :, ::64].flatten().tolist()
         return values
 
@@ -139,16 +133,13 @@ class DenseFP8Decode:
 
         The metadata are built outside of the graph.
         """
-        metadata = self._metadata([1] * requests, requests, for_cudagraph_capture=True)
-        if wrapped:
-            from vllm_graphfix.verify.double.model_runners import WrappedGraphs
+        from vllm_graphfix.verify.double.model_runners import BareGraphs, WrappedGraphs
 
-            self._wrapped = WrappedGraphs(LAYER, SimpleNamespace(), self._attention, FP8_BLOCK_SIZE)
-            self._wrapped.capture(requests, metadata)
-            return
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._captured_output = self._attention(metadata, requests)
+        metadata = self._metadata([1] * requests, requests, for_cudagraph_capture=True)
+        self.graphs = BareGraphs(self._attention)
+        if wrapped:
+            self.graphs = WrappedGraphs(LAYER, SimpleNamespace(), self._attention, FP8_BLOCK_SIZE)
+        self.graphs.capture(requests, metadata)
 
     def _metadata(self, lengths: list[int], padded_requests: int, for_cudagraph_capture: bool = False) -> Any:
         requests = len(lengths)

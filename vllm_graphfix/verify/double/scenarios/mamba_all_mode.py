@@ -21,7 +21,7 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from vllm_graphfix.verify.double.arguments import cached_request, input_batch
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.model_runners import WrappedModel, wrappers_on_the_double
+from vllm_graphfix.verify.double.model_runners import BareGraphs, WrappedModel, wrappers_on_the_double
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED, MAX_MODEL_LEN, BLOCK = 4, 32, 4
@@ -65,29 +65,23 @@ def _serve(mode: Any, caching: bool, *, wrapped: bool = False) -> list[float]:
                 mixer.conv_ssm_forward(hidden[:rows], output[:rows])
         return outputs.transpose(0, 1)
 
-    graph = None
-    graphs = WrappedModel(dict(zip(LAYERS, mixers, strict=True)), forward, BLOCK) if wrapped else None
-    if mode.has_full_cudagraphs():
+    layers = dict(zip(LAYERS, mixers, strict=True))
+    graphs: Any = WrappedModel(layers, forward, BLOCK) if wrapped else BareGraphs(forward)
+    in_graph = mode.has_full_cudagraphs()
+    if in_graph:
         captured = _metadata(runner, [1] * CAPTURED, CAPTURED, for_cudagraph_capture=True)
-        forward(captured, CAPTURED)
-    if graphs is not None:
+        forward(captured, CAPTURED)  # the warm-up
         graphs.capture(CAPTURED, captured)
-    elif mode.has_full_cudagraphs():
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            forward(captured, CAPTURED)
     _add_requests(runner, caching)
     numbers: list[float] = []
     for step in range(STEPS):
         hidden[: len(COMPUTED)] = torch.randn(len(COMPUTED), hidden.shape[1], generator=random)
         lengths = [computed + step + 1 for computed in COMPUTED.values()]
-        metadata = _metadata(runner, lengths, CAPTURED if mode.has_full_cudagraphs() else len(lengths))
-        if graphs is not None:
+        metadata = _metadata(runner, lengths, CAPTURED if in_graph else len(lengths))
+        if in_graph:
             graphs.replay(CAPTURED, metadata, len(lengths))
-        elif graph is None:
-            forward(metadata, len(lengths))
         else:
-            graph.replay()
+            forward(metadata, len(lengths))
         numbers += outputs[:, : len(lengths)].flatten().tolist()
     return numbers
 

@@ -6,8 +6,7 @@ one moves down into its slot, and the batches of three decodes that follow are p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_graphfix.verify.double import steps
 from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.model_runners import WrappedGraphs, recurrent, wrappers_on_the_double
+from vllm_graphfix.verify.double.model_runners import BareGraphs, WrappedGraphs, recurrent, wrappers_on_the_double
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.poison.rows import Room, Rows
@@ -116,11 +115,13 @@ def _serve(
     inputs = {"runner": runner, "hidden": layer.hidden}
     room = Room(CAPTURED, MAX_TOKENS)
     engine = steps.Engine(runner, inputs, room, {LAYER: layer._states}, MAX_MODEL_LEN - 1, MAX_MODEL_LEN)
-    replay: Callable[[Any, int], torch.Tensor] | None = None
+    graphs: Any = None
     if mode == CUDAGraphMode.FULL:
         _set_lengths(runner, [1] * CAPTURED, [1] * CAPTURED)
         captured = _metadata(runner, CAPTURED, CAPTURED, 1, for_cudagraph_capture=True)
-        replay = (_replay_of_wrapped_graph if wrapped else _replay_of_bare_graph)(layer, captured)
+        graphs = _wrapped_graphs(layer) if wrapped else _bare_graphs(layer)
+        layer.decode(captured.state_indices_tensor_d)  # the warm-up
+        graphs.capture(CAPTURED, captured)
     numbers: list[float] = []
     random = torch.Generator().manual_seed(0)
     for scheduled in schedule:
@@ -133,8 +134,8 @@ def _serve(
         counts = [scheduled[name] for name in order]
         _set_lengths(runner, counts, runner.input_batch.num_computed_tokens_cpu[: len(order)] + counts)
         decode_only = max(counts) == 1
-        if replay is not None and decode_only and len(order) < CAPTURED:
-            outputs = replay(_metadata(runner, len(order), CAPTURED, 1), len(order))
+        if graphs is not None and decode_only and len(order) < CAPTURED:
+            outputs = graphs.replay(CAPTURED, _metadata(runner, len(order), CAPTURED, 1), len(order))
         else:
             outputs = layer.eager(_metadata(runner, len(order), len(order), max(counts), num_tokens=sum(counts)))
         if len(order) == 3 and decode_only:
@@ -145,22 +146,13 @@ def _serve(
     return numbers
 
 
-def _replay_of_bare_graph(layer: Any, captured: Any) -> Callable[[Any, int], torch.Tensor]:
-    """Replays a graph of the layer's decode."""
-    layer.decode(captured.state_indices_tensor_d)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output: torch.Tensor = layer.decode(captured.state_indices_tensor_d)
-
-    def replay(metadata: Any, requests: int) -> torch.Tensor:
-        graph.replay()
-        return output
-
-    return replay
+def _bare_graphs(layer: Any) -> BareGraphs:
+    """Return graphs of the layer's decode."""
+    return BareGraphs(lambda metadata, _: layer.decode(metadata.state_indices_tensor_d))
 
 
-def _replay_of_wrapped_graph(layer: Any, captured: Any) -> Callable[[Any, int], torch.Tensor]:
-    """The same, where vLLM's wrapper has the graph."""
+def _wrapped_graphs(layer: Any) -> WrappedGraphs:
+    """Return graphs of the layer in vLLM's wrapper, whose eager reference may also prefill."""
 
     def forward(metadata: Any, padded: int) -> torch.Tensor:
         output = torch.zeros(MAX_TOKENS, STATE_SIZE)
@@ -168,9 +160,7 @@ def _replay_of_wrapped_graph(layer: Any, captured: Any) -> Callable[[Any, int], 
         output[: len(tokens)] = tokens
         return output
 
-    graphs = WrappedGraphs(LAYER, layer, forward, MAX_MODEL_LEN)
-    graphs.capture(CAPTURED, captured)
-    return partial(graphs.replay, CAPTURED)
+    return WrappedGraphs(LAYER, layer, forward, MAX_MODEL_LEN)
 
 
 def _runner(backend: Any, mode: CUDAGraphMode) -> Any:

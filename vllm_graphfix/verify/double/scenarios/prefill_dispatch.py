@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import sys
-from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -29,7 +26,14 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
-from vllm_graphfix.verify.double.model_runners import ManagedGraphs, WrappedGraphs, recurrent, wrappers_on_the_double
+from vllm_graphfix.verify.double.model_runners import (
+    BareGraphs,
+    ManagedGraphs,
+    WrappedGraphs,
+    recurrent,
+    wrappers_on_the_double,
+)
+from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
@@ -70,9 +74,9 @@ def run(*, trigger: bool = True) -> Measurement:
     graphed: list[float] = []
     taken: list[dict[str, int]] = []
     for serve in served(longer=0 if trigger else 1):
-        with _unpinned():
+        with unpinned():
             eager += serve(CUDAGraphMode.NONE, taken=taken)
-        with _unpinned(), cpu_cuda_graphs():
+        with unpinned(), cpu_cuda_graphs():
             graphed += serve(CUDAGraphMode.FULL_DECODE_ONLY)
     numbers = "GDN and Mamba-2 layer outputs of 4 requests over 9 steps"
     return Measurement(numbers, tuple(eager), tuple(graphed), counted={"prefill-as-decode": len(taken)})
@@ -94,7 +98,7 @@ def watched_v2(*, trigger: bool = True) -> bool:
 def _watched(dispatch: type, trigger: bool) -> bool:
     found = [serve for serve in served(longer=0 if trigger else 1) if dispatch in serve.args]
     for serve in found:
-        with _unpinned(), wrappers_on_the_double():
+        with unpinned(), wrappers_on_the_double():
             serve(CUDAGraphMode.FULL_DECODE_ONLY, wrapped=True)
     return bool(found)
 
@@ -375,7 +379,7 @@ def _serve(
     )
     builder = layer.backend.get_builder_cls()(spec, [LAYER], config, CPU)
     groups = KVCacheConfig(num_blocks=16, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)])
-    graphs: Any = _BareGraphs(layer.decode)
+    graphs: Any = BareGraphs(lambda metadata, _: layer.decode(metadata))
     if wrapped and dispatch_kind is DispatchV1:
         graphs = WrappedGraphs(LAYER, layer, layer.eager, MAX_MODEL_LEN)
     elif wrapped:
@@ -410,24 +414,6 @@ def _serve(
             accepted[name] = 1 if still or name == "second" else length
             computed[name] += count if still else accepted[name]
     return numbers
-
-
-class _BareGraphs:
-    """Graphs of a layer's decode, by their tokens."""
-
-    def __init__(self, decode: Callable[[Any], torch.Tensor]) -> None:
-        self._decode = decode
-        self._captured: dict[int, tuple[Any, torch.Tensor]] = {}
-
-    def capture(self, padded_tokens: int, metadata: Any) -> None:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._captured[padded_tokens] = graph, self._decode(metadata)
-
-    def replay(self, padded_tokens: int, metadata: Any, tokens: int) -> torch.Tensor:
-        graph, output = self._captured[padded_tokens]
-        graph.replay()
-        return output
 
 
 def _draft_arguments(prefilling: list[bool], accepted: list[int], length: int) -> dict[str, torch.Tensor]:
@@ -511,20 +497,3 @@ def _config(mode: CUDAGraphMode, length: int) -> Any:
         use_v2_model_runner=False,
         pad_for_cudagraph=lambda tokens: next(size for size in sizes if size >= tokens),
     )
-
-
-@contextlib.contextmanager
-def _unpinned() -> Iterator[None]:
-    """vLLM puts in pinned memory what goes to the device, which needs CUDA."""
-
-    def copied(data: Any, *_: object, dtype: torch.dtype | None = None, **__: object) -> torch.Tensor:
-        return torch.as_tensor(data, dtype=dtype)
-
-    pinning = {"async_tensor_h2d": copied, "PIN_MEMORY": False, "is_pin_memory_available": lambda: False}
-    with contextlib.ExitStack() as stack:
-        for name in [name for name in sys.modules if name.startswith("vllm.")]:
-            module = sys.modules[name]
-            for attribute, value in pinning.items():
-                if attribute in vars(module):
-                    stack.enter_context(mock.patch.object(module, attribute, value))
-        yield

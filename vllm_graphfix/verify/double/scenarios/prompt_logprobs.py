@@ -7,9 +7,8 @@ bookkeeping; target and drafter have graphs that share one pool.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -28,6 +27,7 @@ from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 from vllm_graphfix.verify.double import graph
 from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
+from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURE_SIZES = (8, 16)
@@ -54,10 +54,6 @@ def run(*, trigger: bool = True) -> Measurement:
         )
     counted = {"prompt-logprobs-after-draft": len(STEPS)}  # in each a prompt is scored
     return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)
-
-
-_UNPINNED = {"PIN_MEMORY": False, "is_pin_memory_available": lambda: False}
-"""Pinned memory needs CUDA; 0.32 asks at each use."""
 
 
 class PoolStandIn:
@@ -90,7 +86,7 @@ def one_memory() -> Iterator[None]:
     """CUDA graphs of the double, in one pool; what vLLM compiles for counting ranks runs as it is written."""
     pool = PoolStandIn()
     with (
-        ExitStack() as unpinned,
+        unpinned(),
         cpu_cuda_graphs(),
         mock.patch.object(graph, "_poisoned_like", pool.allocate),
         mock.patch.object(cuda_graph, "weak_ref_tensors", pool.let_go),
@@ -98,10 +94,6 @@ def one_memory() -> Iterator[None]:
         mock.patch.object(torch, "Event", CPUStream),  # of the output with asynchronous scheduling
         torch.compiler.set_stance("force_eager"),
     ):
-        for name, module in list(sys.modules.items()):
-            for asked, answer in _UNPINNED.items():
-                if name.startswith("vllm.") and asked in vars(module):
-                    unpinned.enter_context(mock.patch.object(module, asked, answer))
         yield
 
 
