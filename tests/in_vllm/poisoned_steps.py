@@ -13,7 +13,7 @@ from defects import affected
 from vllm_graphfix.shadow.snapshot import same_bits
 from vllm_graphfix.verify.double import worker
 from vllm_graphfix.verify.double.arguments import supported_kwargs
-from vllm_graphfix.verify.double.poisoned import shown_by_poison
+from vllm_graphfix.verify.double.poisoned import effects_of_poison
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.poison.blocks import Blocks
 from vllm_graphfix.verify.poison.engine import PoisonedRunner, _buffer_holders
@@ -49,7 +49,7 @@ def scenario_on_this_release(fix: str) -> Any:
 
 @pytest.mark.parametrize("fix", FIXES)
 def test_poison_shows_a_defect_and_nothing_in_other_releases(fix: str) -> None:
-    effects = shown_by_poison(scenario_on_this_release(fix))
+    effects = effects_of_poison(scenario_on_this_release(fix))
     assert bool(effects) == affected(fix), effects
     assert not any("without graphs" in text for text in effects)
 
@@ -60,11 +60,11 @@ def test_what_the_workload_does_not_provoke_poison_does(fix: str) -> None:
     plain = scenario(trigger=False)
     assert plain.error is None
     assert plain.eager == plain.graphed
-    effects = shown_by_poison(scenario, trigger=False)
+    effects = effects_of_poison(scenario, trigger=False)
     expected = affected(fix) and fix in SHOW_WITHOUT_THEIR_PROVOCATION
     assert bool(effects) == expected, effects
     if expected:
-        assert not shown_by_poison(scenario, {BLOCKS}, trigger=False), "no row names the blocks"
+        assert not effects_of_poison(scenario, {BLOCKS}, trigger=False), "no row names the blocks"
 
 
 def runner_with(*requests: str) -> Any:

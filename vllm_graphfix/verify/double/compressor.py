@@ -1,6 +1,6 @@
 """vLLM's compressor of DeepSeek V4 on the CPU: its own layer and metadata builder, with stand-ins for the kernels.
 
-`compressor_stand_ins` puts them in place for a while; `LayerStandIn` is a model of one layer on random caches.
+They are in place within `compressor_stand_ins`; `LayerStandIn` is a model of one layer on random caches.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from vllm_graphfix.verify.double.graph import CPUStream, Recorder
 
 CPU = torch.device("cpu")
 RATIO, HEAD, COLUMNS = 128, 512, 4
-"""Tokens of a group; width of a cache entry, of which the stand-ins compute so many columns."""
+"""Tokens of a group; width of a cache entry; the columns of it that the stand-ins compute."""
 STATE_BLOCK, BLOCK = 8, 256
-"""Tokens of a block, in the compressor's states and in the cache of entries."""
+"""Tokens of a block in the cache of states and in the cache of entries."""
 REQUESTS, MAX_MODEL_LEN, VOCABULARY = 4, 512, 32
 LAYER = "model.layers.0.attn"
 STATES = f"{LAYER}.compressor.state_cache"
 
 
 class LayerStandIn:
-    """Stands in for a model: a random state for each token, and vLLM's compressor on a random cache."""
+    """Stands in for a model: a random state for each token id, and vLLM's compressor on a random cache."""
 
     def __init__(self) -> None:
         random = torch.Generator().manual_seed(0)
@@ -44,7 +44,7 @@ class LayerStandIn:
             return torch.randn(*shape, generator=random)
 
         self._states = numbers(VOCABULARY, 2 * HEAD)
-        # Both have block 0 for nobody, and what is in the others is of requests that were there before.
+        # Block 0 of both is the null block; the others hold random remains of former requests, as in a used engine.
         self.cache = numbers(1 + REQUESTS * MAX_MODEL_LEN // BLOCK, BLOCK // RATIO, HEAD)
         states = numbers(1 + REQUESTS * MAX_MODEL_LEN // STATE_BLOCK, STATE_BLOCK, 2 * HEAD)
         self.compressor: Any = object.__new__(DeepseekCompressor)
@@ -77,10 +77,7 @@ class LayerStandIn:
 
 
 class EntryMetadataBuilderStandIn:
-    """Stands in for the builder of the layer that attends to the entries.
-
-    The compressor reads only the slots of its metadata.
-    """
+    """Stands in for the builder of the layer that attends to the entries: the compressor reads its slots only."""
 
     supports_update_block_table = False
 
@@ -92,19 +89,19 @@ class EntryMetadataBuilderStandIn:
 
 
 def state_spec(config: Any) -> Any:
-    """vLLM's own specification of the cache of the compressor's states."""
+    """Return vLLM's specification of the cache of the compressor's states."""
     cache: Any = object.__new__(CompressorStateCache)
     vars(cache).update(block_size=STATE_BLOCK, state_dim=2 * HEAD, dtype=torch.float32, sliding_window=RATIO)
     return cache.get_kv_cache_spec(config)
 
 
 def metadata_builder(spec: Any, config: Any) -> Any:
-    """vLLM's own builder of the compressor's metadata."""
+    """Return vLLM's builder of the compressor's metadata."""
     return CompressorBackend.get_builder_cls()(spec, [STATES], config, CPU)
 
 
 def block_tables() -> list[torch.Tensor]:
-    """The blocks of each request, in the compressor's states and in the cache of entries."""
+    """Return the block tables of states and of entries, (REQUESTS, blocks of a request) int32 each."""
     widths = [MAX_MODEL_LEN // size for size in (STATE_BLOCK, BLOCK)]
     return [torch.arange(1, 1 + REQUESTS * width, dtype=torch.int32).view(REQUESTS, width) for width in widths]
 
@@ -118,17 +115,17 @@ def tokens_of(rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def entries_of(model: LayerStandIn, groups: dict[int, int]) -> list[float]:
-    """The entry of the given group for each of the requests in *groups*."""
+    """Return, for each request in *groups*, the cache entry of that group of its tokens: COLUMNS numbers each."""
     slots = [
         int(block_tables()[1][row, group * RATIO // BLOCK]) * (BLOCK // RATIO) + group % 2
         for row, group in groups.items()
     ]
-    found: list[float] = model.cache.flatten(0, 1)[slots, :COLUMNS].flatten().tolist()
-    return found
+    entries: list[float] = model.cache.flatten(0, 1)[slots, :COLUMNS].flatten().tolist()
+    return entries
 
 
 def _recording_in_this_thread() -> contextlib.AbstractContextManager[object]:
-    """Dispatch modes are of one thread each, a capture is of all of them: microbatches run in threads of their own."""
+    """Record in the microbatches' own threads, too: dispatch modes are per thread, and a capture spans all threads."""
     from vllm_graphfix.verify.double import graph
 
     if graph._capturing and threading.current_thread() is not threading.main_thread():
@@ -138,7 +135,7 @@ def _recording_in_this_thread() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def compressor_stand_ins() -> Iterator[None]:
-    """The compressor's two kernels, and what else is CUDA's, have stand-ins."""
+    """Replace, within the block, the compressor's two kernels and the calls of CUDA around them."""
     kernels = ModuleType("vllm.models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl")
     vars(kernels).update(
         compress_norm_rope_store_cutedsl=_compress_stand_in, _SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL=_compress_stand_in
@@ -169,7 +166,7 @@ def compressor_stand_ins() -> Iterator[None]:
 
 
 def _rows_stand_in(common: Any, buffer: torch.Tensor) -> torch.Tensor:
-    """The request of each token; of padding, the first."""
+    """Return the request of each token, (tokens,); the first request for padding."""
     counts = common.query_start_loc_cpu.diff()
     rows = torch.arange(len(counts)).repeat_interleave(counts)
     buffer.zero_()
@@ -180,7 +177,7 @@ def _rows_stand_in(common: Any, buffer: torch.Tensor) -> torch.Tensor:
 def _save_stand_in(
     *, kv: Any, score: Any, ape: Any, positions: Any, state_cache: Any, slot_mapping: Any, **_: object
 ) -> None:
-    """Saves kv and score, (tokens, width), in the slots of state_cache, (blocks, tokens, 2 x width).
+    """Save kv and score, (tokens, width), in the slots of state_cache, (blocks, tokens, 2 x width).
 
     Padding goes to block 0.
     """
@@ -201,9 +198,9 @@ def _compress_stand_in(
     k_cache_metadata: Any,
     **_: object,
 ) -> None:
-    """Writes, for the last token of each group, the group's states weighted by their scores.
+    """Write, for the last token of each group, the group's states weighted by their scores.
 
-    Other tokens go to block 0. There is no norm and no RoPE.
+    Other tokens go to block 0. Norm and RoPE are left out.
     """
     positions, slots = positions[:num_actual], k_cache_metadata.slot_mapping[:num_actual]
     group = (positions // RATIO * RATIO).unsqueeze(1) + torch.arange(RATIO)

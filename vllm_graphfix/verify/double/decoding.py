@@ -1,8 +1,8 @@
-"""What surrounds a decode step in vLLM's model runner V2, as small as it comes.
+"""A decode step of vLLM's model runner V2 with the fewest parts.
 
-Real: vLLM's metadata builder and attention implementation of FlashMLA, forward context, input buffers, block tables,
-model state, configuration of compilation. Stand-ins: the model (random weights, random KV cache), the rest of the
-configuration. Install the FlashMLA stand-ins before importing this module.
+Real: metadata builder and attention implementation of FlashMLA, forward context, input buffers, block tables, model
+state, configuration of compilation. Stand-ins: the model (random weights, random KV cache), the rest of the
+configuration. Install the FlashMLA stand-ins before importing this module: vLLM looks for the kernels on import.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HEADS, HEAD_WIDTH, VALUE_WIDTH, HIDDEN, VOCABULARY = 2, 8, 6, 8, 32
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step: so many query tokens for each request, whose KV cache then holds `lengths` tokens."""
+    """One decode step of *query_tokens* tokens a request, after which the KV cache holds *lengths* tokens of each."""
 
     lengths: tuple[int, ...]
     query_tokens: int = 1
@@ -78,12 +78,12 @@ class AttentionStandIn(torch.nn.Module):
 
 
 def attention_without_a_plan() -> AbstractContextManager[object]:
-    """For the block, layers read no metadata: nothing is planned when it is needed for the first time."""
+    """Make layers read no metadata within the block, so that no plan is made when one is needed first."""
     return mock.patch.object(AttentionStandIn, "forward", lambda self, hidden_states: hidden_states.tanh())
 
 
 class ModelStandIn(torch.nn.Module):
-    """Embeds tokens and positions, attends once a layer. The same names and `seed` give the same weights."""
+    """Embeds tokens and positions, and attends once in each layer. Equal names and `seed` give equal weights."""
 
     def __init__(self, layer_names: Sequence[str], seed: int = 0) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class ModelStandIn(torch.nn.Module):
 
 
 def configuration(mode: CUDAGraphMode, sizes: Sequence[int], speculative_tokens: int = 0) -> Any:
-    """The part of a VllmConfig that captures read; `sizes` are the capture sizes in tokens."""
+    """Return the part of a VllmConfig that captures read, with capture *sizes* in tokens."""
     compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=list(sizes))
     compilation.max_cudagraph_capture_size = max(sizes)
     return SimpleNamespace(
@@ -134,7 +134,7 @@ def configuration(mode: CUDAGraphMode, sizes: Sequence[int], speculative_tokens:
 
 
 class RunnerStandIn:
-    """Stands in for vLLM's GPUModelRunner (V2): persistent buffers, and the metadata that it builds before a step."""
+    """Stands in for vLLM's GPUModelRunner (V2): persistent buffers, and the metadata built before a step."""
 
     def __init__(self, config: Any, layer_names: Sequence[str]) -> None:
         self.config, self.layer_names = config, list(layer_names)
@@ -156,7 +156,7 @@ class RunnerStandIn:
             )
 
     def capture_inputs(self) -> dict[str, Any]:
-        """What a capture gets from the model runner, by the names of its parameters."""
+        """Return what the model runner passes to a capture, by parameter name."""
         inputs = {
             "input_buffers": self.input_buffers,
             "block_tables": self.block_tables,
@@ -167,9 +167,9 @@ class RunnerStandIn:
         return inputs | {"model_state": self.model_state, "attn_groups": self.attn_groups}
 
     def prepare(self, step: Step, padded_requests: int | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Write the step's inputs into the persistent buffers, for a full graph if padded, and build the metadata.
+        """Write the step's inputs into the persistent buffers, padded if for a full graph, and build the metadata.
 
-        Returns attention metadata and slot mapping of each layer.
+        Returns the attention metadata and the slot mapping of each layer.
         """
         requests, buffers = len(step.lengths), self.input_buffers
         padded = padded_requests or requests
@@ -213,7 +213,7 @@ class RunnerStandIn:
 
     @torch.inference_mode()
     def run_eagerly(self, model: ModelStandIn, step: Step) -> torch.Tensor:
-        """The model's output (tokens, hidden) without graphs."""
+        """Return the model's output (tokens, hidden) without graphs."""
         metadata, slots = self.prepare(step)
         return self.forward(model, step.num_tokens, metadata, slots)
 
@@ -225,13 +225,13 @@ class RunnerStandIn:
         return output
 
     def model_inputs(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """What the target model is called with."""
+        """Return the inputs of the target model, views of the persistent buffers."""
         buffers = self.input_buffers
         return {"input_ids": buffers.input_ids[:num_tokens], "positions": buffers.positions[:num_tokens]}
 
 
 def flashmla_builder(config: Any) -> Any:
-    """Make vLLM's FlashMLA metadata builder with what `build` reads for a batch of decodes, less prefill workspace."""
+    """Make vLLM's FlashMLA metadata builder with what `build` reads for decodes: no prefill workspace."""
     builder: Any = object.__new__(FlashMLAMetadataBuilder)
     vars(builder).update(
         device=DEVICE,
@@ -257,7 +257,7 @@ def measure(
     graphed: Callable[[], list[torch.Tensor]],
     counted: Mapping[str, int],
 ) -> Measurement:
-    """Compute the same tensors both ways; an error of the graphs' way is part of the result."""
+    """Compute the same tensors eagerly and in graphs; an error of the graphs is part of the result."""
     reference = _floats(eagerly())
     try:
         return Measurement(numbers, reference, _floats(graphed()), counted=counted)
@@ -270,7 +270,7 @@ def _floats(tensors: list[torch.Tensor]) -> tuple[float, ...]:
 
 
 def _block_tables() -> Any:
-    """Make vLLM's block tables without the staging buffers, which need a GPU: a block of its own for every position."""
+    """Make vLLM's block tables without the staging buffers, which need a GPU."""
     tables: Any = object.__new__(BlockTables)
     shape = (MAX_REQUESTS, MAX_LENGTH // BLOCK_SIZE)
     tables.input_block_tables = [torch.zeros(shape, dtype=torch.int32)]

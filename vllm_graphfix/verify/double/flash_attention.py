@@ -1,6 +1,6 @@
-"""vLLM's FlashAttention on the CPU: its own metadata builder and layer, with small named stand-ins for the kernels.
+"""vLLM's FlashAttention on the CPU: its own metadata builder and layer, with stand-ins for the kernels.
 
-`flash_attention_stand_ins` puts them in place for a while; in it `attend` serves steps, each in a graph or without.
+Within `flash_attention_stand_ins`, `attend` serves steps in a graph or eagerly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LAYER = "model.layers.0.self_attn.attn"
 
 @contextmanager
 def flash_attention_stand_ins(version: int) -> Iterator[None]:
-    """For the block: the kernels of FlashAttention *version*, which have no CPU form."""
+    """Replace, within the block, the kernels of FlashAttention *version*, which have no CPU form."""
     names: dict[str, Any] = {
         "flash_attn_varlen_func": _varlen_stand_in,
         "_FA4_DENSE_ATTENTION_KERNEL": _varlen_stand_in,  # from 0.30 on the layer calls the former through it
@@ -45,45 +45,41 @@ def flash_attention_stand_ins(version: int) -> Iterator[None]:
 
 
 def _schedule_stand_in(*, max_seqlen_q: int, **_: Any) -> torch.Tensor:
-    """The schedule of FlashAttention 3, (1,) int32.
-
-    All that the stand-in of the kernel knows of it is which longest query it was made for.
-    """
+    """Return a schedule of FlashAttention 3, (1,) int32: the longest query that it was made for."""
     return torch.full((1,), max_seqlen_q, dtype=torch.int32)
 
 
-def _varlen_stand_in(**given: Any) -> Any:
-    starts, table = given["cu_seqlens_q"], given.get("block_table")
-    lengths = given["seqused_k"] if table is not None else starts.diff()
+def _varlen_stand_in(**arguments: Any) -> Any:
+    starts, table = arguments["cu_seqlens_q"], arguments.get("block_table")
+    lengths = arguments["seqused_k"] if table is not None else starts.diff()
     if table is None:  # keys of the step's own tokens: a block of one for each request
         table = torch.arange(len(lengths), dtype=torch.int32).unsqueeze(1)
-        given["k"], given["v"] = given["k"].unsqueeze(1), given["v"].unsqueeze(1)
+        arguments["k"], arguments["v"] = arguments["k"].unsqueeze(1), arguments["v"].unsqueeze(1)
     operation, _ = _attention_stand_in()
-    window, _ = given.get("window_size") or (-1, -1)
-    found = operation(
-        given["q"],
-        given["k"],
-        given["v"],
+    window, _ = arguments.get("window_size") or (-1, -1)
+    results = operation(
+        arguments["q"],
+        arguments["k"],
+        arguments["v"],
         starts,
         lengths,
         table,
-        given.get("scheduler_metadata"),
-        given["max_seqlen_q"],
-        # As the kernels do it when they are launched: a window that holds the longest length is none.
-        window if window < given["max_seqlen_k"] - 1 else -1,
-        given["softmax_scale"],
+        arguments.get("scheduler_metadata"),
+        arguments["max_seqlen_q"],
+        # As the kernels do at their launch: a window that holds the longest length is no window.
+        window if window < arguments["max_seqlen_k"] - 1 else -1,
+        arguments["softmax_scale"],
     )
-    return found if given["out"] is None else given["out"].copy_(found[0])
+    return results if arguments["out"] is None else arguments["out"].copy_(results[0])
 
 
 @functools.cache
 def _attention_stand_in() -> tuple[Any, object]:
-    """An operation, which no capture runs, in which each request's query tokens attend to its blocks.
+    """Define the attention of each request's query tokens to its blocks as an operation, which captures record.
 
-    They attend to as many tokens of them as *lengths* says, and to no more than *window* before their own if that is
-    not below 0. An assumption stands in it, which engines on an H100 support: a kernel of FlashAttention 3 that was
-    launched for another longest query than its schedule was made for gives wrong results. Which ones is not known;
-    here it writes zeros.
+    Tokens attend to the first *lengths* tokens of the blocks, and to at most *window* tokens before their own if
+    *window* is not negative. It assumes, as engines on an H100 confirm, that a kernel of FlashAttention 3 gives wrong
+    results if its schedule was made for another longest query. Which results is not known; here it writes zeros.
     """
     library = torch.library.Library("vllm_graphfix_flash_attention", "FRAGMENT")
     library.define(
@@ -110,7 +106,7 @@ def _attention_stand_in() -> tuple[Any, object]:
         for row, length in enumerate(lengths.tolist()):
             keys, values = (cache[table[row].long()].flatten(0, 1)[:length, 0] for cache in (k, v))
             for token in range(bounds[row], bounds[row + 1]):
-                seen = length - (bounds[row + 1] - 1 - token)  # none of those that come later
+                seen = length - (bounds[row + 1] - 1 - token)  # causal: no later token
                 if seen < 1:
                     continue
                 first = max(seen - 1 - window, 0) if window >= 0 else 0
@@ -121,11 +117,11 @@ def _attention_stand_in() -> tuple[Any, object]:
 
     library.impl("attend", kernel, "CPU")
     library.impl("attend", lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[1::-1])), "Meta")
-    return torch.ops.vllm_graphfix_flash_attention.attend, library  # without which it is gone
+    return torch.ops.vllm_graphfix_flash_attention.attend, library  # the operation ends with its library
 
 
 def metadata_builder(mode: CUDAGraphMode, requests: int, sizes: Sequence[int]) -> Any:
-    """vLLM's own, with a configuration of what it reads: graphs of *sizes* tokens, and at most so many *requests*."""
+    """Return vLLM's metadata builder for graphs of *sizes* tokens and at most *requests* requests."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             get_num_attention_heads=lambda parallel: HEADS,
@@ -151,10 +147,7 @@ def metadata_builder(mode: CUDAGraphMode, requests: int, sizes: Sequence[int]) -
 
 
 class Rows:
-    """The persistent tensors of a model runner for *requests* requests, and batches in them.
-
-    Batches are padded as both model runners do it.
-    """
+    """Persistent tensors of a model runner for *requests* requests, with batches padded as by both model runners."""
 
     def __init__(self, requests: int) -> None:
         self._lengths = torch.zeros(requests, dtype=torch.int32)
@@ -162,16 +155,16 @@ class Rows:
         self._table = torch.arange(requests * BLOCKS, dtype=torch.int32).view(requests, BLOCKS)
 
     def batch(self, queries: Sequence[int], lengths: Sequence[int], rows: int, tokens: int) -> Any:
-        """The metadata of a batch, padded to *rows* requests of *tokens* in all.
+        """Return the metadata of a batch, padded to *rows* requests and *tokens* tokens in all.
 
-        The requests have the given numbers of query tokens each, and *lengths* tokens with these.
+        *queries* are the query tokens of each request, *lengths* its tokens including these.
         """
         requests = len(queries)
         self._lengths[:requests], self._lengths[requests:] = torch.tensor(lengths), 0
         self._starts[1 : 1 + requests] = torch.tensor(queries).cumsum(0)
         self._starts[1 + requests :] = sum(queries)
         lengths_cpu = self._lengths[:rows].clone()
-        given = {
+        arguments = {
             "query_start_loc": self._starts[: rows + 1],
             "query_start_loc_cpu": self._starts[: rows + 1].clone(),
             "seq_lens": self._lengths[:rows],
@@ -183,13 +176,13 @@ class Rows:
             "block_table_tensor": self._table[:rows],
             "slot_mapping": torch.zeros(tokens, dtype=torch.int64),
         }
-        return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
+        return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, arguments))
 
 
 def random_cache(blocks: int, random: torch.Generator) -> torch.Tensor:
-    """A KV cache of *blocks* blocks, in the backend's layout."""
+    """Return a random KV cache of *blocks* blocks, in the backend's layout."""
     backend, shape = flash_attn.FlashAttentionBackend, (blocks, 1, BLOCK_SIZE, 2 * WIDTH)
-    if hasattr(backend, "get_kv_cache_shape"):  # as it says itself before 0.29
+    if hasattr(backend, "get_kv_cache_shape"):  # before 0.29
         shape = backend.get_kv_cache_shape(blocks, BLOCK_SIZE, 1, WIDTH)
     return torch.randn(shape, generator=random)
 
@@ -197,9 +190,10 @@ def random_cache(blocks: int, random: torch.Generator) -> torch.Tensor:
 def attention_layer(
     requests: int, tokens: int, random: torch.Generator
 ) -> tuple[Any, tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]:
-    """vLLM's own layer with a cache for so many *requests*; its inputs, of so many *tokens*; and what runs it on them.
+    """Return vLLM's layer with a cache for *requests* requests, its inputs for *tokens* tokens, and its forward.
 
-    The last takes the metadata of a step, and what graphs give besides.
+    The inputs are persistent: (tokens, HEADS, WIDTH) for the query, (tokens, 1, WIDTH) for key and value. The forward
+    takes the metadata of a step, and ignores the padded tokens that graphs pass.
     """
     cache = random_cache(requests * BLOCKS, random)
     inputs = (torch.zeros(tokens, HEADS, WIDTH), *torch.zeros(2, tokens, 1, WIDTH))
@@ -216,16 +210,16 @@ def attention_layer(
 
 
 Batch = tuple[Sequence[int], Sequence[int]]
-"""The query tokens of each request, and its length with these."""
+"""Query tokens of each request, and its length including these."""
 
 
 def attend(
     builder: Any, capture: Batch, steps: Sequence[Batch], requests: int, tokens: int, *, wrapped: bool = False
 ) -> list[float]:
-    """The attention of each step's tokens by vLLM's own layer.
+    """Return the attention output of each step's tokens, by vLLM's own layer.
 
-    If *builder* is for full graphs, all steps are replays of one for so many *requests* and *tokens*, captured with the
-    batch *capture*. *wrapped*: it is in vLLM's wrapper.
+    If *builder* is for full graphs, all steps replay one graph for *requests* requests and *tokens* tokens, captured
+    with the batch *capture*; *wrapped* puts it in vLLM's wrapper.
     """
     random = torch.Generator().manual_seed(0)
     layer, inputs, forward = attention_layer(requests, tokens, random)

@@ -1,7 +1,7 @@
 """CPU stand-ins for FlashMLA's compiled kernels, so that vLLM's own Python around them runs without a GPU.
 
 As on a GPU, a planner kernel cuts the KV blocks of a batch into parts, and a decode kernel attends to exactly the
-blocks that the plan lists. A plan made for other lengths gives wrong numbers, one that nobody has computed gives NaN.
+blocks that the plan lists. A plan for other lengths gives wrong numbers, a plan that was never computed gives NaN.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from unittest import mock
 import torch
 
 SM_PARTS = 4
-"""Parts that a plan cuts the work into; a GPU has one or two for each multiprocessor."""
+"""Parts of a plan; a GPU has one or two for each multiprocessor."""
 PLAN_WIDTH = 8
-"""int32 values a part: first request, its first block, last request, its end block (exclusive), first split, zeros."""
+"""int32 values of a part: first request, its first block, last request, its end block (exclusive), first split."""
 
 FP8_BLOCK_SIZE = 64
-"""Tokens a block for the dense fp8 planner, which is not told."""
+"""Tokens of a block for the dense fp8 planner, whose arguments do not say so."""
 
 _OPERATORS_MODULE = "vllm.v1.attention.ops.flashmla"
 _COMPILED_MODULES = ("vllm._flashmla_C", "vllm._flashmla_extension_C")
 
 
 class CompiledModuleStandIn(ModuleType):
-    """Stands in for a compiled extension: importing it is all that vLLM does with it."""
+    """Stands in for a compiled extension, which vLLM does no more than import."""
 
 
 def install_flashmla_stand_ins() -> None:
     """Let vLLM find FlashMLA on this CPU, with stand-in kernels.
 
-    Raises RuntimeError if vLLM has imported its FlashMLA operators before: it has then found the real kernels, or none.
+    Raises:
+        RuntimeError: vLLM has imported its FlashMLA operators before, with the real kernels or with none.
     """
     if all(isinstance(sys.modules.get(name), CompiledModuleStandIn) for name in _COMPILED_MODULES):
         return
@@ -46,7 +47,7 @@ def install_flashmla_stand_ins() -> None:
         importlib.import_module(_OPERATORS_MODULE)
 
 
-# What both precisions share
+# Both precisions
 
 
 def plan_blocks(cache_seqlens: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +64,7 @@ def plan_blocks(cache_seqlens: torch.Tensor, block_size: int) -> tuple[torch.Ten
     for part in range(SM_PARTS):
         mine = work[part * share : (part + 1) * share]
         if not mine:
-            plan[part, 0] = len(blocks)  # first request behind the last: nothing to do
+            plan[part, 0] = len(blocks)  # first request behind the last: an empty part
             continue
         (first, first_block), (last, last_block) = mine[0], mine[-1]
         plan[part, :5] = torch.tensor([first, first_block, last, last_block + 1, splits[first]])
@@ -86,7 +87,7 @@ def attend(
 
     q (requests, query tokens, heads, d), k_cache (blocks, block size, 1, d), block_table (requests, blocks).
     Returns (requests, query tokens, heads, head_dim_v) and the log-sum-exp (requests, heads, query tokens) float32.
-    A request that the plan leaves out keeps NaN: nothing writes its row.
+    The row of a request without a part stays NaN: no kernel writes it.
     """
     requests, query_tokens, heads, width = q.shape
     block_size = k_cache.shape[1]
@@ -114,7 +115,7 @@ def attend(
 def _blocks_of_requests(
     plan: torch.Tensor, requests: int, cache_seqlens: torch.Tensor, block_size: int
 ) -> list[list[int] | None]:
-    """The blocks of each request that the plan lists and that hold tokens; None for a request that it leaves out."""
+    """Return the blocks that the plan lists and that hold tokens, by request; None for a request without a part."""
     counts = [-(-length // block_size) for length in cache_seqlens.tolist()]
     listed: list[list[int] | None] = [None] * requests
     for first, first_block, last, end_block in plan[:, :4].tolist():
@@ -127,7 +128,7 @@ def _blocks_of_requests(
     return listed
 
 
-# bf16: vLLM's third_party/flashmla calls dense_decode_fwd, which plans where it is given no plan
+# bf16: vLLM's third_party/flashmla calls dense_decode_fwd, which plans if it gets no plan
 
 _bf16 = torch.library.Library("_flashmla_C", "FRAGMENT")
 _bf16.define("plan_stand_in(Tensor cache_seqlens, int block_size) -> (Tensor, Tensor)")
@@ -202,9 +203,9 @@ def _dense_decode_fwd(
     num_splits: torch.Tensor | None,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stands in for the compiled operation: plans only where no plan is given.
+    """Stand in for the compiled operation, which plans only if it gets no plan.
 
-    It is a composite: a graph sees planner and decode apart.
+    It is a composite, so that a graph records planner and decode apart.
     """
     if tile_scheduler_metadata is None or num_splits is None:
         tile_scheduler_metadata, num_splits = torch.ops._flashmla_C.plan_stand_in(cache_seqlens, k_cache.shape[1])
@@ -258,14 +259,14 @@ def _decode_fp8(
     descale_q: torch.Tensor,
     descale_k: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 out, bf16 on a GPU: rounding would only blur the comparison."""
+    """Return float32, where a GPU returns bf16: rounding would only blur the comparison."""
     requests, block_size = len(q), k_cache.shape[1]
     plan = tile_scheduler_metadata
     for request, blocks in enumerate(_blocks_of_requests(plan, requests, cache_seqlens, block_size)):
         if blocks is None:
             continue
-        # FlashMLA's first dense kernel, which the fp8 one follows, loads a block before it loops over blocks, for a
-        # request without any too. (It takes the table's entry before the row's first there: the padded row before.)
+        # FlashMLA's first dense kernel, which the fp8 one follows, loads a block before its loop over blocks, even for
+        # a request without blocks. (There it reads the table's entry before the row's first: of the padded row before.)
         for block_id in block_table[request, blocks or [0]].tolist():
             if not 0 <= block_id < len(k_cache):
                 raise RuntimeError(
@@ -274,7 +275,7 @@ def _decode_fp8(
                 )
     q, k_cache = q.float() * descale_q, k_cache.float() * descale_k
     out, lse = attend(q, k_cache, head_dim_v, cache_seqlens, block_table, softmax_scale, causal, plan)
-    # A request's partial results are merged by `num_splits`: another number than was written is memory of nobody.
+    # A request's partial results are merged by `num_splits`; a count other than written reads unwritten memory.
     row = torch.arange(requests)
     written = ((plan[:, :1] <= row) & (row <= plan[:, 2:3])).sum(0)
     out[num_splits.diff() != written] = torch.nan

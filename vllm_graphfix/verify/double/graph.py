@@ -1,8 +1,8 @@
 """A CPU double of CUDA graphs: capture records operations and runs none, replay runs them on the recorded addresses.
 
-What makes a graph wrong on a GPU makes it wrong here: memory that nothing has written yet is poisoned, the Python that
-was traced does not run again, and an operation that did not take place during the capture is not in the graph. Host and
-device tensors are all CPU tensors here, so a captured function must not compute on the host.
+What makes a graph wrong on a GPU makes it wrong here: unwritten memory is poisoned, traced Python does not run again,
+and an operation that did not run during the capture is not in the graph. Host and device tensors are all CPU tensors
+here, so a captured function must not compute on the host.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _ALLOCATIONS = {
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _layouts: dict[Any, Any] = {}
-"""Results by operation and arguments; see `Recorder`."""
+"""Layouts of results, by operation and arguments; see `Recorder`."""
 _capturing: list[CPUGraph] = []
-"""The graph being captured, if any: never more than one."""
+"""The graph that is being captured, or none. A list, so that all threads see the same one; see `compressor.py`."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One recorded operation: what runs, the tensors it reads or writes, and the memory its new results go to."""
+    """One recorded operation: its function, the tensors it reads or writes, and the memory of its new results."""
 
     function: torch._ops.OpOverload
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     results: tuple[torch.Tensor | None, ...]
-    """One a returned tensor; None where the function returns one of its arguments."""
+    """Memory of each returned tensor; None if the function returns one of its arguments."""
 
     @property
     def name(self) -> str:
@@ -67,7 +67,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Layout:
-    """All of a tensor but its numbers."""
+    """A tensor without its numbers."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -95,7 +95,11 @@ class CPUGraph:
         self._captured = True
 
     def replay(self) -> None:
-        """Run the recorded operations in order, in the memory of the capture."""
+        """Run the recorded operations in order, in the memory of the capture.
+
+        Raises:
+            RuntimeError: the graph has not been captured, or another one is being captured.
+        """
         _forbid_while_capturing("replaying a CUDA graph")
         if not self._captured:
             raise RuntimeError("replay() of a CUDA graph that has not been captured")
@@ -114,7 +118,7 @@ class CPUGraph:
 
 
 class Recorder(TorchDispatchMode):
-    """While it is on, operations go into `graph` and are not executed; views are, for they only compute an address."""
+    """Records operations into `graph` without executing them; views are executed, for they only compute an address."""
 
     def __init__(self, graph: CPUGraph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -126,7 +130,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if _is_composite(func):
-            with self:  # in inference mode composites such as matmul arrive whole
+            with self:  # in inference mode, composites such as matmul are not decomposed before this
                 return func.decompose(*args, **kwargs)
         returns = func._schema.returns
         aliases = [r.alias_info for r in returns]
@@ -134,9 +138,9 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         layouts = self._layouts_of_results(func, args, kwargs) if returns else ()
         results = layouts if len(returns) > 1 else (layouts,) * len(returns)
-        given = _arguments_by_alias(func, args, kwargs) if any(aliases) else {}
+        arguments = _arguments_by_alias(func, args, kwargs) if any(aliases) else {}
         produced = [
-            tree_map(_poisoned_like, result) if alias is None else given[next(iter(alias.before_set))]
+            tree_map(_poisoned_like, result) if alias is None else arguments[next(iter(alias.before_set))]
             for alias, result in zip(aliases, results, strict=True)
         ]
         if func not in _ALLOCATIONS:
@@ -149,10 +153,10 @@ class Recorder(TorchDispatchMode):
         return tuple(produced) if len(returns) > 1 else produced[0] if returns else None
 
     def _layouts_of_results(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What *func* returns, with a `Layout` for each tensor; computed once for all arguments that are alike.
+        """Return the results of *func* with a `Layout` for each tensor, computed once for arguments of equal layout.
 
-        A graph has the same operations for each layer and size of batch, and to find this out takes ten times as long
-        as the rest of recording one.
+        Fake tensors take ten times as long as the rest of a recording, and graphs repeat the same operations in each
+        layer.
         """
         try:
             key = (func, torch.get_default_dtype(), _likeness(args), _likeness(tuple(sorted(kwargs.items()))))
@@ -165,12 +169,12 @@ class Recorder(TorchDispatchMode):
     def _layouts_by_fake_tensors(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             with self._fake:
-                found = func(*tree_map(self._fake_of, args), **tree_map(self._fake_of, kwargs))
+                outputs = func(*tree_map(self._fake_of, args), **tree_map(self._fake_of, kwargs))
         except (DataDependentOutputException, DynamicOutputShapeException) as e:
             raise RuntimeError(
                 f"operation not permitted when stream is capturing: {func} needs values on the host"
             ) from e
-        return tree_map(_layout_of, found)
+        return tree_map(_layout_of, outputs)
 
     def _fake_of(self, value: Any) -> Any:
         return self._fake.from_tensor(value) if isinstance(value, torch.Tensor) else value
@@ -203,7 +207,7 @@ class Capture:
 
 
 class CPUStream:
-    """Stands in for `torch.cuda.Stream` and `torch.cuda.Event`: everything here is in order anyway."""
+    """Stands in for `torch.cuda.Stream` and `torch.cuda.Event`; everything here runs in order."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.cuda_stream = 0
@@ -239,7 +243,7 @@ class SingleRankGroupStandIn:
 
 @contextlib.contextmanager
 def cpu_cuda_graphs() -> Iterator[None]:
-    """Install the double for the block: torch.cuda's graphs, streams and events, and vLLM's groups of one rank."""
+    """Install the double within the block: torch.cuda's graphs, streams and events, and vLLM's groups of one rank."""
     current = CPUStream()
     patches: list[tuple[Any, str, Any]] = [
         (torch.cuda, "CUDAGraph", CPUGraph),
@@ -254,7 +258,7 @@ def cpu_cuda_graphs() -> Iterator[None]:
         (torch.cuda, "empty_cache", lambda: None),
         (torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 1 << 30)),
     ]
-    # a package called vllm with its platforms is vLLM; the double itself needs none
+    # Tests have packages named vllm without platforms; the double itself needs no vLLM.
     if importlib.util.find_spec("vllm") and importlib.util.find_spec("vllm.platforms"):
         from vllm.distributed import parallel_state
         from vllm.platforms import current_platform
@@ -280,7 +284,7 @@ def graph_pool_handle() -> tuple[int, int]:
 
 
 def poison_(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with what stands for unwritten memory: NaN, a large negative integer, the largest of an unsigned type."""
+    """Fill *tensor* as unwritten memory: NaN, a large negative integer, or the largest number of an unsigned type."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
     if tensor.dtype == torch.bool:
@@ -296,7 +300,7 @@ def _poisoned_like(layout: Any) -> Any:
 
 
 def _is_composite(func: Any) -> bool:
-    """Whether `decompose` has something to do."""
+    """Return True if `decompose` has something to do."""
     return _COMPOSITE in func.py_kernels or _has_composite_kernel(func.name())
 
 
@@ -310,9 +314,10 @@ def _layout_of(value: Any) -> Any:
 
 
 def _likeness(value: Any) -> Any:
-    """All of an argument that the layout of a result may depend on.
+    """Return the properties of an argument on which the layout of a result may depend.
 
-    Raises TypeError where it may depend on more.
+    Raises:
+        TypeError: the layout may depend on more, such as the numbers of a subclass of tensors.
     """
     kind = type(value)
     if kind in (torch.Tensor, torch.nn.Parameter):
@@ -325,16 +330,16 @@ def _likeness(value: Any) -> Any:
 
 
 def _arguments_by_alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that `func` writes to, by the name of their alias set in its schema.
+    """Return the arguments that *func* writes to, by the name of their alias set in its schema.
 
-    The schema's list arguments have no such name, and no function returns them.
+    List arguments have no such name in schemas, and no function returns them.
     """
     named = func._schema.arguments
-    given = dict(zip((a.name for a in named), args, strict=False)) | kwargs
+    arguments = dict(zip((a.name for a in named), args, strict=False)) | kwargs
     return {
-        alias: given[a.name]
+        alias: arguments[a.name]
         for a in named
-        if a.alias_info is not None and a.name in given
+        if a.alias_info is not None and a.name in arguments
         for alias in a.alias_info.before_set
     }
 

@@ -1,7 +1,7 @@
-"""A model runner V1 that can run the step of a rank without work on the CPU, and an Eagle drafter of such a runner.
+"""A model runner V1 that runs the step of an idle rank on the CPU, and an Eagle drafter for it.
 
-Real: the batch, block tables, buffers, metadata builders, and vLLM's functions that prepare and run such a step.
-Stand-ins: the model's layers and their caches, and a backend whose metadata are the slots.
+Real: batch, block tables, buffers, metadata builders, and vLLM's functions that prepare and run such a step. Stand-ins:
+the model's layers and their caches, and a backend whose metadata are the slots.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PAGE = 4
 WIDTH = 2
 MIXER, ATTENTION, DRAFT = "model.layers.0.mixer", "model.layers.1.self_attn", "draft.layers.0.self_attn"
 BLOCKS = {"first": (1, [2, 3, 4, 5]), "second": (6, [7, 8, 9, 10])}
-"""The blocks of each request: its state's, and those of its keys."""
+"""Blocks of each request: that of its state, and those of its keys."""
 SPARE = 1 + max(block for _, keys in BLOCKS.values() for block in keys)
-"""A block that is never anybody's."""
+"""A block that no request ever has."""
 PROMPT = 3
 CPU = torch.device("cpu")
 
 
 class CacheStandIn:
-    """Stands in for the model's layers and their kernels: a state per block, keys per slot, a draft's keys per slot."""
+    """Stands in for the layers and their kernels: a state for each block, keys and a draft's keys for each slot."""
 
     def __init__(self) -> None:
         blocks = SPARE + 1
@@ -51,7 +51,7 @@ class CacheStandIn:
         self.output = torch.zeros(0, WIDTH)
 
     def __call__(self, **inputs: Any) -> torch.Tensor:
-        """The target model, through its graph where vLLM says so."""
+        """Run the target model, in its graph if vLLM's forward context says so."""
         context = get_forward_context()
         if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
             self.graph.replay()
@@ -59,12 +59,12 @@ class CacheStandIn:
         return self.layers(context.attn_metadata, getattr(context, "slot_mapping", {}))
 
     def layers(self, metadata: Any, slots: Any) -> torch.Tensor:
-        """Writes where it is told; without metadata attention writes (0.15 on) and nothing else runs, as in vLLM."""
-        told = slots.get(ATTENTION) if slots else None
-        if told is None and metadata:
-            told = metadata[ATTENTION].slot_mapping
-        if told is not None:
-            write_slots(self.keys, told, self.hidden)
+        """Write to *slots*, or to those of the metadata; as in vLLM from 0.15 on, only attention runs without them."""
+        slots_of_layer = slots.get(ATTENTION) if slots else None
+        if slots_of_layer is None and metadata:
+            slots_of_layer = metadata[ATTENTION].slot_mapping
+        if slots_of_layer is not None:
+            write_slots(self.keys, slots_of_layer, self.hidden)
         return self._decode(metadata[MIXER]) if metadata and MIXER in metadata else self.hidden[:REQUESTS].clone()
 
     def draft(self, **inputs: Any) -> None:
@@ -73,7 +73,7 @@ class CacheStandIn:
             write_slots(self.drafts, slots, self.hidden)
 
     def blocks(self) -> list[float]:
-        """All blocks that are ever somebody's."""
+        """Return the numbers in all blocks that a request ever has."""
         rows = slice(PAGE, SPARE * PAGE)
         return [*self.states[1:SPARE].flatten(), *self.keys[rows].flatten(), *self.drafts[rows].flatten()]
 
@@ -82,7 +82,7 @@ class CacheStandIn:
         return {MIXER: self.states} | {layer: each.view(-1, PAGE, WIDTH) for layer, each in pages.items()}
 
     def _decode(self, metadata: Any) -> torch.Tensor:
-        """One token for each decode row; -1 (up to 0.19) and 0 mean that a row has no state."""
+        """Decode one token for each decode row; -1 (up to 0.19) and 0 mean that a row has no state."""
         indices = getattr(metadata, "state_indices_tensor_d", None)  # 0.16 on
         indices = metadata.state_indices_tensor if indices is None else indices
         indices = indices[: metadata.num_decodes].flatten().clamp(min=0).long()
@@ -92,12 +92,12 @@ class CacheStandIn:
 
 
 def write_slots(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-    """Stands in for reshape_and_cache: nothing is written for a slot of -1, which is the null block's here."""
+    """Stand in for reshape_and_cache; a slot of -1, which it skips, is one of the null block here."""
     cache.index_copy_(0, slots.clamp(min=0), values[: len(slots)])
 
 
 class Off(SimpleNamespace):
-    """A part of vLLM's configuration: what is not set is off."""
+    """A part of vLLM's configuration in which everything that is not set is None, and so off."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -105,7 +105,7 @@ class Off(SimpleNamespace):
 
 
 class KeysBackendStandIn:
-    """Stands in for an attention backend: its metadata are the slots."""
+    """Stands in for an attention backend whose metadata are the slots."""
 
     supports_update_block_table = False
 
@@ -123,8 +123,11 @@ KEYS = (
 )
 
 
-def model_runner(cache: CacheStandIn, given: list[tuple[Any, list[str], Any]]) -> Any:
-    """A GPUModelRunner with no more than its batch, and what its step without work reads."""
+def model_runner(cache: CacheStandIn, groups: list[tuple[Any, list[str], Any]]) -> Any:
+    """Return a GPUModelRunner with its batch and what an idle step reads.
+
+    *groups* holds the backend, layers and cache specification of each group of layers.
+    """
     config: Any = Off(
         model_config=Off(max_model_len=MAX_MODEL_LEN, get_mamba_chunk_size=lambda: 8),
         cache_config=Off(mamba_cache_mode="none", replayssm_buffer_len=0),
@@ -147,14 +150,16 @@ def model_runner(cache: CacheStandIn, given: list[tuple[Any, list[str], Any]]) -
         num_speculative_tokens=0,
     )
     runner: Any = object.__new__(gpu_model_runner.GPUModelRunner)
-    sizes = [spec.block_size for _, _, spec in given]
+    sizes = [spec.block_size for _, _, spec in groups]
     runner.input_batch = input_batch(REQUESTS, MAX_MODEL_LEN, MAX_TOKENS, sizes, CPU)
     runner.attn_groups = [
         [_attention_group(backend, layers, spec, number, config)]
-        for number, (backend, layers, spec) in enumerate(given)
+        for number, (backend, layers, spec) in enumerate(groups)
     ]
     runner.kv_cache_config = KVCacheConfig(
-        num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(layers, spec) for _, layers, spec in given]
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(layers, spec) for _, layers, spec in groups],
     )
     runner.vllm_config = config
     for name in ("model_config", "cache_config", "scheduler_config", "parallel_config", "compilation_config"):
@@ -187,7 +192,7 @@ def model_runner(cache: CacheStandIn, given: list[tuple[Any, list[str], Any]]) -
     runner.uses_xdrope_dim = 0
     for name in ("speculative_config", "lora_config", "prepare_inputs_event", "mamba_prev_last_scheduled_idx"):
         setattr(runner, name, None)
-    # What the step does beside its pass.
+    # Calls of the step that concern other parts than its forward pass.
     runner._init_model_kwargs = lambda *args, **kwargs: {}
     runner.maybe_randomize_inputs = lambda *args, **kwargs: nullcontext()
     runner.maybe_dummy_run_with_lora = lambda *args, **kwargs: nullcontext()
@@ -244,7 +249,7 @@ def prefilled_request(name: str, groups: int) -> Any:
 
 @contextmanager
 def step_on_a_cpu() -> Iterator[None]:
-    """What a step asks of a machine with one GPU, and of pinned memory."""
+    """Replace, within the block, the group of pipeline stages and the query for an encoder, which need an engine."""
     alone = SimpleNamespace(is_first_rank=True, is_last_rank=True)
     with ExitStack() as stack:
         for name, value in (

@@ -1,4 +1,4 @@
-"""Decode steps of latent attention with vLLM's own builder of metadata, without and with a graph."""
+"""Decode steps of latent attention with vLLM's own metadata builder, without and with a graph."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ from vllm_graphfix.verify.poison.rows import Room, Rows
 CAPTURED = 4
 HEADS = 2
 SPLITS_FROM = 1024
-"""Tokens in the longest sequence that the metadata claim: enough for two splits, in eager as in a graph."""
+"""Longest sequence according to the metadata, in tokens: enough for two splits, in eager runs and in a graph."""
 LAYER = "model.layers.0.self_attn.attn"
 CPU = torch.device("cpu")
 
 
 def quantised_with_one_scale(states: torch.Tensor) -> torch.Tensor:
-    """Stands in for the activations of online fp8 MoE.
-
-    They go to fp8 and back, with the largest value of the batch for a scale.
-    """
+    """Stand in for the activations of online fp8 MoE: to fp8 and back, scaled by the largest value of the batch."""
     scale = states.abs().amax() / torch.finfo(torch.float8_e4m3fn).max
     return (states / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 class MLADecode:
-    """The persistent buffers of a model runner, and a latent attention layer whose output is quantised.
+    """Persistent buffers of a model runner, and a latent attention layer with quantised output.
 
-    `captured_requests` is the size of its one decode graph, to which a step's batch is padded as both model runners do
-    it: length 0, the null block, no query token. None is eager.
+    `captured_requests` is the size of its one decode graph, to which a step's batch is padded as by both model runners:
+    length 0, the null block, no query token. None runs eagerly.
     """
 
     latent: int
@@ -64,11 +61,11 @@ class MLADecode:
             self._capture(captured_requests)
 
     def attend(self, query: torch.Tensor, metadata: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """What vLLM's layer makes of *query*, (rows, heads, values), and its log-sum-exp, (rows, heads)."""
+        """Return the output of vLLM's layer for *query*, (rows, heads, values), and its log-sum-exp, (rows, heads)."""
         raise NotImplementedError
 
     def step(self, lengths: list[int]) -> list[float]:
-        """Decode one token a request (counted in `lengths`): requests * heads * values of the quantised output."""
+        """Decode one token a request, counted in *lengths*. Returns requests * heads * values of quantised output."""
         requests = len(lengths)
         steps.begins(self._engine, Rows(requests, requests), range(1, requests * self.max_pages + 1))
         self.query[:requests] = torch.randn(requests, HEADS, self.latent + self.rope, generator=self._random)
@@ -89,10 +86,7 @@ class MLADecode:
         return self.builder.build(0, common_metadata(self, padded_requests))
 
     def _capture(self, requests: int) -> None:
-        """Captures as the runner's dummy run does: every request is one token long.
-
-        The metadata are built outside of the graph.
-        """
+        """Capture as the runner's dummy run does: one token a request, and metadata built outside of the graph."""
         metadata = self.metadata([1] * requests, requests)
         self._layer(metadata, requests)  # the warm-up
         self.graph = torch.cuda.CUDAGraph()
@@ -105,9 +99,9 @@ class MLADecode:
 
 
 def common_metadata(decode: MLADecode, rows: int) -> Any:
-    """What a model runner tells a builder of a batch of *rows*, padded ones among them."""
+    """Return the metadata that a model runner passes to a builder for a batch of *rows*, padding included."""
     lengths = decode.lengths[:rows]
-    given = {
+    values = {
         "query_start_loc": decode.query_start[: rows + 1],
         "query_start_loc_cpu": decode.query_start[: rows + 1].clone(),
         "seq_lens": lengths,
@@ -119,11 +113,11 @@ def common_metadata(decode: MLADecode, rows: int) -> Any:
         "slot_mapping": torch.zeros(rows, dtype=torch.int64),
         "seq_lens_cpu_upper_bound": lengths.clone(),
     }
-    return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
+    return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, values))
 
 
 def metadata_builder(kind: Any) -> Any:
-    """A metadata builder of *kind* with what it reads for a batch of decodes in 0.14 to 0.33."""
+    """Return a metadata builder of *kind* with what 0.14 to 0.33 read for a batch of decodes."""
     common = import_module(next(cls for cls in kind.__mro__ if cls.__name__ == "MLACommonMetadataBuilder").__module__)
     builder = object.__new__(kind)
     builder.__dict__.update(

@@ -1,6 +1,6 @@
-"""The parts of vLLM's model runners that the shadow check looks at where a full graph is replayed.
+"""The parts of vLLM's model runners that replay full graphs, and that the shadow check wraps.
 
-Those are V1's of 0.15.0 on, and V2's of 0.18.0 on.
+V1's from 0.15.0 on, V2's from 0.18.0 on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def wrappers_on_the_double() -> Iterator[None]:
-    """For the block, graphs of vLLM's `CUDAGraphWrapper` are the double's, as all others."""
+    """Make all graphs, those of vLLM's `CUDAGraphWrapper` included, the double's within the block."""
     with (
         cpu_cuda_graphs(),
         mock.patch.object(cuda_graph, "weak_ref_tensors", lambda output: output),
@@ -44,7 +44,7 @@ def wrappers_on_the_double() -> Iterator[None]:
 
 @contextlib.contextmanager
 def breakable_graphs() -> Iterator[None]:
-    """For the block, vLLM's breakable graphs are the double's, too."""
+    """Make vLLM's breakable graphs the double's, too, within the block."""
     from vllm.compilation import breakable_cudagraph
 
     with (
@@ -56,7 +56,7 @@ def breakable_graphs() -> Iterator[None]:
 
 
 class _SegmentStandIn(CPUGraph):
-    """A graph of the double that is captured from `capture_begin` to `capture_end`."""
+    """A graph of the double that records from `capture_begin` to `capture_end`, without a context manager."""
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         super().capture_begin(pool, capture_error_mode)
@@ -95,9 +95,9 @@ class WrappedModel:
     def __init__(
         self, layers: Mapping[str, object], forward: Callable[[Any, int], torch.Tensor], block_size: int
     ) -> None:
-        """*forward* takes attention metadata by layer, and the tokens of the batch, padding included.
+        """*forward* takes attention metadata by layer, and the batch's tokens, padding included.
 
-        It is also called without a graph.
+        The shadow check also calls it without a graph.
         """
         self._layers = tuple(layers)
         self._config = _config(dict(layers), block_size)
@@ -109,10 +109,11 @@ class WrappedModel:
         self._model = cuda_graph.CUDAGraphWrapper(model, self._config, CUDAGraphMode.FULL)
 
     def capture(self, padded_tokens: int, metadata: Any) -> None:
-        self.replay(padded_tokens, metadata, padded_tokens)  # the wrapper captures the first step of each size
+        # vLLM's wrapper captures the first step of each size, and replays from then on.
+        self.replay(padded_tokens, metadata, padded_tokens)
 
     def replay(self, padded_tokens: int, metadata: Any, tokens: int) -> torch.Tensor:
-        """The graph for *padded_tokens* in a step of *tokens*."""
+        """Replay the graph for *padded_tokens* in a step of *tokens*."""
         slots = torch.zeros(padded_tokens, dtype=torch.int64)
         slots[tokens:] = -1
         context = create_forward_context(
@@ -128,10 +129,10 @@ class WrappedModel:
 
 
 class WrappedGraphs(WrappedModel):
-    """The same of a model of one layer."""
+    """`WrappedModel` of one layer."""
 
     def __init__(self, name: str, layer: object, forward: Callable[[Any, int], torch.Tensor], block_size: int) -> None:
-        """*forward* takes the attention metadata of that layer."""
+        """*forward* takes the attention metadata of that layer, not of all."""
         self._name = name
         super().__init__({name: layer}, lambda metadata, tokens: forward(metadata[name], tokens), block_size)
 
@@ -140,9 +141,9 @@ class WrappedGraphs(WrappedModel):
 
 
 class ManagedGraphs:
-    """The same for a model of one layer under vLLM's own `ModelCudaGraphManager` (0.21.0 on).
+    """Full graphs of a model of one layer in vLLM's own `ModelCudaGraphManager`, from 0.21.0 on.
 
-    The manager is called as model runner V2 calls it.
+    It is called as model runner V2 calls it.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class ManagedGraphs:
         block_size: int,
         tokens_of_a_request: int,
     ) -> None:
-        """*forward* takes what that of `WrappedGraphs` takes."""
+        """*forward* takes the attention metadata of that layer, and the batch's tokens, padding included."""
         from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
         self._name, self._tokens_of_a_request = name, tokens_of_a_request
@@ -172,7 +173,7 @@ class ManagedGraphs:
         self._model = model
 
     def capture(self, padded_tokens: int, metadata: object) -> None:
-        """Captures like the manager, but with the given metadata; the largest graph comes first."""
+        """Capture as the manager does, but with *metadata*; the largest graph comes first, for it sizes the output."""
         manager, descriptor = self._manager, self._descriptor(padded_tokens)
         slots = {self._name: torch.zeros(padded_tokens, dtype=torch.int64)}
         graph = manager.graphs[descriptor] = torch.cuda.CUDAGraph()
@@ -185,7 +186,7 @@ class ManagedGraphs:
                 manager.hidden_states[:padded_tokens] = self._model(padded_tokens)
 
     def replay(self, padded_tokens: int, metadata: object, tokens: int) -> torch.Tensor:
-        """The graph for *padded_tokens* in a step of *tokens*."""
+        """Replay the graph for *padded_tokens* in a step of *tokens*."""
         batch, descriptor = SimpleNamespace(num_tokens=tokens), self._descriptor(padded_tokens)
         slots = {self._name: torch.zeros(padded_tokens, dtype=torch.int64)}
         inputs: Any = {"padded_tokens": padded_tokens}
@@ -205,7 +206,7 @@ class ManagedGraphs:
 
 
 def _config(layers: dict[str, Any], block_size: int) -> Any:
-    """The parts of a `VllmConfig` that wrappers, managers and a forward context read."""
+    """Return the parts of a `VllmConfig` that wrappers, managers and forward contexts read."""
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
             static_forward_context=layers,
@@ -221,20 +222,20 @@ def _config(layers: dict[str, Any], block_size: int) -> Any:
 
 
 def recurrent(stand_in: type, states: str = "_states") -> Any:
-    """One of *stand_in*, as a recurrent layer of vLLM's whose cache is its tensor *states*, (blocks, …)."""
+    """Return a *stand_in* that is a recurrent layer to vLLM, with the attribute *states*, (blocks, …), as its cache."""
     layer = type(stand_in.__name__, (stand_in, MambaBase), dict.fromkeys(MambaBase.__abstractmethods__))()
     layer.kv_cache = (getattr(layer, states),)
     return layer
 
 
 def _of_vllms_module(function: Callable[P, T]) -> Callable[P, T]:
-    """The same code as a function of the module that the check looks for."""
+    """Return *function* as one of vLLM's module, by whose name the shadow check finds its caller."""
     plain: Any = function
     return FunctionType(plain.__code__, {"__name__": RUNNER_MODULE}, argdefs=plain.__defaults__)
 
 
 class RunnerV2StandIn:
-    """Stands in for model runner V2, with the variables that vLLM's has where it replays a graph."""
+    """Stands in for model runner V2, with the local variables that vLLM's has where it replays a graph."""
 
     def __init__(self, manager: Any, model: Callable[..., Any]) -> None:
         self.cudagraph_manager, self.model = manager, model

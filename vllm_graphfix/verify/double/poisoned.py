@@ -1,4 +1,4 @@
-"""Whether poison shows in a scenario: it is run without and with it, and nothing is known of what it is for."""
+"""Effects of poison on a scenario, which runs without and with it."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ if TYPE_CHECKING:
 
 
 class NotPoisonedError(Exception):
-    """The scenario does not tell where its steps begin."""
+    """The scenario does not announce its steps, so that nothing was poisoned."""
 
 
-def shown_by_poison(scenario: Scenario, kinds: Collection[str] = KINDS, *, trigger: bool = True) -> list[str]:
-    """What poison of *kinds* shows in *scenario*, in words.
+def effects_of_poison(scenario: Scenario, kinds: Collection[str] = KINDS, *, trigger: bool = True) -> list[str]:
+    """Return the effects of poison of *kinds* on *scenario*, as sentences for the report.
 
-    Nothing if each number is, to the last bit, that of eager without poison, nobody wrote where nobody may, and the
-    graphs came to their end. Raises NotPoisonedError.
+    There are none if each number equals, to the last bit, that of the eager run without poison, no step wrote to blocks
+    that are nobody's, and the graphs raised no error.
+
+    Raises:
+        NotPoisonedError: the scenario announces no steps.
     """
     expected = scenario(trigger=trigger).eager
     with poisoned(kinds) as poison:
-        found = scenario(trigger=trigger)
-    told = [finding.text for finding in poison.findings()]
-    for how, numbers in (("without graphs", found.eager), ("with graphs", found.graphed)):
-        if how == "with graphs" and found.error is not None:
-            told.append(f"{how}: {found.error}")
+        measured = scenario(trigger=trigger)
+    effects = [finding.text for finding in poison.findings()]
+    for how, numbers in (("without graphs", measured.eager), ("with graphs", measured.graphed)):
+        if how == "with graphs" and measured.error is not None:
+            effects.append(f"{how}: {measured.error}")
         elif differing := _different(expected, numbers):
-            told.append(f"{how}: {differing} of {len(expected)} numbers differ")
+            effects.append(f"{how}: {differing} of {len(expected)} numbers differ")
     if not poison.steps:
         raise NotPoisonedError
-    return told
+    return effects
 
 
-def _different(expected: Sequence[float], found: Sequence[float]) -> int:
-    pairs = zip(expected, found, strict=True)
+def _different(expected: Sequence[float], measured: Sequence[float]) -> int:
+    pairs = zip(expected, measured, strict=True)
     return sum(struct.pack("d", one) != struct.pack("d", other) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""Tells whoever watches that a step of a scenario begins, when nothing of it is in the persistent buffers yet."""
+"""Announcements of a scenario's steps, made before their inputs are in the persistent buffers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from vllm_graphfix.verify.poison.rows import Room, Rows, buffers_of
 
 
 class Engine(NamedTuple):
-    """What a scenario has of an engine."""
+    """The parts of an engine that a scenario has."""
 
     owner: object
-    """Which engine it is."""
+    """Identity of the engine."""
     holders: Mapping[str, object]
-    """Who has persistent buffers: a model runner, its inputs, builders of metadata."""
+    """Owners of persistent buffers, by name: a model runner, its inputs, metadata builders."""
     room: Room
     caches: Mapping[str, torch.Tensor]
-    """The cache of each layer, (blocks, …)."""
+    """Cache of each layer, (blocks, …)."""
     length: int
-    """The longest sequence."""
+    """Tokens of the longest sequence."""
     block_size: int = 1
 
 
@@ -38,19 +38,19 @@ _watchers: list[Watcher] = []
 
 
 def begins(engine: Engine, rows: Rows, held: Collection[int]) -> None:
-    """A step of *rows* of *engine* begins; its requests, and finished ones that are kept, have the blocks *held*."""
+    """Announce a step of *rows*; live requests, and finished ones whose prefix stays cached, have the blocks *held*."""
     for watcher in _watchers:
         watcher.begins(engine, rows, held)
 
 
 def ends() -> None:
-    """The step has ended, and the batch may change."""
+    """Announce the end of the step, after which the batch may change."""
     for watcher in _watchers:
         watcher.ends()
 
 
 class Poisoned:
-    """Poison in every engine of a scenario."""
+    """Poisons the buffers and free blocks of every engine of a scenario."""
 
     def __init__(self, kinds: Collection[str] = KINDS) -> None:
         self._kinds = frozenset(kinds)
@@ -60,6 +60,7 @@ class Poisoned:
     def begins(self, engine: Engine, rows: Rows, held: Collection[int]) -> None:
         self.ends()
         with torch.inference_mode():
+            # By id, for owners need not be hashable; the tuple keeps the owner alive, so that no id comes again.
             if id(engine.owner) not in self._engines:
                 self._engines[id(engine.owner)] = (engine.owner, self._poison(engine))
             poison = self._engines[id(engine.owner)][1]
@@ -94,7 +95,7 @@ class Poisoned:
 
 @contextmanager
 def poisoned(kinds: Collection[str] = KINDS) -> Iterator[Poisoned]:
-    """For the block, engines of scenarios are poisoned."""
+    """Poison the engines of scenarios within the block."""
     watcher = Poisoned(kinds)
     _watchers.append(watcher)
     try:

@@ -1,7 +1,12 @@
 """CPU stand-in for Triton's launcher: a kernel's own Python body runs on CPU tensors, one program after another.
 
-The body is vLLM's; only `tl` is replaced, with as much of it as the kernels of the scenarios use. A launch is one
+The body is vLLM's; only `tl` is replaced, with the part of it that the kernels of the scenarios use. A launch is one
 opaque operator, as a kernel is in a CUDA graph.
+
+Triton's own interpreter does not replace this. It needs `TRITON_INTERPRET=1` and a Triton that vLLM takes for active
+before vLLM is imported, for without them vLLM's placeholder drops the kernels' `tl.constexpr`; PyTorch for CPUs does
+not bring Triton. It adds 66 names to the globals of each of vLLM's modules with kernels, checks no address, and takes
+125 ms for a launch that takes 3 ms here (eight programs of `_fwd_kernel_stage2`, vLLM 0.18.1, Triton 3.9.0).
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ import torch
 
 @contextlib.contextmanager
 def cpu_triton_kernels(*modules: ModuleType) -> Iterator[None]:
-    """For the block, what is named `…_kernel` or `…_kernel_stage1` in `modules` can be launched on a CPU."""
+    """Make each `…_kernel` or `…_kernel_stage1` of *modules* launchable on a CPU within the block."""
     host = SimpleNamespace(cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length())
     with contextlib.ExitStack() as stack:
         for module in modules:
@@ -34,7 +39,7 @@ def cpu_triton_kernels(*modules: ModuleType) -> Iterator[None]:
 
 
 class KernelStandIn:
-    """Stands in for a `triton.JITFunction`: `kernel[grid](*arguments, CONSTANT=…)`."""
+    """Stands in for a `triton.JITFunction`, launched as `kernel[grid](*arguments, CONSTANT=…)`."""
 
     def __init__(self, body: Callable[..., None]) -> None:
         self.body = body
@@ -54,7 +59,7 @@ class KernelStandIn:
 
 @dataclass(frozen=True)
 class Launch:
-    """All of a launch but its tensors, which are the operator's arguments; a captured launch runs again."""
+    """A launch without its tensors, which are the operator's arguments: a captured launch runs again."""
 
     body: Callable[..., None]
     grid: tuple[int, ...]
@@ -78,24 +83,25 @@ class Launch:
 
 
 def _replacements(body: Callable[..., None]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The globals of each module that *body* and the kernels it calls are of, and what stands for them there."""
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    """Return the globals of each module of *body* and of the kernels it calls, each with the names to replace there."""
+    replacements: list[tuple[dict[str, Any], dict[str, Any]]] = []
     waiting = [body]
     while waiting:
         names = waiting.pop().__globals__
-        if any(names is known for known, _ in found):
+        if any(names is known for known, _ in replacements):
             continue
         jitted = {name: _body(value) for name, value in names.items() if _body(value) is not value}
-        found.append((names, jitted))
+        replacements.append((names, jitted))
         called = (jitted.get(name, names[name]) for name in names)
         waiting += [each for each in called if inspect.isfunction(each) and "tl" in each.__globals__]
-    return found
+    return replacements
 
 
 _launches: list[Launch] = []
+"""All launches of this process: a graph refers to them by index, and may be replayed at any time."""
 
 
-# which tensors a kernel writes to is for its body to know, so none is declared
+# No tensor is declared as written to, for only the kernel's body knows which are.
 @torch.library.custom_op("vllm_graphfix::triton_launch", mutates_args=(), schema="(Tensor[] tensors, int launch) -> ()")
 def _triton_launch(tensors: list[torch.Tensor], launch: int) -> None:
     _launches[launch].run(tensors)
@@ -114,7 +120,7 @@ class Pointer:
 
     @classmethod
     def to(cls, tensor: torch.Tensor) -> Pointer:
-        """Up to the end of the storage, as on a GPU: a view's end stops no kernel."""
+        """Return a pointer to the storage behind *tensor*: as on a GPU, the end of a view stops no kernel."""
         end = tensor.untyped_storage().nbytes() // tensor.element_size()
         return cls(tensor.as_strided((end - tensor.storage_offset(),), (1,)), torch.tensor(0))
 
@@ -130,14 +136,14 @@ class Pointer:
 
 
 class ProgramId(int):
-    """A program's place in the grid, which a kernel may widen."""
+    """Place of a program in the grid, which a kernel may widen."""
 
     def to(self, dtype: torch.dtype) -> ProgramId:
         return self
 
 
 class Language:
-    """What a program of a launch sees as `triton.language`."""
+    """Stands in for `triton.language` in one program of a launch."""
 
     int32, int64, float32, float64 = torch.int32, torch.int64, torch.float32, torch.float64
     arange = staticmethod(torch.arange)
@@ -203,7 +209,11 @@ class Language:
 
 
 def _checked(pointer: Pointer, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The offsets that are accessed; a negative one would count from the end here, and fault on a GPU."""
+    """Return the offsets that are accessed.
+
+    Raises:
+        RuntimeError: an offset is negative. It would count from the end here, and faults on a GPU.
+    """
     offsets = pointer.offset if mask is None else pointer.offset.expand(mask.shape)[mask]
     if offsets.numel() and int(offsets.min()) < 0:
         raise RuntimeError("illegal memory access (CPU stand-in): an offset before the tensor")
@@ -211,12 +221,12 @@ def _checked(pointer: Pointer, mask: torch.Tensor | None = None) -> torch.Tensor
 
 
 def _plain(number: Any) -> Any:
-    """A constant of a module, which with Triton is a `constexpr`."""
+    """Return the number behind a module's constant, which is a `constexpr` where Triton is installed."""
     return getattr(number, "value", number)
 
 
 def _body(kernel: Any) -> Any:
-    """The Python function behind a `triton.JITFunction` or its stand-in; without Triton it is one already."""
+    """Return the Python function behind a `triton.JITFunction` or its stand-in; without Triton, *kernel* itself."""
     if isinstance(kernel, KernelStandIn):
         return kernel.body
     function = getattr(kernel, "fn", None)

@@ -1,11 +1,11 @@
-"""One process of `verify`: runs scenarios on the vLLM that its import path holds, and writes a line of JSON for each.
+"""One process of `verify`: runs scenarios on one vLLM, and writes a line of JSON for each.
 
     python -m vllm_graphfix.verify.double.worker FOLDER [FIX…] [-- FIX… [-- FIX…]]
 
-FOLDER holds ``vllm/``. Behind the first dashes: fixes that are not needed, whose code is imported to see that nobody
-touched it. Behind the second: fixes that do not recognise this vLLM, whose scenarios have to show that they fit it.
+FOLDER holds ``vllm/``. Fixes behind the first dashes are not needed: their code is imported to see that it was not
+patched. Fixes behind the second do not recognise this vLLM: their scenarios have to prove that they fit it.
 
-Whether the fixes are on is the environment's to say, as in production.
+The environment switches the fixes on or off, as in production.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def _results() -> TextIO:
-    """Standard output, for results alone: what vLLM logs there goes to standard error."""
+    """Take standard output for results alone, and send vLLM's logs to standard error."""
     sys.stdout.flush()
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -38,9 +38,9 @@ def _results() -> TextIO:
 
 
 def scenario_of(fix: str) -> Scenario:
-    """The scenario that *fix* is shown with.
+    """Return the scenario of *fix*.
 
-    Imports what the fix patches, so that its state is not `waiting` when the scenario begins.
+    Imports the modules that the fix patches first, so that its state is not `waiting` when the scenario runs.
     """
     list(_targets(fix))
     scenario: Scenario = _resolve(trials.scenario_of(fix))
@@ -48,30 +48,34 @@ def scenario_of(fix: str) -> Scenario:
 
 
 def _resolve(place: str) -> Any:
-    """What is at ``module:function``."""
+    """Return the object at ``module:function``."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def _install_kernel_stand_ins() -> None:
-    """Before any scenario makes vLLM look for its FlashMLA kernels. Raises ImportError without torch."""
+    """Install FlashMLA's stand-ins before a scenario makes vLLM look for the kernels.
+
+    Raises:
+        ImportError: torch is not installed.
+    """
     from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
 
     try:
         install_flashmla_stand_ins()
-    except Exception:  # this vLLM has no FlashMLA, or another one; the scenarios that use it will say so
+    except Exception:  # this vLLM has no FlashMLA, or another one; the scenarios that use it fail with that error
         traceback.print_exc()
 
 
 def _targets(fix: str) -> Iterator[ModuleType]:
-    """The modules that a patch of *fix* may touch, as far as this vLLM has them; imported."""
+    """Import the modules that a patch of *fix* may touch and that this vLLM has."""
     from vllm_graphfix.fixes import BY_NAME
 
     yield from _import_those_there(BY_NAME[fix].modules)
 
 
 def _import_those_there(modules: Sequence[str]) -> Iterator[ModuleType]:
-    """Those that this vLLM has, with all that they take of it: a module of 0.19 names one that its wheel lacks."""
+    """Import those of *modules* that this vLLM has with all that they import: one of 0.19 needs one its wheel lacks."""
     for name in modules:
         try:
             yield importlib.import_module(name)
@@ -81,20 +85,28 @@ def _import_those_there(modules: Sequence[str]) -> Iterator[ModuleType]:
 
 
 def untouched(fix: str) -> None:
-    """Imports what *fix* concerns in this vLLM. Raises AssertionError if a function there is of this package."""
+    """Import the modules that *fix* concerns in this vLLM.
+
+    Raises:
+        AssertionError: the fix has patched one of their functions or methods.
+    """
     own = f"vllm_graphfix.fixes.{fix.replace('-', '_')}"
     for module in _targets(fix):
         owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
         for owner in owners:
             for attribute, value in list(vars(owner).items()):
-                # A platform of vLLM answers None to whatever it is asked for.
+                # vLLM's platform returns None for any attribute, so that `getattr` with a default is not enough.
                 written_in = (getattr(value, "__globals__", None) or {}).get("__name__", "")
                 if written_in == own:
                     raise AssertionError(f"{module.__name__}: {attribute} is patched")
 
 
 def use(folder: str) -> None:
-    """Makes the vLLM in *folder* the one that is imported. Raises ImportError if it is another one all the same."""
+    """Make the vLLM in *folder* the one that is imported.
+
+    Raises:
+        ImportError: another vLLM is imported all the same.
+    """
     sys.path[0] = folder  # in place of the working directory, which may be another vLLM's checkout
     import vllm
 
@@ -103,10 +115,10 @@ def use(folder: str) -> None:
 
 
 def watched(names: Sequence[str], *, trigger: bool = True) -> Iterator[tuple[str, Watch]]:
-    """Has the shadow check look at every replay in the scenarios of the fixes *names*.
+    """Shadow-check every replay in the scenarios of the fixes *names*, and yield a verdict for each kind of graphs.
 
-    It does so where these are made for it and it knows their graphs. Told for each kind of graphs. From here on the
-    check is wrapped around vLLM's functions, also where the environment has switched every fix off.
+    Fixes without a scenario for the check, and graphs that it cannot wrap in this vLLM, are skipped. The check stays
+    wrapped around vLLM's functions afterwards, even if the environment switches every fix off.
     """
     from vllm_graphfix.fix import Mode, State
     from vllm_graphfix.patching.manager import FixManager, Policy
@@ -116,21 +128,23 @@ def watched(names: Sequence[str], *, trigger: bool = True) -> Iterator[tuple[str
     from vllm_graphfix.shadow.runners import RUNNERS
     from vllm_graphfix.shadow.verdict import Results
 
-    tried = {name: trials.trial_of(name) for name in names}
     scenarios = [
-        (name, each) for name, trial in tried.items() for each in (trial.watched, *trial.watched_further) if each
+        (name, each)
+        for name in names
+        for trial in [trials.trial_of(name)]
+        for each in (trial.watched, *trial.watched_further)
+        if each
     ]
     if not scenarios:
         return
-    wanted = Policy(Master.ON, {each.name: Mode.AUTO for each in RUNNERS})
-    wrapped = FixManager(RUNNERS, wanted)
-    wrapped.start(wanted)
+    policy = Policy(Master.ON, {each.name: Mode.AUTO for each in RUNNERS})
+    wrapped = FixManager(RUNNERS, policy)
+    wrapped.start(policy)
     modules = {each.name: each.modules for each in RUNNERS}
     for name, scenario in scenarios:
         replay = _resolve(scenario.scenario)
-        list(
-            _import_those_there(modules[scenario.graphs])
-        )  # a scenario may import them late, and until then the check waits
+        # A scenario may import these modules late, and the check's state is `waiting` until they are imported.
+        list(_import_those_there(modules[scenario.graphs]))
         if wrapped.states()[scenario.graphs].state is not State.ACTIVE:
             continue
         process.start(Rate(every=1), Action.REPORT)
@@ -149,12 +163,12 @@ def watched(names: Sequence[str], *, trigger: bool = True) -> Iterator[tuple[str
 
 
 def poisoned(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """What poison shows in the scenarios of the fixes *names*, of those that tell where a step begins."""
-    from vllm_graphfix.verify.double.poisoned import NotPoisonedError, shown_by_poison
+    """Yield the effects of poison on the scenarios of the fixes *names*, of those that announce their steps."""
+    from vllm_graphfix.verify.double.poisoned import NotPoisonedError, effects_of_poison
 
     for name in names:
         try:
-            yield name, shown_by_poison(scenario_of(name))
+            yield name, effects_of_poison(scenario_of(name))
         except NotPoisonedError:
             continue
         except Exception as error:
@@ -163,15 +177,17 @@ def poisoned(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def refuse_misfit(scenario: Scenario) -> None:
-    """Run *scenario* without the condition of its defect. Raises ValueError where the two runs differ all the same.
+    """Run *scenario* without the condition of its defect.
 
-    It was written for other code: then what it shows with that condition is not the defect.
+    Raises:
+        ValueError: the runs with and without graphs differ all the same. The scenario was written for other code, and
+            a difference with that condition would not be the defect.
     """
     from vllm_graphfix.verify.proof import differing
 
-    found = scenario(trigger=False)
-    if found.error or not found.eager or differing(found.eager, found.graphed):
-        why = found.error or "runs with and without graphs differ"
+    measured = scenario(trigger=False)
+    if measured.error or not measured.eager or differing(measured.eager, measured.graphed):
+        why = measured.error or "runs with and without graphs differ"
         raise ValueError(f"the scenario does not fit this vLLM: without the defect's condition {why}")
 
 
@@ -183,14 +199,11 @@ def main(
     folder: str | None = None,
     watch: bool = False,
 ) -> None:
-    """Runs the scenarios of the fixes *names*, and looks whether what *others* concern was left alone.
+    """Run the scenarios of the fixes *names*, and check that the modules of *others* are not patched.
 
-    Those of *unrecognised* run behind them, if they fit this vLLM.
-
-    *folder* holds the vLLM to import; None: the caller has seen to that.
-
-    *watch*: when all else has been told, they are run once more with poison, and the shadow check looks at their
-    replays.
+    Those of *unrecognised* run afterwards, if they fit this vLLM. *folder* holds the vLLM to import; with None the
+    caller has put it on the import path. With *watch*, the scenarios run again with poison and under the shadow check
+    when all other results have been written.
     """
     results = _results()
 
@@ -199,7 +212,7 @@ def main(
         results.flush()
 
     if folder is not None:
-        use(folder)  # not before: vLLM may log to standard output while it is imported
+        use(folder)  # after `_results`, for vLLM may log to standard output on import
     import vllm_graphfix
 
     vllm_graphfix.register()
@@ -212,7 +225,7 @@ def main(
             if name in unrecognised:
                 refuse_misfit(scenario)
             before = vllm_graphfix.events()[name]
-            found = scenario()
+            measured = scenario()
             after = vllm_graphfix.events()[name]
         except Exception as error:
             traceback.print_exc()
@@ -221,11 +234,11 @@ def main(
             say(
                 event="measured",
                 fix=name,
-                numbers=found.numbers,
-                eager=list(found.eager),
-                graphed=list(found.graphed),
-                error=found.error,
-                counted=dict(found.counted),
+                numbers=measured.numbers,
+                eager=list(measured.eager),
+                graphed=list(measured.graphed),
+                error=measured.error,
+                counted=dict(measured.counted),
                 events={event: count - before.get(event, 0) for event, count in after.items()},
             )
     for name in others:
@@ -237,8 +250,8 @@ def main(
     for state in vllm_graphfix.states().values():
         say(event="state", fix=state.name, state=state.state.value, reason=state.reason)
     if watch:
-        for name, told in poisoned(names):
-            say(event="poisoned", fix=name, told=told)
+        for name, effects in poisoned(names):
+            say(event="poisoned", fix=name, told=effects)
         for name, seen in watched(names):
             say(event="watched", fix=name, **asdict(seen))
 
