@@ -1,8 +1,8 @@
-"""active-lora-count: a layer with LoRA adapters, decodes of requests with an adapter and without one in one batch.
+"""active-lora-count: a layer with LoRA adapters decodes requests with and without an adapter in one batch.
 
-With `specialize_active_lora`, a graph for each size and number of adapters. Real: vLLM's dispatch and dummy adapters of
-both model runners, its Punica wrapper with the metadata of its kernels, and these kernels. Stand-ins: their launcher,
-their block sizes, numbers on the host, and the manager of adapters, which has four that never change.
+With `specialize_active_lora` there is a graph for each size and number of adapters. Real: vLLM's dispatch and dummy
+adapters of both model runners, its Punica wrapper with its kernels and their metadata. Stand-ins: the kernels' launcher
+and block sizes, numbers on the host, and the manager of adapters, which always has the same four.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ SIZES = [2, 4, 6]
 HIDDEN, RANK, LONGEST = 16, 16, 16
 CPU = torch.device("cpu")
 STEPS = ([0, 1], [1, 0, 2], [1, 2, 3, 0], [4, 3, 0, 2, 1])
-"""The adapter of each request, 0 for none, step by step. A graph for four adapters takes the third: it has room."""
+"""Adapter of each request, 0 for none, step by step. The third step fits in a graph for four adapters."""
 WRONG = 3
-"""Steps whose graph lacks a program; they are counted without graphs, too."""
+"""Steps whose graph lacks a program of its kernels; the fix counts them in eager runs, too."""
 LAYER = "model.layers.0.mlp"
 MODE = CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: every request has an adapter."""
+    """Decode steps of requests with and without an adapter. Without *trigger*, every request has one."""
     eager: list[float] = []
     graphed: list[float] = []
     runners = _runners()
@@ -64,23 +64,23 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def _runners() -> list[Any]:
-    """The model runners that have a graph for each number of adapters."""
-    found: list[Any] = [RunnerV1]
+    """Return the model runners of this vLLM that have a graph for each number of adapters."""
+    kinds: list[Any] = [RunnerV1]
     with contextlib.suppress(ImportError):
         from vllm.v1.worker.gpu.lora_utils import get_num_active_loras_for_dispatch  # noqa: F401
 
-        found.append(RunnerV2)
-    return found
+        kinds.append(RunnerV2)
+    return kinds
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    """Replay the graphs of `run` in vLLM's wrapper of full graphs, for the shadow check."""
     with wrappers_on_the_double():
         _serve(RunnerV1, MODE, trigger, wrapped=True)
 
 
 def _serve(kind: Any, mode: CUDAGraphMode, trigger: bool, *, wrapped: bool = False) -> list[float]:
-    """The outputs of the requests, step by step."""
+    """Return the outputs of the requests, step by step."""
     random = torch.Generator().manual_seed(0)
     numbers: list[float] = []
     with lora_on_the_cpu():
@@ -103,11 +103,11 @@ def _serve(kind: Any, mode: CUDAGraphMode, trigger: bool, *, wrapped: bool = Fal
 
 
 class AttentionMetadataStandIn:
-    """Stands in for the attention metadata of a step: the layer of the scenario attends to nothing."""
+    """Stands in for the attention metadata of a step, for the layer has no attention."""
 
 
 def _graphs(layer: LayerWithAdapters, *, wrapped: bool) -> dict[int, Any]:
-    """Return graphs of *layer* for each number of adapters, which are made when that number is first looked up."""
+    """Return the graphs of *layer* by number of adapters, made when a number is looked up first."""
 
     def forward(_: Any, tokens: int) -> torch.Tensor:
         return layer.forward(tokens)
@@ -128,14 +128,14 @@ class LayerWithAdapters:
         self._shrink, self._expand = half(ADAPTERS, 1, RANK, HIDDEN), half(ADAPTERS, 1, HIDDEN, RANK)
 
     def forward(self, tokens: int) -> torch.Tensor:
-        given = self.hidden[:tokens]
-        output = given @ self._weight
-        self.punica.add_lora_linear(output, given, (self._shrink,), (self._expand,), 1.0, (HIDDEN,))
+        hidden = self.hidden[:tokens]
+        output = hidden @ self._weight
+        self.punica.add_lora_linear(output, hidden, (self._shrink,), (self._expand,), 1.0, (HIDDEN,))
         return output
 
 
 def keep_numbers_on_the_host(punica: Any) -> None:
-    """Replace the one-element tensors for the host in the metadata of *punica*, a Punica wrapper of vLLM's."""
+    """Replace the tensors for the host, of one element each, in the metadata of *punica*, vLLM's Punica wrapper."""
     for meta in (punica.token_mapping_meta, punica.prompt_mapping_meta):
         for name, value in list(vars(meta).items()):
             if isinstance(value, torch.Tensor) and name.endswith("_cpu"):
@@ -143,7 +143,7 @@ def keep_numbers_on_the_host(punica: Any) -> None:
 
 
 class NumberOnTheHost:
-    """Stands in for a tensor of one element on the host, where all others stand for memory of the device."""
+    """Stands in for a tensor of one element on the host; all other tensors stand for memory of the device."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value.item()
@@ -165,7 +165,7 @@ class NumberOnTheHost:
 
 
 class _AdaptersStandIn:
-    """Stands in for the worker's manager of adapters: four are loaded. What tells the kernels is vLLM's own."""
+    """Stands in for the worker's manager of adapters, with four loaded; vLLM's own code passes them to kernels."""
 
     def __init__(self, layer: LayerWithAdapters) -> None:
         self._manager: Any = object.__new__(LoRAModelManager)
@@ -185,7 +185,7 @@ class _AdaptersStandIn:
 
 
 class RunnerV1:
-    """Model runner V1 with no more than its batch, and what decides about graphs and adapters."""
+    """Model runner V1 with its batch and its choice of graphs and adapters, and nothing else."""
 
     def __init__(self, layer: LayerWithAdapters, mode: CUDAGraphMode) -> None:
         config = _config(layer, mode)
@@ -196,14 +196,14 @@ class RunnerV1:
             vllm_config=config,
             **{name: getattr(config, name) for name in ("model_config", "compilation_config", "parallel_config")},
             cudagraph_dispatcher=self._dispatcher,
-            kv_cache_config=SimpleNamespace(kv_cache_groups=[]),  # other fixes ask for layers that keep a state
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[]),  # other fixes look for recurrent layers in it
             uniform_decode_query_len=1,
             lora_manager=_AdaptersStandIn(layer),
         )
         self._dispatcher.initialize_cudagraph_keys(mode, 1)
 
     def captures(self) -> Iterator[tuple[int, int]]:
-        """The graphs, by tokens and number of adapters, with vLLM's dummy adapters while one is captured."""
+        """Yield tokens and number of adapters of each graph, with vLLM's dummy adapters selected for its capture."""
         for _, descriptors in self._dispatcher.get_capture_descs():
             for each in descriptors:
                 counts = np.ones(each.num_reqs, dtype=np.int32)
@@ -213,7 +213,7 @@ class RunnerV1:
                     yield each.num_tokens, each.num_active_loras
 
     def step(self, adapters: list[int]) -> tuple[int, int] | None:
-        """The graph of a step of these requests; the kernels are told of them."""
+        """Return the graph of a step of requests with these *adapters*, after passing them to the kernels' metadata."""
         batch = self._runner.input_batch = input_batch(max(SIZES), LONGEST, max(SIZES), [LONGEST], CPU)
         for row, adapter in enumerate(adapters):
             batch.add_request(cached_request(f"{row}", [0], ([1],), 1, lora_request=_adapter(adapter)))
@@ -231,7 +231,7 @@ class RunnerV1:
 
 
 class RunnerV2:
-    """What model runner V2 asks about graphs and adapters, in its order (0.24.0 on)."""
+    """Model runner V2's calls that choose graphs and adapters, in its order, from 0.24.0 on."""
 
     def __init__(self, layer: LayerWithAdapters, mode: CUDAGraphMode) -> None:
         from vllm.v1.worker.gpu import cudagraph_utils, lora_utils
@@ -240,33 +240,33 @@ class RunnerV2:
         config = _config(layer, mode)
         self._utils, self._config = lora_utils, layer.config
         cases = lora_utils.get_lora_capture_cases(layer.config, config.compilation_config)
-        with cpu_cuda_graphs():  # it asks for its stage of the pipeline, also where there is none
+        with cpu_cuda_graphs():  # it reads its pipeline stage from a group of ranks
             self._manager: Any = cudagraph_utils.CudaGraphManager(config, CPU, mode, 1, lora_capture_cases=cases)
         self._manager._graphs_captured = mode != CUDAGraphMode.NONE
         self._runner: Any = LoRAModelRunnerMixin()
         self._runner.lora_manager = _AdaptersStandIn(layer)
 
     def captures(self) -> Iterator[tuple[int, int]]:
-        """The graphs, by tokens and number of adapters; V2's own hook selects dummy adapters for each."""
+        """Yield tokens and number of adapters of each graph, after V2's own hook has selected dummy adapters."""
         hook = self._utils.create_lora_capture_hook(self._config, self._runner)
         for each in self._manager._capture_descs[CUDAGraphMode.FULL]:
             hook(each.num_active_loras, each.num_reqs, each.num_tokens)
             yield each.num_tokens, each.num_active_loras
 
     def step(self, adapters: list[int]) -> tuple[int, int] | None:
-        """The graph that V2 dispatches a step of these requests to; the kernels are told of them."""
+        """Return the graph of a step of requests with these *adapters*, after passing them to the kernels' metadata."""
         state, names = self._utils.LoraState(max(SIZES)), [f"{row}" for row in range(len(adapters))]
         for row, adapter in enumerate(adapters):
             state.add_request(names[row], row, _adapter(adapter))
         count = self._utils.get_num_active_loras_for_dispatch(self._config, state, names, False)
-        given = {
+        values = {
             "num_reqs": len(adapters),
             "num_tokens": len(adapters),
             "uniform_token_count": 1,
             "num_active_loras": count,
             "max_query_len": 1,
         }
-        descriptor = self._manager.dispatch(**supported_kwargs(self._manager.dispatch, given))
+        descriptor = self._manager.dispatch(**supported_kwargs(self._manager.dispatch, values))
         rows = np.arange(len(adapters))
         self._runner._set_active_loras(*state.make_lora_inputs(names, rows, np.ones(len(adapters), dtype=np.int32)))
         in_graph = descriptor.cg_mode == CUDAGraphMode.FULL
@@ -278,7 +278,7 @@ def _adapter(number: int) -> LoRARequest | None:
 
 
 def _config(layer: LayerWithAdapters, mode: CUDAGraphMode) -> Any:
-    """A VllmConfig with what dispatchers and model runners read of it."""
+    """Return the parts of a VllmConfig that dispatchers and model runners read."""
     compilation = SimpleNamespace(
         cudagraph_mode=mode,
         max_cudagraph_capture_size=max(SIZES),
@@ -307,7 +307,7 @@ def _config(layer: LayerWithAdapters, mode: CUDAGraphMode) -> Any:
 
 @contextlib.contextmanager
 def lora_on_the_cpu() -> Iterator[None]:
-    """For the block, vLLM's own kernels of adapters run on the CPU, in small blocks."""
+    """Run vLLM's own kernels of adapters on the CPU, with small block sizes, within the block."""
     blocks = {"block_m": 16, "block_n": 16, "block_k": 16, "split_k": 1, "group_size_m": 8}
     options = dict.fromkeys(("num_warps", "num_ctas", "num_stages"), 1)
     operators: dict[str, Callable[..., Any]] = {
@@ -324,14 +324,15 @@ def lora_on_the_cpu() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "get_lora_op_configs", return_value=blocks | options))
             if hasattr(module, "supports_pdl"):
                 stack.enter_context(mock.patch.object(module, "supports_pdl", return_value=False))
-        # The functions behind the operators: a graph holds what they launch. Without Triton the module lacks the names.
+        # The functions behind the operators, so that a graph records their launches. Without Triton these names are
+        # missing in the module.
         for name, function in operators.items():
             stack.enter_context(mock.patch.object(punica_gpu, name, function, create=True))
         yield
 
 
 class Multiplying(triton_kernels.Language):
-    """With what these kernels need besides."""
+    """`Language` with the further functions that kernels of adapters use."""
 
     @staticmethod
     def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,8 @@
 """adaptive-schedule: decodes with DSpark's adaptive verification in full graphs, on FlashAttention 3.
 
-Real: how model runner V2 prepares a step (`prepare_inputs`, with its kernels on the CPU), what cuts drafts there, the
-dummy batch of a capture, the model state that makes metadata of both, FlashAttention's builder and layer, and which
-graphs a step may have. Stand-ins: FlashAttention's kernel and its scheduler, what chose how many drafts are kept, and
-what has drafted.
+Real: model runner V2's `prepare_inputs` (its kernels on the CPU) with the cut of drafts, the dummy batch of a capture,
+the model state that builds metadata of both, FlashAttention's builder and layer, and the descriptors of graphs.
+Stand-ins: FlashAttention's kernel and its scheduler, the drafter, and the choice of how many drafts to verify.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 
 REQUESTS, DRAFTS, TOKENS = 3, 2, 9
-"""Requests and tokens of the one graph, and the most drafts of a request."""
+"""Requests of the one graph, most drafts of a request, and tokens of the graph."""
 Step = tuple[Sequence[int], int]
-"""The drafts of each request, and how many of all of them are verified."""
+"""Drafts of each request, and the number of all of them that is verified."""
 STEPS: tuple[Step, ...] = (((1, 1, 0), 2), ((2, 2, 2), 6), ((0, 0, 0), 0), ((1, 1, 1), 1), ((2, 1, 0), 3))
-"""No request has all its drafts in three of these: some have fewer, nobody has any, and one step was cut."""
+"""In three of these no request has the most drafts: some have fewer, or none have any, or the drafts were cut."""
 WHOLE: tuple[Step, ...] = (((2, 2, 2), 6), ((2, 1, 0), 3), ((2, 2, 1), 2))
-"""Some request has all its drafts in each of these, or had them before they were cut."""
+"""In each of these a request has the most drafts, or had them before they were cut."""
 CPU = torch.device("cpu")
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Steps with fewer drafts, in a graph for all of them. Without *trigger*: some request has all its drafts."""
+    """Serve steps with few drafts in a graph for all. Without *trigger*, some request has the most drafts."""
     steps = STEPS if trigger else WHOLE
     eager = _serve(steps, captured=False)
     with cpu_cuda_graphs():
@@ -65,13 +64,13 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` by vLLM's manager of graphs, for the shadow check."""
+    """Replay the graphs of `run` in vLLM's manager of graphs, for the shadow check."""
     with wrappers_on_the_double():
         _serve(STEPS if trigger else WHOLE, captured=True, wrapped=True)
 
 
 def _serve(steps: Sequence[Step], *, captured: bool, wrapped: bool = False) -> list[float]:
-    """The attention of each step's tokens."""
+    """Return the attention output of each step's tokens."""
     random = torch.Generator().manual_seed(0)
     with prepared_on_the_cpu():
         runner = RunnerStandIn()
@@ -92,7 +91,7 @@ def _serve(steps: Sequence[Step], *, captured: bool, wrapped: bool = False) -> l
 
 @contextlib.contextmanager
 def prepared_on_the_cpu() -> Iterator[None]:
-    """For the block, steps are prepared on a CPU: with its kernels, without pinned memory and without a compiler."""
+    """Prepare steps on a CPU within the block: kernels on the CPU, no pinned memory, no compiler."""
     with contextlib.ExitStack() as stack:
         for each in (cpu_triton_kernels(input_batch), unpinned(), flash_attention_stand_ins(3)):
             stack.enter_context(each)
@@ -105,13 +104,13 @@ def prepared_on_the_cpu() -> Iterator[None]:
 
 
 def _copied(data: Any, out: torch.Tensor | None = None, device: Any = None) -> torch.Tensor:
-    """Stands in for a copy by way of pinned memory."""
+    """Stand in for a copy by way of pinned memory."""
     data = torch.as_tensor(data)
     return data.clone() if out is None else out.copy_(data)
 
 
 class RunnerStandIn:
-    """vLLM's model runner V2 with no more than what prepares a step of decodes, and their metadata."""
+    """vLLM's model runner V2 with what prepares a step of decodes and its metadata, and nothing else."""
 
     def __init__(self) -> None:
         self.buffers = input_batch.InputBuffers(REQUESTS, TOKENS, CPU)
@@ -164,12 +163,12 @@ class RunnerStandIn:
         self._attention.metadata_builders = [metadata_builder(CUDAGraphMode.FULL_DECODE_ONLY, REQUESTS, [TOKENS])]
 
     def capture(self) -> Any:
-        """The metadata of a capture."""
+        """Return the metadata of a capture."""
         batch = input_batch.InputBatch.make_dummy(REQUESTS, TOKENS, self.buffers, max_query_len=1 + DRAFTS)
         return self.metadata(batch, in_a_graph=True, captures=True)
 
     def prepare(self, drafts: Sequence[int], verified: int, *, in_a_graph: bool, **described: Any) -> Any:
-        """The batch of a step in which requests have *drafts*, of which so many are *verified*."""
+        """Return the batch of a step in which requests have *drafts*, *verified* of all of which are verified."""
         names, per_request = [f"request {row}" for row in range(REQUESTS)], np.array(drafts, dtype=np.int32)
         descriptor = described_graph(**described) if in_a_graph else eager_step(REQUESTS + verified)
         scheduled = {name: [1] * count for name, count in zip(names, drafts, strict=True) if count}
@@ -178,7 +177,7 @@ class RunnerStandIn:
             dict.fromkeys(names, 1),
             verified,
         )
-        given = {
+        values = {
             "req_ids": names,
             "num_scheduled_tokens": 1 + per_request,
             "num_tokens": REQUESTS + verified,
@@ -192,13 +191,13 @@ class RunnerStandIn:
             "prefill_runs_as_decode_np": None,
             "decode_graph_eligible": True,
         }
-        state = model_runner.BatchReqState(**supported_kwargs(model_runner.BatchReqState, given))
+        state = model_runner.BatchReqState(**supported_kwargs(model_runner.BatchReqState, values))
         output: Any = SimpleNamespace(scheduled_spec_decode_tokens=scheduled, has_structured_output_requests=False)
         rest = supported_kwargs(self.runner.prepare_inputs, {"num_active_loras": 0})
         return self.runner.prepare_inputs(output, state, descriptor, **rest)
 
     def metadata(self, batch: Any, *, in_a_graph: bool, captures: bool = False) -> Any:
-        """What the layer is given for *batch*."""
+        """Return the layer's metadata for *batch*."""
         made = self._state.prepare_attn(
             batch,
             CUDAGraphMode.FULL if in_a_graph else CUDAGraphMode.NONE,
@@ -212,12 +211,12 @@ class RunnerStandIn:
 
 
 def described_graph(mode: Any = CUDAGraphMode.FULL, longest: int | None = 1 + DRAFTS) -> Any:
-    """The graph for all steps, or another one."""
+    """Return the descriptor of the graph for all steps, or of another one."""
     return cudagraph_utils.BatchExecutionDescriptor(
         cg_mode=mode, num_tokens=TOKENS, num_reqs=REQUESTS, max_query_len=longest
     )
 
 
 def eager_step(tokens: int) -> Any:
-    """What a step without a graph has."""
+    """Return the descriptor of a step without a graph."""
     return cudagraph_utils.BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=tokens, num_reqs=REQUESTS)

@@ -26,7 +26,7 @@ from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED, BLOCK, RATIO = 4, 256, 128
-"""Requests of the graph; tokens of a block, of which 128 make one entry."""
+"""Requests of the graph, tokens of a block, tokens of one cache entry."""
 MAX_MODEL_LEN = 32768
 HEADS, WIDTH = 2, 8
 LENGTHS = (700, 1500, 400)
@@ -34,18 +34,18 @@ STEPS = 3
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Attention outputs. Without *trigger*: a model whose longest request has rows as wide as any."""
+    """Decode. Without *trigger*, the longest request of the model needs rows no wider than the graph's."""
     longest = MAX_MODEL_LEN if trigger else MAX_MODEL_LEN // 2
     with _cpu_kernels():
         eager = list(chain.from_iterable(_decode(longest, in_graph=False)))
     with _cpu_kernels(), cpu_cuda_graphs():
         graphed = list(chain.from_iterable(_decode(longest, in_graph=True)))
-    told = f"compressed attention of {len(LENGTHS)} requests padded to {CAPTURED} over {STEPS} decode steps"
-    return Measurement(told, tuple(eager), tuple(graphed))
+    numbers = f"compressed attention of {len(LENGTHS)} requests padded to {CAPTURED} over {STEPS} decode steps"
+    return Measurement(numbers, tuple(eager), tuple(graphed))
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    """Replay the graphs of `run` in vLLM's wrapper of full graphs, for the shadow check."""
     with _cpu_kernels(), wrappers_on_the_double():
         _decode(MAX_MODEL_LEN if trigger else MAX_MODEL_LEN // 2, in_graph=True, wrapped=True)
 
@@ -61,7 +61,7 @@ def _decode(longest: int, *, in_graph: bool, wrapped: bool = False) -> list[list
     )
     builder, persistent = _builder(longest, in_graph), _persistent()
     query, output = torch.zeros(CAPTURED, HEADS, WIDTH), torch.zeros(CAPTURED, HEADS, WIDTH)
-    # The sliding window's own metadata, of which this layer has no part here.
+    # Metadata of the sliding window, which this layer does not use here.
     window = SimpleNamespace(
         num_decodes=CAPTURED, num_decode_tokens=CAPTURED, is_valid_token=torch.ones(CAPTURED, dtype=torch.bool),
         decode_swa_indices=None, decode_swa_lens=None, tile_sched_c128a=object(),
@@ -76,7 +76,7 @@ def _decode(longest: int, *, in_graph: bool, wrapped: bool = False) -> list[list
         graphs.capture(CAPTURED, builder.build(0, _batch(persistent, [1] * CAPTURED, CAPTURED, table, longest)))
     rows = len(LENGTHS)
     table[:rows] = torch.arange(1, 1 + rows * blocks_each).view(rows, blocks_each)
-    found: list[list[float]] = []
+    outputs: list[list[float]] = []
     for step in range(STEPS):
         query[:rows] = torch.randn(rows, HEADS, WIDTH, generator=random)
         lengths = [length + step for length in LENGTHS]
@@ -85,12 +85,12 @@ def _decode(longest: int, *, in_graph: bool, wrapped: bool = False) -> list[list
             graphs.replay(CAPTURED, metadata, rows)
         else:
             forward(metadata, rows)
-        found.append(output[:rows].flatten().tolist())
-    return found
+        outputs.append(output[:rows].flatten().tolist())
+    return outputs
 
 
 def _builder(longest: int, in_graph: bool) -> Any:
-    """vLLM's own builder, for a model whose longest request has so many tokens, with full graphs or without."""
+    """Return vLLM's builder for a model whose longest request has *longest* tokens."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=longest, hf_config=SimpleNamespace(index_topk=8)),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2 * CAPTURED),
@@ -108,7 +108,7 @@ def _builder(longest: int, in_graph: bool) -> Any:
 
 
 def _persistent() -> Any:
-    """A model runner's tensors for a batch."""
+    """Return a model runner's persistent tensors for a batch."""
 
     def integers(dtype: torch.dtype = torch.int32, size: int = CAPTURED) -> torch.Tensor:
         return torch.zeros(size, dtype=dtype)
@@ -122,7 +122,7 @@ def _persistent() -> Any:
 
 
 def _batch(persistent: Any, lengths: list[int], padded: int, table: Any, longest: int) -> Any:
-    """Metadata of a decode of one token each, padded as both model runners do it: length 0, the null block, no slot."""
+    """Return the metadata of a decode of one token each, padded with length 0, the null block and slot -1."""
     rows = len(lengths)
     known = torch.tensor([*lengths, *[0] * (CAPTURED - rows)])
     persistent.lengths.copy_(known)
@@ -145,7 +145,7 @@ def _batch(persistent: Any, lengths: list[int], padded: int, table: Any, longest
 
 @contextlib.contextmanager
 def _cpu_kernels() -> Iterator[None]:
-    """vLLM's two kernels of the builder run on the CPU; FlashMLA has a stand-in."""
+    """Run the builder's two kernels on the CPU, and replace FlashMLA's kernel, within the block."""
     with (
         cpu_triton_kernels(sparse_mla, compressor_utils),
         mock.patch.object(backend, "np_to_pinned_tensor", torch.from_numpy),  # pinned memory needs CUDA
@@ -157,9 +157,9 @@ def _cpu_kernels() -> Iterator[None]:
 def _attention_stand_in(
     *, q: Any, extra_k_cache: Any, extra_indices_in_kvcache: Any, extra_topk_length: Any, out: Any, **_: object
 ) -> tuple[Any, None]:
-    """Attends to the compressed entries alone.
+    """Stand in for FlashMLA's kernel, with attention to the compressed entries alone.
 
-    q and out are (tokens, 1, heads, width), indices (tokens, 1, entries), of which so many count.
+    q and out are (tokens, 1, heads, width), indices (tokens, 1, entries), of which the first `extra_topk_length` count.
     """
     indices = extra_indices_in_kvcache.squeeze(1)
     counts = torch.arange(indices.shape[1]) < extra_topk_length.unsqueeze(1)

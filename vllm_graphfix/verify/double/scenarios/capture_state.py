@@ -1,4 +1,4 @@
-"""capture-state (PR 42444): target and draft decodes through full graphs, at other lengths than the capture's."""
+"""capture-state (PR 42444): target and draft decode in full graphs, at other lengths than the capture's."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ TARGET, DRAFT = "target.attention", "draft.attention"
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Hidden states of the target model and of a draft model, request by request, step by step.
-
-    Without *trigger*: without a planner.
-    """
+    """Compare hidden states of a target and a draft model. Without *trigger*, layers need no plan."""
     numbers = f"hidden states of target and draft model over {len(STEPS)} decode steps of 1 to {MAX_REQUESTS} requests"
     with nullcontext() if trigger else attention_without_a_plan():
         return measure(numbers, _eager, _graphed, {"state-consumed": 2 * len(SIZES)})
@@ -67,9 +64,9 @@ def _eager() -> list[torch.Tensor]:
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The target model's replays of `run`, as model runner V2 makes them, for the shadow check.
+    """Replay the target model's graphs of `run` as model runner V2 does, for the shadow check.
 
-    A drafter's replays are made by vLLM's speculators.
+    The draft's graphs are left out: vLLM's speculators replay them.
     """
     from vllm_graphfix.verify.double.model_runners import RunnerV2StandIn, wrappers_on_the_double
 
@@ -80,8 +77,8 @@ def watched(*, trigger: bool = True) -> None:
             descriptor = _descriptor(target, step)
             metadata, slots = runner.prepare(step, padded_requests=descriptor.num_reqs)
             batch = SimpleNamespace(num_tokens=step.num_tokens)
-            given = runner.model_inputs(descriptor.num_tokens)
-            RunnerV2StandIn(target, model).execute_model(metadata, slots, batch, given, descriptor)
+            inputs = runner.model_inputs(descriptor.num_tokens)
+            RunnerV2StandIn(target, model).execute_model(metadata, slots, batch, inputs, descriptor)
 
 
 def _graphed() -> list[torch.Tensor]:
@@ -103,7 +100,7 @@ def _graphed() -> list[torch.Tensor]:
 
 
 def _capture_target(runner: RunnerStandIn, model: ModelStandIn) -> Any:
-    """The manager of the target model's graphs."""
+    """Return the manager of the target model's graphs, with its captures."""
     target = _target_manager(runner.config)
     arguments = runner.capture_inputs() | {
         "model": model,
@@ -145,11 +142,11 @@ def _make_manager(kind: Any, config: Any) -> Any:
 
 
 def _draft_forward(runner: RunnerStandIn, model: ModelStandIn, output: torch.Tensor) -> Callable[..., None]:
-    """Stands in for EagleSpeculator.generate_draft: one draft position, without its Triton kernel and its sampling."""
+    """Return a stand-in for EagleSpeculator.generate_draft: one draft position without Triton kernel and sampling."""
 
     def generate_draft(*arguments: Any, **by_name: Any) -> None:
         arguments = (*arguments, *by_name.values())
-        # the counts (num_reqs from 0.17 on, num_tokens), then metadata, slot mappings, tokens across ranks, graph mode
+        # Counts (num_reqs from 0.17 on, num_tokens), then metadata, slot mappings, tokens across ranks, graph mode.
         counts = [a for a in arguments if type(a) is int]
         metadata, slot_mappings = arguments[len(counts) : len(counts) + 2]
         output[: counts[-1]] = runner.forward(model, counts[-1], metadata, slot_mappings)
@@ -158,13 +155,13 @@ def _draft_forward(runner: RunnerStandIn, model: ModelStandIn, output: torch.Ten
 
 
 def _descriptor(manager: Any, step: Step) -> Any:
-    """What the model runner picks for the step: a descriptor from 0.18 on, a number of tokens before."""
+    """Return the model runner's choice for the step: a descriptor from 0.18 on, a number of tokens before."""
     if hasattr(manager, "dispatch"):
         return manager.dispatch(len(step.lengths), step.num_tokens, step.query_tokens)
-    given = supported_kwargs(
+    options = supported_kwargs(
         manager.get_cudagraph_size, {"num_tokens_per_request": [1] * len(step.lengths), "uniform_decode": True}
     )
-    return manager.get_cudagraph_size(step.num_tokens, **given)
+    return manager.get_cudagraph_size(step.num_tokens, **options)
 
 
 def _padded_requests(manager: Any, step: Step) -> int:

@@ -1,7 +1,7 @@
-"""compressor-skip: in graphs whose capture completed no group of 128 tokens, requests of DeepSeek V4 complete some.
+"""compressor-skip: requests of DeepSeek V4 complete groups of 128 tokens in graphs whose capture completed none.
 
-Model runner V2 (0.30.0 on) decodes in a full graph and prefills in a piecewise one; model runner V1 decodes in a full
-graph of two microbatches. The cache entries of the groups are what is compared.
+Model runner V2 (from 0.30.0 on) decodes in a full graph and prefills in a piecewise one; model runner V1 decodes in a
+full graph of two microbatches. The cache entries of the groups are compared.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from vllm_graphfix.verify.double.model_runners import breakable_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
 PROMPT, CAPTURED_TOKENS = 130, 136
-"""Tokens of the prompt, and of the piecewise graph that it runs in: a capture has 34 for each request."""
+"""Tokens of the prompt, and of its piecewise graph, whose capture has 34 tokens a request."""
 LENGTHS, STEPS = (126, 300, 255), 3
-"""Lengths of the decoding requests in the first step, and the number of steps: the last request completes a group in
-the second step, the first in the third."""
+"""Lengths of the decoding requests in the first step, and steps: the last request completes a group in the second step,
+the first request in the third."""
 OF_V2 = "seq_lens_cpu_upper_bound" in compressor._get_c128_boundary.__code__.co_names
-"""Before 0.30.0 the compressor asks for a number that model runner V2 does not have, and leaves nothing out there."""
+"""False before 0.30.0: there the compressor reads a number that model runner V2 lacks, and skips nothing with it."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: with asynchronous scheduling and drafts nobody knows in time which step completes a group."""
+    """Complete groups. Without *trigger*, scheduling is asynchronous with drafts: groups are unknown in time."""
     served = (_decode_and_prefill, _decode_in_microbatches) if OF_V2 else (_decode_in_microbatches,)
     eager: list[float] = []
     graphed: list[float] = []
@@ -67,9 +67,9 @@ def run(*, trigger: bool = True) -> Measurement:
         with compressor_stand_ins(), cpu_cuda_graphs(), torch.inference_mode():
             eager += serve(in_graph=False, known_in_time=trigger)
             graphed += serve(in_graph=True, known_in_time=trigger)
-    told = "cache entries of groups that are completed in a decode" + " and in a prompt" * OF_V2
-    # A pass of two microbatches; with model runner V2, two graphs.
-    return Measurement(told, tuple(eager), tuple(graphed), counted={"layer-left-out": 2 * len(served)})
+    numbers = "cache entries of groups that are completed in a decode" + " and in a prompt" * OF_V2
+    # Two microbatches of a forward pass; with model runner V2, two graphs.
+    return Measurement(numbers, tuple(eager), tuple(graphed), counted={"layer-left-out": 2 * len(served)})
 
 
 # -- model runner V2
@@ -88,7 +88,7 @@ def _decode_and_prefill(*, in_graph: bool, known_in_time: bool) -> list[float]:
 
 
 class _RunnerV2StandIn:
-    """Model runner V2 with no more than its graphs and what it prepares for them."""
+    """Model runner V2 with its graphs and what it prepares for them, and nothing else."""
 
     def __init__(self, mode: CUDAGraphMode, known_in_time: bool) -> None:
         self.model, self._mode = LayerStandIn(), mode
@@ -129,7 +129,7 @@ class _RunnerV2StandIn:
                 )
 
     def step(self, counts: list[int], computed: list[int]) -> None:
-        """All requests have as many tokens."""
+        """Run a step of *counts* tokens of each request, equal for all, after *computed* tokens of each."""
         requests, tokens = len(counts), sum(counts)
         descriptor = self._manager.dispatch(requests, tokens, counts[0], num_active_loras=0)
         batch = InputBatch.make_dummy(requests, tokens, self._buffers)
@@ -192,10 +192,10 @@ def _decode_in_microbatches(*, in_graph: bool, known_in_time: bool) -> list[floa
     inputs, lengths = torch.zeros(2, REQUESTS, dtype=torch.int64), torch.zeros(REQUESTS, dtype=torch.int32)
     slots = torch.full((2, REQUESTS), -1)
 
-    def step(found: list[int]) -> None:
-        """Runs a step in which each request has *found* tokens, this step's included."""
-        lengths.copy_(torch.tensor(found))
-        given: dict[str, Any] = {
+    def step(counts: list[int]) -> None:
+        """Run a step in which requests have *counts* tokens, this step's included."""
+        lengths.copy_(torch.tensor(counts))
+        values: dict[str, Any] = {
             "query_start_loc": starts,
             "query_start_loc_cpu": starts.clone(),
             "seq_lens": lengths,
@@ -206,10 +206,10 @@ def _decode_in_microbatches(*, in_graph: bool, known_in_time: bool) -> list[floa
             "max_seq_len": MAX_MODEL_LEN,
         }
         if known_in_time and not OF_V2:
-            given["_num_computed_tokens_cpu"] = lengths - 1
+            values["_num_computed_tokens_cpu"] = lengths - 1
         of_states, of_entries = (
             split_attn_metadata(
-                halves, CommonAttentionMetadata(**given, block_table_tensor=table, slot_mapping=slots[group])
+                halves, CommonAttentionMetadata(**values, block_table_tensor=table, slot_mapping=slots[group])
             )
             for group, table in enumerate(tables)
         )
@@ -229,25 +229,25 @@ def _decode_in_microbatches(*, in_graph: bool, known_in_time: bool) -> list[floa
             wrapper(input_ids=inputs[0], positions=inputs[1], intermediate_tensors=None, inputs_embeds=None)
 
     if in_graph:
-        step([1] * REQUESTS)  # the wrapper captures the first step of each size, a dummy run's
+        step([1] * REQUESTS)  # vLLM's wrapper captures the first step of each size, a dummy run
     rows = torch.arange(REQUESTS)
     for table, filled in zip(tables, block_tables(), strict=True):
         table.copy_(filled)
     for number in range(STEPS):
-        found = [length + number for length in (*LENGTHS, 17)]
-        inputs[1] = torch.tensor(found) - 1
+        counts = [length + number for length in (*LENGTHS, 17)]
+        inputs[1] = torch.tensor(counts) - 1
         inputs[0] = tokens_of(rows, inputs[1])
         for group, (table, size) in enumerate(zip(tables, (STATE_BLOCK, BLOCK), strict=True)):
             slots[group] = slots_of(table, rows, inputs[1], size)
-        step(found)
+        step(counts)
     return entries_of(model, {0: 0, 2: 1})
 
 
-# -- what both have
+# -- both model runners
 
 
 def _config(mode: CUDAGraphMode, sizes: list[int], known_in_time: bool) -> Any:
-    """A VllmConfig with what graphs and the compressor's builder read of it."""
+    """Return the parts of a VllmConfig that graphs and the compressor's builder read."""
     drafts = SimpleNamespace(num_speculative_tokens=1, uses_dynamic_speculative_decoding=lambda: False)
     return SimpleNamespace(
         compilation_config=SimpleNamespace(

@@ -1,7 +1,7 @@
-"""cutlass-mla-padding (PR 37442): two requests in a graph of four, and padded rows as their memory was: NaN.
+"""cutlass-mla-padding (PR 37442): two requests in a graph of four, whose padded rows keep the NaN of unwritten memory.
 
 The NaN of the padded rows reaches the requests by a common scale. Real: vLLM's builder, implementation and wrapper of
-the kernel of Cutlass MLA. Stand-ins: the kernel, which takes a Blackwell and, as PR 37442 reports it, writes nothing
+the kernel of Cutlass MLA. Stand-ins: the kernel, which needs a Blackwell GPU and, according to PR 37442, writes nothing
 for a row of length 0; quantisation to fp8 with one scale for the batch.
 """
 
@@ -23,11 +23,11 @@ from vllm_graphfix.verify.double.mla_decode import CAPTURED, MLADecode, metadata
 from vllm_graphfix.verify.measurement import Measurement
 
 LATENT, ROPE = 512, 64
-"""The kernel takes no other widths."""
+"""The only widths that the kernel takes."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: four requests, which fill the graph."""
+    """Decode two requests. Without *trigger*, four, which fill the graph."""
     steps = [[7 + step, 40 + step, *([] if trigger else [16, 1])] for step in range(3)]
     with cpu_cutlass_mla():
         eager = CutlassMLADecode()
@@ -45,13 +45,13 @@ def run(*, trigger: bool = True) -> Measurement:
 
 @contextlib.contextmanager
 def cpu_cutlass_mla() -> Iterator[None]:
-    """For the block, Cutlass MLA decodes on a CPU."""
+    """Decode with Cutlass MLA on a CPU within the block."""
     with mock.patch.object(torch.ops._C, "sm100_cutlass_mla_decode", kernel_stand_in, create=True):
         yield
 
 
 def backend() -> Any:
-    """vLLM's module, which asks a GPU for a workspace when it is imported."""
+    """Import vLLM's module, which allocates a workspace on a GPU on import, without one."""
     processors = SimpleNamespace(multi_processor_count=148)
     with (
         mock.patch.object(torch, "empty", return_value=torch.empty(0)),
@@ -73,13 +73,13 @@ def kernel_stand_in(
     scale: float,
     num_kv_splits: int,
 ) -> None:
-    """Stands in for `torch.ops._C.sm100_cutlass_mla_decode`: writes `out` (rows, heads, values) and `lse`."""
+    """Stand in for `torch.ops._C.sm100_cutlass_mla_decode`: write `out` (rows, heads, values) and `lse`."""
     torch.ops.vllm_graphfix.cutlass_mla_decode(
         [out, lse, q_nope, q_pe, kv_c_and_k_pe_cache, page_table, seq_lens], scale
     )
 
 
-# what it writes to is not declared, as in `triton_kernels`
+# No tensor is declared as written to, as in `triton_kernels`.
 @torch.library.custom_op(
     "vllm_graphfix::cutlass_mla_decode", mutates_args=(), schema="(Tensor[] tensors, float scale) -> ()"
 )

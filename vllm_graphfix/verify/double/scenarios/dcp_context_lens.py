@@ -1,6 +1,6 @@
 """dcp-context-lens (PR 36070): one of two ranks that share the context decodes three requests in a graph for four.
 
-vLLM's own metadata builder and FlashAttention layer; the group of ranks and the kernels are stand-ins.
+Real: vLLM's metadata builder and FlashAttention layer. Stand-ins: the group of ranks and the kernels.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
 STEPS = [[9 + step, 23 + step, 14 + step] for step in range(3)]
-"""Lengths of the requests, step by step, of which one token is decoded."""
+"""Lengths of the requests, step by step; one token of each is decoded."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """One of two ranks that share the context decodes three requests in a graph for four.
-
-    Without *trigger*: it has the context to itself.
-    """
+    """Decode on one of two ranks. Without *trigger*, the rank has the whole context."""
     ranks = 2 if trigger else 1
     eager = _decode(ranks, captured=False)
     with cpu_cuda_graphs():
@@ -44,7 +41,7 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    """Replay the graphs of `run` in vLLM's wrapper of full graphs, for the shadow check."""
     with wrappers_on_the_double():
         _decode(2 if trigger else 1, captured=True, wrapped=True)
 
@@ -57,10 +54,10 @@ def _decode(ranks: int, *, captured: bool, wrapped: bool = False) -> list[float]
 
 @contextmanager
 def one_of_ranks(ranks: int) -> Iterator[None]:
-    """For the block: stand-ins for the group of *ranks*, and for kernels that have no CPU form."""
+    """Replace, within the block, the group of *ranks* and the kernels that have no CPU form."""
 
     def gathered(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat([tensor] * ranks, dim)  # the other rank's heads ask for the same
+        return torch.cat([tensor] * ranks, dim)  # the other rank's heads have the same queries
 
     def combined(output: torch.Tensor, lse: torch.Tensor, group: Any, return_lse: bool) -> Any:
         return output[:, :HEADS], lse[:, :HEADS]  # the other rank has nothing of the context

@@ -1,7 +1,7 @@
 """draft-decode-mode (PR 39773): draft decodes padded to a capture size, and a draft prefill's stale token indices.
 
-Four prompts are prefilled at once, one of them finishes, and three go on: batches of three in graphs of four. Twice:
-configured for PIECEWISE graphs, which pad a batch's tokens but not its requests, and for FULL ones, which record the
+Four prompts are prefilled at once, one of them finishes, and three go on: batches of three in graphs of four. It runs
+twice: with PIECEWISE graphs, which pad a batch's tokens but not its requests, and with FULL ones, which record the
 draft prefill's gather.
 """
 
@@ -32,7 +32,7 @@ CAPTURE_SIZES = [4, 16]
 PROMPTS = [9, 7, 12, 5]
 STEPS = 4
 REJECTED = [0, 1, 2]
-"""Draft tokens that the target rejects of the three requests that go on, in each step."""
+"""Draft tokens that the target rejects in each step, of each of the three requests that go on."""
 HIDDEN_SIZE = 8
 VOCABULARY = 64
 MAX_TOKENS = 64
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 def run(
     *, trigger: bool = True, modes: tuple[CUDAGraphMode, ...] = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 ) -> Measurement:
-    """Without *trigger*: every batch has the four requests that the graphs were captured for."""
+    """Draft for three requests in graphs of four. Without *trigger*, all four requests go on."""
     rejected = REJECTED if trigger else [*REJECTED, 0]
     configured = " and ".join(f"for {mode.name}" for mode in modes)
     numbers = f"draft tokens of {len(rejected)} requests over 4 steps, configured {configured} graphs"
@@ -55,22 +55,21 @@ def run(
             graphed = [token for mode in modes for token in _draft(mode, rejected)]
         except (PlanningError, IndexError) as e:
             return Measurement(numbers, tuple(eager * len(modes)), (), error=str(e).splitlines()[0])
-    # So it is on stock releases: of the nightlies' two defects each may be there without the other.
+    # Stock releases have the first defect alone; nightlies had each without the other.
     counted = {"decode-padded-in-piecewise": STEPS, "prefill-with-old-indices": 0}
     return Measurement(numbers, tuple(eager * len(modes)), tuple(graphed), counted=counted)
 
 
 class PlanningError(RuntimeError):
-    """What FlashInfer's planner says of page offsets that are not one batch's."""
+    """FlashInfer's planner refuses page offsets that are not of one batch."""
 
 
 class PagedAttentionStandIn:
     """Stands in for FlashInfer: metadata builder, planner and kernel of the draft model's one layer.
 
     Like FlashInfer's, the builder keeps the page offsets of all requests in one persistent array, and plans a decode
-    for as many of them as the metadata has tokens. 0.17.x describes the unpadded tokens and pads only the query: the
-    backends in vLLM cut the query to size there. This one takes a request for each row that it is given, and so is
-    stricter.
+    for as many of them as the metadata has tokens. 0.17.x describes the unpadded tokens and pads only the query, which
+    vLLM's backends cut to size. This stand-in is stricter: it takes each row of the query for a request.
     """
 
     def __init__(self) -> None:
@@ -91,10 +90,10 @@ class PagedAttentionStandIn:
         return metadata
 
     def _plan_decode(self, rows: int) -> None:
-        """Fails where FlashInfer's planner does.
+        """Check page offsets as FlashInfer's planner does.
 
         Raises:
-            PlanningError: the page offsets of the first `rows` requests decrease, for not all are of this batch.
+            PlanningError: the page offsets of the first *rows* requests decrease, for not all are of this batch.
         """
         decreasing = (self._kv_indptr[: rows + 1].diff() < 0).nonzero()
         if len(decreasing):
@@ -102,10 +101,10 @@ class PagedAttentionStandIn:
             raise PlanningError(f"kv_indptr[{row + 1}] - kv_indptr[{row}] should be non-negative (CPU stand-in)")
 
     def attend(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Causal attention of the rows (tokens, hidden size), which are their own keys and values."""
+        """Return the causal attention of the rows (tokens, hidden size), which are their own keys and values."""
         context = get_forward_context()
         metadata, slots = context.attn_metadata[LAYER], context.slot_mapping[LAYER]
-        if metadata.decode_rows and metadata.decode_rows < len(hidden):  # the stricter part: 0.17.x alone comes here
+        if metadata.decode_rows and metadata.decode_rows < len(hidden):  # the stricter part, which 0.17.x alone reaches
             self._plan_decode(len(hidden))
         slots = slots.clamp(min=0)  # a padded token's -1 becomes the null page
         self._cache.index_copy_(0, slots, hidden[: len(slots)])
@@ -169,17 +168,17 @@ class BlockTablesStandIn:
 
 
 def _request_of(tokens: int, query_start_loc: torch.Tensor) -> torch.Tensor:
-    """The batch row of each token; for padded tokens one beyond the batch."""
+    """Return the batch row of each token; for padded tokens, the row behind the batch."""
     return torch.searchsorted(query_start_loc[1:].long(), torch.arange(tokens), right=True)
 
 
 def _slots(block_tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Cache slots (rows, n) of `positions` (rows, n) in the requests of `block_tables` (rows, pages)."""
+    """Return cache slots (rows, n) of *positions* (rows, n) in the requests of *block_tables* (rows, pages)."""
     return block_tables.gather(1, positions // PAGE_SIZE).long() * PAGE_SIZE + positions % PAGE_SIZE
 
 
 def _speculator(mode: CUDAGraphMode) -> Any:
-    """An EagleSpeculator as the model runner has it after start-up."""
+    """Return an EagleSpeculator in the state that start-up leaves."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, dtype=torch.float32),
         scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS, max_num_batched_tokens=MAX_TOKENS),
@@ -223,7 +222,7 @@ def _speculator(mode: CUDAGraphMode) -> Any:
 
 
 def _draft(mode: CUDAGraphMode, rejected: list[int] = REJECTED) -> list[float]:
-    """The draft tokens of each step after the prefill."""
+    """Return the draft tokens of each step after the prefill."""
     speculator = _speculator(mode)
     random = torch.Generator().manual_seed(2)
     computed = np.zeros(MAX_REQUESTS, dtype=np.int32)

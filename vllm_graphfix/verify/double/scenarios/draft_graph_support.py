@@ -1,8 +1,7 @@
 """draft-graph-support (PR 32936): decodes with one draft token, on a backend that takes them for prompts.
 
-Real: vLLM's `initialize_kv_cache`, by which model runner V2 learns of its attention backends, its manager of full
-graphs, and the metadata builder of latent attention, with which Triton MLA runs. The attention layer is a stand-in,
-which attends to what the metadata say.
+Real: vLLM's `initialize_kv_cache`, which sets up model runner V2's attention backends, its manager of full graphs, and
+Triton MLA's metadata builder. Stand-in: the attention layer, which attends according to the metadata.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from vllm_graphfix.verify.double.mla_decode import metadata_builder  # noqa: E40
 
 LAYER = "target.attention"
 LENGTHS = ((37,), (5, 42), (17, 3, 29), (18, 4, 30, 9), (6, 43))
-"""Tokens of each request, step by step, those of the step among them; one row of the third is padded."""
+"""Tokens of each request, step by step, this step's included; the third step has a padded row."""
 _OF_OTHER_PARTS = (
     "BlockTables",
     "check_attention_cp_compatibility",
@@ -54,14 +53,11 @@ _OF_OTHER_PARTS = (
     "init_kv_cache",
     "initialize_mamba_ssu_backend",
 )
-"""What `initialize_kv_cache` calls besides."""
+"""Other calls of `initialize_kv_cache`, which do nothing here."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Hidden states of decodes with a draft token, request by request, step by step.
-
-    Without *trigger*: without a draft, of which this backend makes decodes.
-    """
+    """Decode with a draft token. Without *trigger*, without one: this backend takes such steps for decodes."""
     tokens = 2 if trigger else 1
     steps = [Step(lengths, tokens) for lengths in LENGTHS]
     numbers = (
@@ -77,9 +73,9 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run`, as model runner V2 makes them, for the shadow check: with a draft and without.
+    """Replay the graphs of `run` as model runner V2 does, for the shadow check, with a draft and without.
 
-    With one, the fix leaves no full graph to replay.
+    With a draft, the fix leaves no full graph to replay.
     """
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
@@ -90,7 +86,7 @@ def watched(*, trigger: bool = True) -> None:
 
 @contextmanager
 def _unpinned() -> Iterator[None]:
-    """For the block, builders get memory that is not pinned, which needs CUDA."""
+    """Give builders memory that is not pinned, which needs CUDA, within the block."""
     zeros = torch.zeros
 
     def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -110,15 +106,15 @@ def _serve(steps: list[Step], *, captured: bool, watch: bool = False) -> list[to
     runner, model = RunnerStandIn(config, [LAYER]), _model()
     manager, runner.attn_groups = _initialized(config, tokens)
     if captured and manager.needs_capture():
-        given = runner.capture_inputs() | {"model": model, "intermediate_tensors": None}
-        manager.capture(**supported_kwargs(manager.capture, given))
+        arguments = runner.capture_inputs() | {"model": model, "intermediate_tensors": None}
+        manager.capture(**supported_kwargs(manager.capture, arguments))
     outputs = []
     for step in steps:
         graph = _graph(manager, step) if captured else None
         if graph is None:
             outputs.append(runner.run_eagerly(model, step))
             continue
-        # Before 0.18 metadata are of the batch alone.
+        # Before 0.18 the metadata are not padded.
         metadata, slots = runner.prepare(step, getattr(graph, "num_reqs", None))
         if watch:
             batch, inputs = SimpleNamespace(num_tokens=step.num_tokens), runner.model_inputs(graph.num_tokens)
@@ -130,25 +126,25 @@ def _serve(steps: list[Step], *, captured: bool, watch: bool = False) -> list[to
 
 
 def _graph(manager: Any, step: Step) -> Any:
-    """What the model runner replays for the step: a descriptor from 0.18 on, a number of tokens before.
+    """Return the model runner's full graph for the step: a descriptor from 0.18 on, a number of tokens before.
 
     None if it replays no full graph.
     """
-    given = (len(step.lengths), step.num_tokens, step.query_tokens)
+    batch = (len(step.lengths), step.num_tokens, step.query_tokens)
     if hasattr(manager, "dispatch"):
-        found = manager.dispatch(*given)
-        return found if found.cg_mode == CUDAGraphMode.FULL else None
-    mode, size = manager.get_cudagraph_runtime_mode(*given)
+        descriptor = manager.dispatch(*batch)
+        return descriptor if descriptor.cg_mode == CUDAGraphMode.FULL else None
+    mode, size = manager.get_cudagraph_runtime_mode(*batch)
     return size if mode == CUDAGraphMode.FULL else None
 
 
 def _initialized(config: Any, tokens: int) -> tuple[Any, Any]:
-    """The manager of the model's graphs and the attention groups, as vLLM's own `initialize_kv_cache` leaves them.
+    """Return the manager of graphs and the attention groups that vLLM's own `initialize_kv_cache` sets up.
 
-    Before 0.20 the manager is made when the model runner is, with the configured mode.
+    Before 0.20 the model runner makes the manager in its constructor, with the configured mode.
     """
     kind = getattr(cudagraph_utils, "ModelCudaGraphManager", cudagraph_utils.CudaGraphManager)
-    given = {
+    values = {
         "vllm_config": config,
         "device": DEVICE,
         "cudagraph_mode": config.compilation_config.cudagraph_mode,
@@ -158,7 +154,7 @@ def _initialized(config: Any, tokens: int) -> tuple[Any, Any]:
     runner = mock.MagicMock(
         **vars(config),
         vllm_config=config,
-        cudagraph_manager=kind(**supported_kwargs(kind, given)),
+        cudagraph_manager=kind(**supported_kwargs(kind, values)),
         decode_query_len=tokens,
         uniform_decode_query_len=tokens,
         max_num_reqs=MAX_REQUESTS,
@@ -184,7 +180,7 @@ def _initialized(config: Any, tokens: int) -> tuple[Any, Any]:
 
 
 def _builder(config: Any) -> Any:
-    """vLLM's metadata builder of Triton MLA, with what it reads for a batch of prompts."""
+    """Return vLLM's metadata builder of Triton MLA, with what it reads for a batch of prompts."""
     builder = metadata_builder(TritonMLABackend.get_builder_cls())
     common = next(cls for cls in type(builder).__mro__ if cls.__name__ == "MLACommonMetadataBuilder").__module__
     vars(builder).update(
@@ -210,9 +206,10 @@ def _model() -> ModelStandIn:
 
 
 class AttentionStandIn(torch.nn.Module):
-    """An attention layer on a full random KV cache, whose queries are decodes or prompts as the metadata have it.
+    """Stands in for an attention layer and its kernels, on a full random KV cache.
 
-    Each token attends to its request's context, and to the step's own tokens up to itself. In place of vLLM's kernels.
+    Its queries are decodes or prompts, according to the metadata. Each token attends to its request's context, and to
+    the step's own tokens up to itself.
     """
 
     def __init__(self) -> None:
@@ -240,7 +237,7 @@ class AttentionStandIn(torch.nn.Module):
     ) -> torch.Tensor:
         rows = torch.arange(len(states))
         request = torch.searchsorted(ends, rows, right=True).clamp(max=len(ends) - 1)
-        # In twice the precision, so that how many rows are padded does not show in the last bit.
+        # In double precision, so that the number of padded rows does not change the last bit of the result.
         exact = states.double()
         query, key = exact @ self.query, exact @ self.key
         own = (request[:, None] == request) & (rows[:, None] >= rows)

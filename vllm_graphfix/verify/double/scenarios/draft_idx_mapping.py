@@ -1,7 +1,7 @@
 """draft-idx-mapping (PR 47066): six requests draft in a graph, then five of them in the same graph.
 
-A padded row stands for the request that it had before, and writes its logits to that request's. vLLM's own speculator
-for Eagle, with a model of no attention.
+A padded row still refers to its former request, and overwrites that request's logits. Real: vLLM's speculator for
+Eagle. Stand-in: the draft model, which has no attention.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ REQUESTS = 6
 DRAFT_TOKENS = 2
 SIZES = [3, 6, 12, 18]
 BATCHES = [[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [5, 0, 3, 1, 2]]
-"""Requests of each step, row by row: a request less, and other rows."""
+"""Requests of each step, row by row: all, then one less, then in other rows."""
 HIDDEN_SIZE, VOCABULARY, MAX_LENGTH = 8, 16, 64
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Six requests draft in a graph, then five of them. Without *trigger*: all six in every step."""
+    """Draft for six requests in a graph, then for five. Without *trigger*, for all six in every step."""
     batches = BATCHES if trigger else BATCHES[:1] * len(BATCHES)
     with cpu_cuda_graphs():
         eager = _draft(CUDAGraphMode.NONE, batches)
@@ -47,7 +47,7 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run`, of draft prefills and draft decodes, for the shadow check."""
+    """Replay the graphs of `run`, of draft prefills and draft decodes, for the shadow check."""
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
     with wrappers_on_the_double():
@@ -55,23 +55,20 @@ def watched(*, trigger: bool = True) -> None:
 
 
 def _draft(mode: Any, batches: list[list[int]]) -> list[float]:
-    """What each step leaves for the rejection sampler.
-
-    That is the draft tokens of its requests, and the logits that they were sampled from.
-    """
+    """Return what each step leaves for the rejection sampler: draft tokens, and the logits they were sampled from."""
     numbers: list[float] = []
     random = torch.Generator().manual_seed(2)
     with _kernels():
         speculator = _speculator(mode)
         for step, batch in enumerate(batches):
             tokens = _propose(speculator, batch, 3 + 3 * step, random)
-            for kept in (tokens, speculator.draft_logits[batch]):
-                numbers += kept.flatten().tolist()
+            for tensor in (tokens, speculator.draft_logits[batch]):
+                numbers += tensor.flatten().tolist()
     return numbers
 
 
 def _kernels() -> ExitStack:
-    """vLLM's own kernels on the CPU, with stand-ins for Triton's random numbers."""
+    """Run vLLM's kernels on the CPU, with stand-ins for Triton's random numbers."""
 
     def number(seed: Any, at: Any) -> Any:
         return (seed * 7919 + at * 104729 + 1) % 1000003
@@ -94,11 +91,8 @@ def _kernels() -> ExitStack:
 
 
 def _speculator(mode: Any, sampling: str | None = None) -> Any:
-    """vLLM's own speculator for Eagle, as the model runner has it after start-up.
-
-    It has a model of no attention. By default its drafts are sampled.
-    """
-    if sampling is None:  # called gumbel in 0.21, and told by the method of rejection before
+    """Return vLLM's speculator for Eagle in the state that start-up leaves; by default it samples its drafts."""
+    if sampling is None:  # "gumbel" in 0.21; before, the method of rejection decides it
         sampling = get_args(getattr(speculative, "DraftSampleMethod", Literal["strict", "probabilistic"]))[1]
     compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=list(SIZES))
     compilation.max_cudagraph_capture_size = max(SIZES)
@@ -130,7 +124,7 @@ def _speculator(mode: Any, sampling: str | None = None) -> Any:
     speculator.model_state = object.__new__(DefaultModelState)
     speculator.model_state.max_model_len = MAX_LENGTH
     speculator.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
-    # A layer in no group: there are metadata of a decode, and nothing in them.
+    # The layer is in no group, so that the metadata of a decode are empty.
     speculator.attn_groups, speculator.draft_attn_layer_names = [], {"draft.layers.0"}
     slots = torch.zeros(1, max(SIZES), dtype=torch.int64)
     speculator.block_tables = SimpleNamespace(
@@ -155,7 +149,7 @@ def _speculator(mode: Any, sampling: str | None = None) -> Any:
 
 
 def _model() -> Any:
-    """Stands in for an Eagle head: random weights."""
+    """Return a stand-in for an Eagle head, with random weights."""
     random = torch.Generator().manual_seed(1)
     embedding = torch.randn(VOCABULARY, HIDDEN_SIZE, generator=random)
     mix = torch.randn(HIDDEN_SIZE, HIDDEN_SIZE, generator=random)
@@ -172,13 +166,10 @@ def _model() -> Any:
 
 
 def _propose(speculator: Any, batch: list[int], computed: int, random: torch.Generator) -> torch.Tensor:
-    """Calls the speculator as the model runner does after a target step.
-
-    Each request has computed so many tokens before.
-    """
+    """Call the speculator as the model runner does after a target step, with *computed* tokens of each request."""
     rows, width = len(batch), 1 + DRAFT_TOKENS
     tokens = rows * width
-    # The target model has run in a full graph, too.
+    # The target model ran in a full graph, too, so that its outputs are padded.
     padded = (
         next(size for size in SIZES if size >= tokens)
         if speculator.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
@@ -187,7 +178,7 @@ def _propose(speculator: Any, batch: list[int], computed: int, random: torch.Gen
     hidden = torch.zeros(padded, HIDDEN_SIZE)
     positions = torch.zeros(padded, dtype=torch.int64)
     positions[:tokens] = computed + torch.arange(width).repeat(rows)
-    given = SimpleNamespace(
+    target_batch = SimpleNamespace(
         num_reqs=rows,
         num_reqs_after_padding=padded // width,
         num_tokens=tokens,
@@ -202,7 +193,7 @@ def _propose(speculator: Any, batch: list[int], computed: int, random: torch.Gen
     )
     hidden[:tokens] = torch.randn(tokens, HIDDEN_SIZE, generator=random)
     drafted: torch.Tensor = speculator.propose(
-        given,
+        target_batch,
         {},
         {},
         hidden,

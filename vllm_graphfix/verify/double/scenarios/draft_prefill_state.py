@@ -1,4 +1,4 @@
-"""draft-prefill-state (PR 44253): the draft's prefill graph, captured with the states of the target's capture."""
+"""draft-prefill-state (PR 44253): the draft's prefill graph is captured with states of the target's capture."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DRAFT_TOKENS = 1
 QUERY_TOKENS = DRAFT_TOKENS + 1
 SIZES = (2, 4, 8)
 DUMMY = Step((QUERY_TOKENS,) * MAX_REQUESTS, QUERY_TOKENS)
-"""The batch that the largest graph is warmed up with."""
+"""Batch of the largest graph's warm-up."""
 STEPS = tuple(
     Step(lengths, QUERY_TOKENS)
     for lengths in (
@@ -51,9 +51,9 @@ TARGET, DRAFT = "target.attention", "draft.attention"
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """The draft's output while its largest graph warms up, then of each step: without and after the target's graph.
+    """Prefill the draft: in the largest graph's warm-up, then in each step without and after the target's graph.
 
-    Without *trigger*: without a planner.
+    Without *trigger*, layers need no plan.
     """
     numbers = (
         f"draft prefill: warm-up, {len(STEPS)} steps of 1 to {MAX_REQUESTS} requests, without and after the target's"
@@ -63,7 +63,7 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` that an Eagle speculator makes, for the shadow check."""
+    """Replay the graphs of `run` as an Eagle speculator does, for the shadow check."""
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
 
     drafting = Drafting()
@@ -83,9 +83,9 @@ def watched(*, trigger: bool = True) -> None:
 def propose(
     self: Any, input_batch: Any, attn_metadata: Any, slot_mappings: Any, desc: Any, *, dummy_run: bool = False
 ) -> None:
-    """Stands in for the speculator's method that replays a draft prefill.
+    """Stand in for the speculator's method that replays a draft prefill.
 
-    It has the variables that the shadow check looks for.
+    The shadow check reads its local variables from the frame, so that they have vLLM's names.
     """
     num_reqs, num_tokens_across_dp, mm_inputs = input_batch.num_reqs, None, None
     self.prefill_cudagraph_manager.run_fullgraph(desc)
@@ -122,7 +122,7 @@ class Drafting:
         self.speculator = speculator
 
     def prepare(self, step: Step, padded_requests: int | None = None) -> tuple[Any, Any]:
-        """What the model runner and the speculator write before a draft prefill, the target having run eagerly."""
+        """Write what model runner and speculator write before a draft prefill, after an eager run of the target."""
         target_states = self.runner.run_eagerly(self.target, step)
         prepared = self.runner.prepare(step, padded_requests)
         tokens, requests, speculator = step.num_tokens, len(step.lengths), self.speculator
@@ -141,7 +141,7 @@ class Drafting:
 def _eager() -> list[torch.Tensor]:
     drafting = Drafting()
     speculator = drafting.speculator
-    # the dummy batch is all zeros; its first request is the one that every capture leaves at this length
+    # The dummy batch is all zeros. Its first request alone has this length in every capture.
     metadata, slot_mappings = drafting.runner.prepare(DUMMY)
     states, _ = speculator.run_model(DUMMY.num_tokens, metadata, slot_mappings, None)
     outputs = [states[:QUERY_TOKENS].clone()]
@@ -171,7 +171,7 @@ def _graphed() -> list[torch.Tensor]:
 
 
 def _capture_target(drafting: Drafting) -> Any:
-    """The manager of the target model's graphs; the speculator has captured its own after them."""
+    """Capture the target's graphs, then the speculator's. Returns the manager of the former."""
     runner, speculator = drafting.runner, drafting.speculator
     mode = runner.config.compilation_config.cudagraph_mode
     target: Any = ModelCudaGraphManager(runner.config, DEVICE, mode, QUERY_TOKENS)
@@ -182,7 +182,7 @@ def _capture_target(drafting: Drafting) -> Any:
 
 
 class _ExecutedOutputs:
-    """Keeps what `model` computes with attention when its operations are executed, not recorded."""
+    """Collects the outputs of *model* with attention whose operations were executed, not recorded."""
 
     def __init__(self, model: ModelStandIn) -> None:
         self.outputs: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""draft-stale-views (PR 48261): what metadata say when the draft's prefill is warmed up for each of its graphs."""
+"""draft-stale-views (PR 48261): metadata of another batch in the warm-ups of the draft's prefill graphs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ DRAFT_TOKENS = 1
 QUERY_TOKENS = DRAFT_TOKENS + 1
 SIZES = tuple(QUERY_TOKENS * requests for requests in (1, 2, MAX_REQUESTS))
 LAYER = "attention"
-"""The one name that stands for the target's attention layer and the draft's: they are in one group, and so one builder
-makes the metadata of both."""
+"""Name of the target's attention layer and of the draft's: they are in one group, so that one builder makes the
+metadata of both."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
@@ -56,10 +56,10 @@ def _seen(sizes: tuple[int, ...]) -> list[torch.Tensor]:
     seen: list[torch.Tensor] = []
 
     def draft(requests: int, tokens: int, metadata: Any, *_: Any) -> None:
-        """Stands in for the speculator's prefill, which runs the draft model on *metadata*."""
+        """Stand in for the speculator's prefill, which runs the draft model on *metadata*."""
         if not torch.cuda.is_current_stream_capturing():
-            found = metadata[LAYER]
-            seen.append(torch.cat([found.query_start_loc, found.decode.seq_lens]).clone())
+            metadata_of_layer = metadata[LAYER]
+            seen.append(torch.cat([metadata_of_layer.query_start_loc, metadata_of_layer.decode.seq_lens]).clone())
 
     with cpu_cuda_graphs():
         capture(sizes, draft)
@@ -67,21 +67,21 @@ def _seen(sizes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def capture(
-    sizes: tuple[int, ...], draft: Any, mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY, **given: Any
+    sizes: tuple[int, ...], draft: Any, mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY, **further: Any
 ) -> Any:
-    """The manager of the draft's graphs of *sizes* tokens, which it has captured after the target's.
+    """Return the manager of the draft's graphs of *sizes* tokens, captured after the target's.
 
-    The target's capture is *given* more, by its parameters' names.
+    *further* are arguments of the target's capture.
     """
     config = configuration(mode, sizes, DRAFT_TOKENS)
     runner = RunnerStandIn(config, [LAYER])
     target: Any = ModelCudaGraphManager(config, DEVICE, mode, QUERY_TOKENS)
-    pairs = target.capture(model=ModelStandIn([LAYER]), intermediate_tensors=None, **runner.capture_inputs(), **given)
+    pairs = target.capture(model=ModelStandIn([LAYER]), intermediate_tensors=None, **runner.capture_inputs(), **further)
     drafting = SimpleNamespace(vllm_config=config, device=DEVICE, num_speculative_steps=DRAFT_TOKENS)
     AutoRegressiveSpeculator.init_cudagraph_manager(drafting, mode)
     manager: Any = drafting.prefill_cudagraph_manager
     if "attn_states" in inspect.signature(manager.capture).parameters:
         manager.capture(draft, pairs)
-    else:  # a remedy: one manager for all of the draft's graphs, which builds what it needs
+    else:  # upstream's remedy: one manager for all of the draft's graphs builds what it needs
         manager.capture(draft, **runner.capture_inputs())
     return manager

@@ -1,9 +1,8 @@
 """encoder-adapters: images of requests with LoRA adapters, in graphs of an encoder.
 
-Real: vLLM's manager of such graphs, both model runners from there to the embeddings of a step's images, what tells the
-adapters, its Punica wrappers with the metadata of their kernels, and these kernels. Stand-ins: the encoder, a layer
-with adapters in its tower and one that connects it, the kernels' launcher, and adapters that need not be
-loaded.
+Real: vLLM's manager of such graphs, both model runners up to the embeddings of a step's images, the selection of
+adapters, and the Punica wrappers with their kernels and metadata. Stand-ins: the encoder (a tower and a connector of
+one layer with adapters each), the kernels' launcher, and loaded adapters.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ HIDDEN, RANK = 16, 16
 CPU = torch.device("cpu")
 STEPS = (((5, 1), (3, 2)), ((3, 0), (4, 1), (1, 2)), ((4, 2), (2, 0)), ((2, 0), (6, 0)))
 """Tokens and adapter of each image, 0 for none, in the order of the schedule. No step has more tokens than the graph:
-beyond it kernels would read and write what is not theirs."""
+beyond it, the adapters' kernels would read and write memory of others."""
 WITH_ADAPTERS = 3
 CONNECTED = "connector"
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: no image has an adapter."""
+    """Encode images with adapters. Without *trigger*, no image has one."""
     eager: list[float] = []
     graphed: list[float] = []
     kinds = runners()
@@ -59,15 +58,15 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def runners() -> list[Any]:
-    """The model runners that have graphs of encoders."""
-    found: list[Any] = [RunnerV1]
+    """Return the model runners of this vLLM that have graphs of encoders."""
+    kinds: list[Any] = [RunnerV1]
     from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
-    return [*found, RunnerV2] if hasattr(EncoderRunner, "has_cudagraph") else found
+    return [*kinds, RunnerV2] if hasattr(EncoderRunner, "has_cudagraph") else kinds
 
 
 def _serve(kind: Any, trigger: bool, *, graphs: bool) -> list[float]:
-    """The embeddings of all images, step by step."""
+    """Return the embeddings of all images, step by step."""
     numbers: list[float] = []
     with encoders_on_the_cpu():
         runner = kind(EncoderWithAdapters(), graphs=graphs)
@@ -80,10 +79,7 @@ def _serve(kind: Any, trigger: bool, *, graphs: bool) -> list[float]:
 
 @contextlib.contextmanager
 def encoders_on_the_cpu() -> Iterator[None]:
-    """For the block, vLLM takes the encoder for one that can have graphs, and its kernels of adapters run on the CPU.
-
-    The graphs are the double's.
-    """
+    """Let vLLM make graphs of the encoder, the double's, and run kernels of adapters on the CPU, within the block."""
     asking: list[Any] = [interfaces]
     with contextlib.suppress(ImportError):
         from vllm.v1.worker.gpu.model_states import interface
@@ -113,7 +109,7 @@ def image(length: int, random: torch.Generator) -> inputs.MultiModalFeatureSpec:
 
 
 class RunnerV1:
-    """Model runner V1 with no more than what encodes the images of a step."""
+    """Model runner V1 with what encodes the images of a step, and nothing else."""
 
     def __init__(self, model: EncoderWithAdapters, *, graphs: bool) -> None:
         config = _config(model, graphs)
@@ -139,13 +135,13 @@ class RunnerV1:
         self._runner.encoder_cudagraph_manager = self.manager and captured(self.manager)
 
     def _made(self, config: Any, model: Any, graphs: bool) -> Any:
-        """The manager of graphs that it makes; up to 0.22.1 it does so in the midst of a capture."""
+        """Return the model runner's manager of graphs; up to 0.22.1 it makes that in the middle of a capture."""
         if hasattr(self._runner, "_create_encoder_cudagraph_manager"):
             return self._runner._create_encoder_cudagraph_manager()
         return encoder_cudagraph.EncoderCudaGraphManager(config, CPU, torch.bfloat16, model) if graphs else None
 
     def encode(self, images: list[tuple[inputs.MultiModalFeatureSpec, int]]) -> list[torch.Tensor]:
-        """The embeddings of *images* with their adapters, each of a request of its own."""
+        """Return the embeddings of *images*, each with its adapter and in a request of its own."""
         names = [f"{row}" for row in range(len(images))]
         self._runner.requests = {
             name: SimpleNamespace(mm_features=[image]) for name, (image, _) in zip(names, images, strict=True)
@@ -160,12 +156,12 @@ class RunnerV1:
             ec_manager_metadata=None,
             free_encoder_mm_hashes=[],
         )
-        found: list[torch.Tensor] = self._runner._execute_mm_encoder(scheduled)
-        return found
+        embeddings: list[torch.Tensor] = self._runner._execute_mm_encoder(scheduled)
+        return embeddings
 
 
 class RunnerV2:
-    """What encodes the images of a step in model runner V2, in its order (0.28.0 on)."""
+    """Model runner V2's calls that encode the images of a step, in its order, from 0.28.0 on."""
 
     def __init__(self, model: EncoderWithAdapters, *, graphs: bool) -> None:
         from vllm.v1.worker.gpu.model_states.interface import ModelState
@@ -178,7 +174,7 @@ class RunnerV2:
         self.manager = self._runner.cudagraph_manager and captured(self._runner.cudagraph_manager)
 
     def encode(self, images: list[tuple[inputs.MultiModalFeatureSpec, int]]) -> list[torch.Tensor]:
-        """The embeddings of *images* with their adapters, each of a request of its own."""
+        """Return the embeddings of *images*, each with its adapter and in a request of its own."""
         from vllm.v1.worker.gpu.mm.lora import set_active_mm_loras
 
         names = [f"{row}" for row in range(len(images))]
@@ -192,13 +188,13 @@ class RunnerV2:
             lora_state=SimpleNamespace(lora_ids=np.array([adapter for _, adapter in images]), lora_requests={}),
             scheduled_encoder_inputs=scheduled,
         )
-        _, given = self._runner.prepare_mm_inputs(scheduled)
-        found: list[torch.Tensor] = self._runner.execute_mm_encoder(given)
-        return found
+        _, mm_inputs = self._runner.prepare_mm_inputs(scheduled)
+        embeddings: list[torch.Tensor] = self._runner.execute_mm_encoder(mm_inputs)
+        return embeddings
 
 
 def _config(model: EncoderWithAdapters, graphs: bool) -> Any:
-    """A VllmConfig with what model runners and the manager read of it."""
+    """Return the parts of a VllmConfig that model runners and the manager read."""
     config = config_of((BUDGET,), IMAGES)
     config.compilation_config.cudagraph_mm_encoder = graphs
     vars(config.model_config).update(
@@ -210,14 +206,14 @@ def _config(model: EncoderWithAdapters, graphs: bool) -> Any:
 
 
 def _worker(adapters: Any) -> Any:
-    """vLLM's manager of a worker's adapters, less that it loads them: it tells *adapters* of a step."""
+    """Return vLLM's manager of a worker's adapters, which passes a step's adapters to *adapters* and loads none."""
     worker: Any = object.__new__(WorkerLoRAManager)
     vars(worker).update(_adapter_manager=adapters, _apply_adapters=lambda _: None)
     return worker
 
 
 class EncoderWithAdapters(EncoderStandIn):
-    """Stands in for an encoder: two linear layers, its tower and what connects it, under vLLM's own Punica wrappers."""
+    """Stands in for an encoder: a tower and a connector of one linear layer each, under vLLM's Punica wrappers."""
 
     hidden = HIDDEN
 
@@ -278,7 +274,7 @@ class EncoderWithAdapters(EncoderStandIn):
 
 
 def _wrapper(config: Any) -> Any:
-    """vLLM's own, of one part of the model."""
+    """Return vLLM's Punica wrapper for one part of the model."""
     punica: Any = punica_gpu.PunicaWrapperGPU(4 * BUDGET, IMAGES, CPU, lora_config=config)
     keep_numbers_on_the_host(punica)
     return punica

@@ -1,8 +1,8 @@
 """encoder-input-norm: images as bytes, which Qwen2-VL and Qwen2.5-VL normalise on the device, in graphs of the encoder.
 
-Real: vLLM's manager of such graphs, both models from there on and back, their encoders' `forward` and patch embedding,
-and their `FusedInputNorm`. Stand-ins: what connects the encoder, and the tables of rotary embeddings. There are no
-layers in between.
+Real: vLLM's manager of such graphs, both models' functions for it, their encoders' `forward` and patch embedding, and
+their `FusedInputNorm`. Stand-ins: the merger behind the encoder, and the tables of rotary embeddings. The encoders have
+no blocks.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from vllm_graphfix.verify.measurement import Measurement
 
 
 def _import_models() -> tuple[Any, Any]:
-    """vLLM's modules of both models.
+    """Import vLLM's modules of both models.
 
-    Without torchvision, which a processor of images needs, that processor's module is stood in for: no image is
-    processed here.
+    Without torchvision, an empty module stands in for the image processor that needs it: no image is processed here.
     """
     processor = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
     missing = find_spec("torchvision") is None and processor not in sys.modules
@@ -47,7 +46,7 @@ def _import_models() -> tuple[Any, Any]:
 qwen2_vl, qwen2_5_vl = _import_models()
 
 MEAN, DEVIATION, SCALE = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), 1 / 255
-"""The processor of such a checkpoint says the first two for each channel, and the last for each byte."""
+"""Mean and deviation of each channel, and scale of a byte, from the configuration of such a checkpoint."""
 PATCH, WIDTH = 2, 8
 BUDGETS, IMAGES = (4, 8), 2
 """Tokens of the graphs, each of four patches, and images in one."""
@@ -57,23 +56,25 @@ STEPS = (
     ("image", [(1, 8, 12)]),
     ("video", [(2, 4, 4)]),
 )
-"""Each image has frames, and patches high and wide; they are 4 tokens, 8 and 4, 24, which no graph has, and 8."""
+"""Frames, and patches high and wide, of each image: 4 tokens, 8 and 4, 24 (more than any graph has), and 8."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: the images have been normalised before the model gets them."""
+    """Encode images as bytes. Without *trigger*, they are normalised before the model gets them."""
     eager: list[float] = []
     graphed: list[float] = []
     with models_on_the_cpu():
         for model in (qwen2_vl_model(trigger), qwen2_5_vl_model(trigger)):
             manager = captured_manager(model)
             for number, (kind, grids) in enumerate(STEPS):
-                asked = images(kind, grids, number)
-                eager += torch.cat(list(model.embed_multimodal(**asked))).flatten().tolist()
-                found = manager.execute(asked)
-                # As both model runners do it, where graphs return nothing.
+                inputs = images(kind, grids, number)
+                eager += torch.cat(list(model.embed_multimodal(**inputs))).flatten().tolist()
+                embeddings = manager.execute(inputs)
+                # As both model runners do if the manager has no graph for the images.
                 graphed += (
-                    torch.cat(list(model.embed_multimodal(**asked) if found is None else found)).flatten().tolist()
+                    torch.cat(list(model.embed_multimodal(**inputs) if embeddings is None else embeddings))
+                    .flatten()
+                    .tolist()
                 )
     return Measurement(
         f"embeddings of images and a video in {len(STEPS)} steps, two models, graphs for {BUDGETS[0]} and {BUDGETS[1]} "
@@ -86,7 +87,7 @@ def run(*, trigger: bool = True) -> Measurement:
 
 @contextlib.contextmanager
 def models_on_the_cpu() -> Iterator[None]:
-    """For the block, vLLM's layers know that they are on a CPU, and graphs are the double's."""
+    """Configure vLLM's layers for a CPU, and make graphs the double's, within the block."""
     with (
         cpu_cuda_graphs(),
         unpinned(),
@@ -98,7 +99,7 @@ def models_on_the_cpu() -> Iterator[None]:
 
 
 def captured_manager(model: Any) -> Any:
-    """vLLM's manager of *model*, with its graphs."""
+    """Return vLLM's manager of *model*, with captured graphs."""
     return captured(encoder_cudagraph.EncoderCudaGraphManager(_config(), torch.device("cpu"), torch.float32, model))
 
 
@@ -110,7 +111,7 @@ def _config() -> Any:
 
 
 def images(kind: str, grids: list[tuple[int, int, int]], seed: int) -> dict[str, torch.Tensor]:
-    """Images or a video of these *grids*, as a model is given them: bytes of (patches, channels x frames x pixels)."""
+    """Return images or a video of *grids* as inputs of a model: bytes, (patches, channels x frames x pixels)."""
     patches = sum(frames * high * wide for frames, high, wide in grids)
     random = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (patches, 3 * 2 * PATCH**2), generator=random, dtype=torch.uint8)
@@ -119,14 +120,14 @@ def images(kind: str, grids: list[tuple[int, int, int]], seed: int) -> dict[str,
 
 
 def qwen2_vl_model(normalises: bool) -> Any:
-    """vLLM's Qwen2-VL with no more than what encodes images, and whether it *normalises* them."""
+    """Return vLLM's Qwen2-VL with what encodes images, and nothing else."""
     embed = qwen2_vl.Qwen2VisionPatchEmbed(patch_size=PATCH, temporal_patch_size=2, in_channels=3, embed_dim=WIDTH)
     tower = _bare(qwen2_vl.Qwen2VisionTransformer, embed)
     return _model(qwen2_vl.Qwen2VLForConditionalGeneration, tower, normalises)
 
 
 def qwen2_5_vl_model(normalises: bool) -> Any:
-    """The same of Qwen2.5-VL, whose windows hold two by two tokens."""
+    """Return vLLM's Qwen2.5-VL with what encodes images; its windows hold two by two tokens."""
     embed = qwen2_5_vl.Qwen2_5_VisionPatchEmbed(
         patch_size=PATCH, temporal_patch_size=2, in_channels=3, hidden_size=WIDTH
     )
@@ -144,7 +145,7 @@ def qwen2_5_vl_model(normalises: bool) -> Any:
 
 
 def _bare(kind: Any, embed: torch.nn.Module) -> Any:
-    """An encoder with an embedding of patches, and no layers."""
+    """Return an encoder with an embedding of patches and no blocks."""
     tower = _module(kind)
     with torch.no_grad():
         for number, weight in enumerate(embed.parameters()):
@@ -158,23 +159,23 @@ def _bare(kind: Any, embed: torch.nn.Module) -> Any:
 def _model(kind: Any, tower: Any, normalises: bool) -> Any:
     model = _module(kind)
     model.visual, model.use_data_parallel, model.is_multimodal_pruning_enabled = tower, False, False
-    given = qwen2_vl.FusedInputNorm(MEAN, DEVIATION, SCALE) if normalises else qwen2_vl.FusedInputNorm.identity()
-    model.input_norm = tower.input_norm = given  # vLLM's one or the other, from 0.30 on
+    norm = qwen2_vl.FusedInputNorm(MEAN, DEVIATION, SCALE) if normalises else qwen2_vl.FusedInputNorm.identity()
+    model.input_norm = tower.input_norm = norm  # vLLM reads one or the other, from 0.30 on
     model.get_max_frames_per_video = lambda: 4
     model.config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
     return model
 
 
 def _module(kind: Any) -> Any:
-    """One of vLLM's modules, without what it makes for itself."""
+    """Return a module of class *kind* without what its `__init__` makes."""
     made = object.__new__(kind)
     torch.nn.Module.__init__(made)
     return made
 
 
 class MergerStandIn(torch.nn.Module):
-    """Stands in for what makes a token of four patches."""
+    """Stands in for the merger, which makes a token of four patches."""
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """(patches, …, width) to (tokens, width)."""
+        """Merge (patches, …, width) to (tokens, width)."""
         return torch.tanh(states.reshape(-1, 4, WIDTH).sum(1))

@@ -1,7 +1,7 @@
-"""encoder-padding: images in graphs of an encoder that are larger than they are.
+"""encoder-padding: images in graphs of an encoder for more tokens than they have.
 
-vLLM's own manager of such graphs, and its function behind the operator of FlashAttention, which is called as a function
-here: the double would record the operator as a whole. Stand-ins: the encoder, two layers of attention, and the kernel.
+Real: vLLM's manager of such graphs, and the function behind its operator of FlashAttention, which is called directly:
+the double would record the operator as a whole. Stand-ins: the encoder, of two layers of attention, and the kernel.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ BUDGETS, IMAGES = (4, 8), 2
 """Tokens of the graphs, and images in one."""
 BATCHES = ((3,), (4, 1), (2, 1))
 FULL = ((4,), (5, 3), (8,))
-"""Tokens of each image. No two batches of one call: the manager makes them itself."""
+"""Tokens of each image, one call a batch: the manager would split a larger call itself."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: every batch fills its graph."""
+    """Encode batches smaller than their graphs. Without *trigger*, every batch fills its graph."""
     steps = BATCHES if trigger else FULL
     with cpu_cuda_graphs(), ExitStack() as stack:
         for owner, name, value in (
@@ -44,14 +44,13 @@ def run(*, trigger: bool = True) -> Measurement:
             (encoder_cudagraph, "current_stream", CPUStream),  # from 0.29 on
         ):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
-        model = EncoderStandIn()
+        encoder: Any = EncoderStandIn()
         images = [_images(number, lengths) for number, lengths in enumerate(steps)]
-        eager = [model.encoder_eager_forward(given) for given in images]
-        given: Any = model
+        eager = [encoder.encoder_eager_forward(each) for each in images]
         config = config_of(BUDGETS, IMAGES)
-        made = encoder_cudagraph.EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, given)
+        made = encoder_cudagraph.EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, encoder)
         manager = captured(made)
-        graphed = [torch.cat(manager.execute(given)) for given in images]
+        graphed = [torch.cat(manager.execute(each)) for each in images]
     return Measurement(
         f"embeddings of images in {len(steps)} batches, graphs for {BUDGETS[0]} and {BUDGETS[1]} tokens",
         tuple(torch.cat(eager).flatten().tolist()),
@@ -61,13 +60,13 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def _images(number: int, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Images of so many tokens each, as a model is given them, the smallest first: so the manager sorts them."""
+    """Return images of *lengths* tokens as inputs of a model, the smallest first, as the manager sorts them."""
     pixels = torch.randn(sum(lengths), HIDDEN, generator=torch.Generator().manual_seed(number))
     return {"pixel_values": pixels, "lengths": sorted(lengths)}
 
 
 def config_of(budgets: Sequence[int], images: int) -> Any:
-    """A VllmConfig with what a manager reads of it, for graphs of *budgets* tokens and so many *images*."""
+    """Return the parts of a VllmConfig that a manager reads, for graphs of *budgets* tokens and *images* images."""
     return SimpleNamespace(
         compilation_config=SimpleNamespace(
             encoder_cudagraph_token_budgets=list(budgets),
@@ -82,15 +81,15 @@ def config_of(budgets: Sequence[int], images: int) -> Any:
 
 
 def captured(manager: Any) -> Any:
-    """vLLM's own *manager*, with all its graphs captured."""
+    """Capture all graphs of vLLM's *manager*, and return it."""
     manager.capture(**supported_kwargs(manager.capture, {"graph_pool": torch.cuda.graph_pool_handle()}))
     return manager
 
 
 class EncoderStandIn:
-    """Stands in for an encoder of images, with what vLLM asks one for in any release.
+    """Stands in for an encoder of images, with the methods that vLLM calls in any release.
 
-    Layers attend within each image. One token of the output is one of the input.
+    Layers attend within each image. There is one token of output for each token of input.
     """
 
     hidden = HIDDEN
@@ -104,12 +103,12 @@ class EncoderStandIn:
     def encoder_cudagraph_forward(
         self, values: dict[str, Any], buffers: dict[str, Any] | None = None, **_: Any
     ) -> torch.Tensor:
-        given = {**values, **(buffers or {})}
-        states: torch.Tensor = given["pixel_values"]
+        inputs = {**values, **(buffers or {})}
+        states: torch.Tensor = inputs["pixel_values"]
         for query, key, value, output in self.layers:
             q, k, v = ((states @ weight).view(1, -1, HEADS, WIDTH) for weight in (query, key, value))
             attended = vit_attn_wrappers.flash_attn_maxseqlen_wrapper(
-                q, k, v, batch_size=1, is_rocm_aiter=False, fa_version=3, cu_seqlens=given["cu_seqlens"]
+                q, k, v, batch_size=1, is_rocm_aiter=False, fa_version=3, cu_seqlens=inputs["cu_seqlens"]
             )
             states = states + torch.tanh(attended.flatten(2)[0] @ output)
         return states
@@ -119,16 +118,16 @@ class EncoderStandIn:
 
     def get_encoder_cudagraph_config(self) -> Any:
         made = encoder_cudagraph_defs.EncoderCudaGraphConfig
-        given = {
+        values = {
             "modalities": ["image"],
             "input_key_by_modality": {"image": "pixel_values"},
             "buffer_keys": ["pixel_values", "cu_seqlens"],
             "out_hidden_size": self.hidden,
         }
-        return made(**supported_kwargs(made, given))
+        return made(**supported_kwargs(made, values))
 
     def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, max_batch_size: int, *_: Any) -> Any:
-        """One image that fills the graph."""
+        """Return one image that fills the graph."""
         return _prepared(
             encoder_cudagraph_defs.EncoderCudaGraphCaptureInputs,
             {"pixel_values": torch.zeros(token_budget, self.hidden)},
@@ -165,16 +164,16 @@ class EncoderStandIn:
 
 
 def _starts(lengths: list[int], most: int = 0) -> torch.Tensor:
-    """The first token of each image, and the end of the last one: (images + 1,) int32.
+    """Return the first token of each image, and the end of the last one: (images + 1,) int32.
 
-    As vLLM's models do, it is padded to *most* images with empty ones.
+    Padded to *most* images with empty ones, as by vLLM's models.
     """
-    given = lengths + [0] * (most - len(lengths))
-    return torch.tensor([0, *given]).cumsum(0, dtype=torch.int32)
+    padded = lengths + [0] * (most - len(lengths))
+    return torch.tensor([0, *padded]).cumsum(0, dtype=torch.int32)
 
 
 def _prepared(made: Any, pixels: dict[str, torch.Tensor], starts: torch.Tensor) -> Any:
-    """Inputs and further buffers apart, as up to 0.22, or together."""
+    """Return a *made* of inputs and further buffers: together, or apart up to 0.22."""
     if "values" in made.__dataclass_fields__:
         return made(values={**pixels, "cu_seqlens": starts})
     return made(**supported_kwargs(made, {"mm_kwargs": pixels, "buffers": {"cu_seqlens": starts}}))
@@ -186,17 +185,16 @@ def _varlen_stand_in(
     out = torch.empty_like(q) if out is None else out
     operation, _library = _attention_stand_in()
     operation(q, k, v, cu_seqlens_q, out)
-    found: torch.Tensor = out
-    return found
+    attended: torch.Tensor = out
+    return attended
 
 
 @functools.cache
 def _attention_stand_in() -> tuple[Any, object]:
-    """An operation that attends within each image, and writes the rows of images alone.
+    """Define attention within each image as an operation, which writes the rows of images alone.
 
-    An assumption stands in it, which upstream's report supports: a kernel of FlashAttention 3 or 4 multiplies whole
-    tiles of values, in which those behind the end of an image have the weight 0, and 0 times NaN is NaN. Here a tile
-    holds all rows up to the end.
+    It assumes, as upstream's report supports, that a kernel of FlashAttention 3 or 4 multiplies whole tiles of values
+    and gives those behind the end of an image the weight 0: 0 times NaN is NaN. Here a tile holds all rows to the end.
     """
     library = torch.library.Library("vllm_graphfix_encoder", "FRAGMENT")
     library.define("attend(Tensor q, Tensor k, Tensor v, Tensor starts, Tensor(a!) out) -> ()")
@@ -210,4 +208,4 @@ def _attention_stand_in() -> tuple[Any, object]:
 
     library.impl("attend", kernel, "CPU")
     library.impl("attend", lambda *_: None, "Meta")
-    return torch.ops.vllm_graphfix_encoder.attend, library  # without which it is gone
+    return torch.ops.vllm_graphfix_encoder.attend, library  # the operation ends with its library

@@ -1,6 +1,6 @@
 """flash-mixed-schedule: full graphs of prompts and decodes together, on FlashAttention 3.
 
-vLLM's own metadata builder and FlashAttention layer; the kernel and its scheduler are stand-ins.
+Real: vLLM's metadata builder and FlashAttention layer. Stand-ins: the kernel and its scheduler.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from vllm_graphfix.verify.measurement import Measurement
 
 REQUESTS, TOKENS = 4, 8
 STEPS: list[Batch] = [([1, 1, 1], [9, 23, 14]), ([1, 5, 1], [10, 9, 15]), ([1, 1, 4, 1], [11, 10, 4, 16])]
-"""Query tokens and lengths of the requests, step by step: decodes, and prompts among them."""
+"""Query tokens and lengths of the requests, step by step: decodes, some with prompts among them."""
 ALONE: list[Batch] = [([TOKENS], [TOKENS + length]) for length in (0, 6, 13)]
-"""Steps like that of the capture: one request of as many tokens as the graph has."""
+"""Steps like the capture's: one request, whose query fills the graph."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Steps of at most five tokens in a graph for eight. Without *trigger*: of one request with eight tokens."""
+    """Serve queries of at most five tokens in a graph for eight. Without *trigger*, one of eight tokens."""
     steps = STEPS if trigger else ALONE
     eager = _serve(steps, captured=False)
     with cpu_cuda_graphs():
@@ -35,7 +35,7 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    """Replay the graphs of `run` in vLLM's wrapper of full graphs, for the shadow check."""
     with wrappers_on_the_double():
         _serve(STEPS if trigger else ALONE, captured=True, wrapped=True)
 

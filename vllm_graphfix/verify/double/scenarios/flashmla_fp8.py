@@ -15,7 +15,7 @@ from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.poison.rows import Room, Rows
 
 HEADS, LATENT, ROPE = 2, 512, 64
-"""Heads of one rank, and the two parts of a cached token (the only widths that the compiled kernel takes)."""
+"""Heads of one rank, and the two widths of a cached token, the only ones that the compiled kernel takes."""
 FP8, CPU = torch.float8_e4m3fn, torch.device("cpu")
 MAX_REQUESTS, MAX_BLOCKS = 4, 4
 LAYER = "model.layers.0.self_attn.attn"
@@ -24,7 +24,7 @@ STEPS = [[60 + step, 127 + step, 200 + step] for step in range(4)]
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Every captured row is a request. Without *trigger*: without graphs."""
+    """Decode in a graph without padded rows. Without *trigger*, decode without graphs."""
     install_flashmla_stand_ins()
     eager = DenseFP8Decode()
     expected = [eager.step(lengths) for lengths in STEPS]
@@ -40,9 +40,9 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check.
+    """Replay the graphs of `run` in vLLM's wrapper of full graphs, for the shadow check.
 
-    Without *trigger*: at the lengths of the capture.
+    Without *trigger*, requests have the lengths of the capture.
     """
     install_flashmla_stand_ins()
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
@@ -54,7 +54,7 @@ def watched(*, trigger: bool = True) -> None:
 
 
 class LengthsStandIn:
-    """A runner's buffer on host and device; from 0.19 `seq_lens` is the device tensor itself, which slicing answers."""
+    """A runner's buffer on host and device; slicing returns the device tensor, which `seq_lens` is from 0.19 on."""
 
     def __init__(self, size: int) -> None:
         self.cpu = torch.zeros(size, dtype=torch.int32)
@@ -73,8 +73,8 @@ class LengthsStandIn:
 class DenseFP8Decode:
     """V1's GPUModelRunner from lengths and block tables to attention metadata, and a FlashMLA layer with an fp8 cache.
 
-    `captured_requests` is the size of its one decode graph, to which a step's batch is padded; None is eager.
-    *wrapped*: in vLLM's wrapper.
+    `captured_requests` is the size of its one decode graph, to which a step's batch is padded; None runs eagerly.
+    *wrapped* puts the graph in vLLM's wrapper.
     """
 
     def __init__(self, captured_requests: int | None = None, *, wrapped: bool = False) -> None:
@@ -113,7 +113,7 @@ class DenseFP8Decode:
             self._block_table.add_row(ids, row)
 
     def step(self, lengths: list[int]) -> list[float]:
-        """Decode one token a request (counted in `lengths`): requests * heads * 8 values of the attention output."""
+        """Decode one token a request, counted in *lengths*. Returns requests * heads * 8 values of the output."""
         requests = len(lengths)
         held = range(1, requests * MAX_BLOCKS + 1)
         steps.begins(self._engine, Rows(requests, requests), held)
@@ -129,10 +129,7 @@ class DenseFP8Decode:
         return values
 
     def _capture(self, requests: int, wrapped: bool) -> None:
-        """Captures as the runner's dummy run does: every request is one token long.
-
-        The metadata are built outside of the graph.
-        """
+        """Capture as the runner's dummy run does: one token a request, and metadata built outside of the graph."""
         from vllm_graphfix.verify.double.model_runners import BareGraphs, WrappedGraphs
 
         metadata = self._metadata([1] * requests, requests, for_cudagraph_capture=True)
@@ -167,7 +164,7 @@ class DenseFP8Decode:
         return output
 
     def _model_runner(self, full_graphs: bool) -> Any:
-        """A GPUModelRunner with what `_build_attention_metadata` reads in 0.15 to 0.23, and nothing else."""
+        """Return a GPUModelRunner with what `_build_attention_metadata` reads in 0.15 to 0.23, and nothing else."""
         from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
         from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -202,7 +199,7 @@ class DenseFP8Decode:
 
 
 def _metadata_builder(full_graphs: bool) -> Any:
-    """A FlashMLAMetadataBuilder with what it reads for a decode batch, its buffers as its `__init__` makes them."""
+    """Return a FlashMLAMetadataBuilder with what it reads for decodes, and the buffers that its `__init__` makes."""
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backends.mla.flashmla import FlashMLAMetadata, FlashMLAMetadataBuilder
 

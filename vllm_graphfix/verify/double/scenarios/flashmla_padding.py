@@ -1,4 +1,4 @@
-"""flashmla-padding (issue 33664): the dense fp8 kernel is given a batch's padded rows, of length 0 and block ids -1."""
+"""flashmla-padding (issue 33664): the dense fp8 kernel gets padded rows of length 0 with block ids -1."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm_graphfix.verify.measurement import Measurement
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Two requests in a graph captured for four: eager runs them without padding.
+    """Decode two requests in a graph for four; the eager reference has no padding.
 
-    Without *trigger*: in a graph for two, at the lengths of its capture, whose plan is right for them.
+    Without *trigger*, the graph is for two, and requests have the lengths of its capture, whose plan fits them.
     """
     install_flashmla_stand_ins()
     steps = [[63 + step, 200 + step] for step in range(3)] if trigger else [[1, 1]] * 3

@@ -1,9 +1,9 @@
-"""idle-rank (PR 39444): a rank without work runs its step between its requests' steps and after the last.
+"""idle-rank (PR 39444): an idle rank runs dummy steps between its requests' steps and after the last.
 
-Two requests decode; the rank has nothing to do for a step while they wait, after the first has ended and the second has
-moved into its row, and after both have ended: what they leave in the cache is what a prefix hit finds. The reference is
-a rank that never idles. Twice: a hybrid of Mamba and attention in full graphs, and attention with an Eagle drafter
-without graphs.
+Two requests decode. The rank idles for a step while they wait, after the first has ended and the second has moved into
+its row, and after both have ended: a later prefix hit reads what they left in the cache. The reference is a rank that
+never idles. It runs twice: a hybrid of Mamba and attention in full graphs, and attention with an Eagle drafter without
+graphs.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ STEPS: list[tuple[str, ...] | str] = [
     ("second",),
     IDLE,
     ("second",),
-    IDLE,  # the last request has ended, and the batch has not been told
+    IDLE,  # the last request has ended, and is still in the batch
     (),
 ]
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: the rank idles before its first requests, when nothing is in its buffers."""
+    """Idle between steps. Without *trigger*, the rank idles before its first requests, with empty buffers."""
     schedule: Sequence[tuple[str, ...] | str] = STEPS if trigger else [IDLE, IDLE, ("first", "second")]
     numbers = (
         "every cache block of 2 requests and the outputs of a Mamba hybrid and of a model with a drafter, step by step"
@@ -73,15 +73,12 @@ def run(*, trigger: bool = True) -> Measurement:
             hybrid = _Rank()
             hybrid.capture()
             graphed = [*_serve(hybrid, schedule), *_serve(_DraftingRank(), schedule)]
-    counted = {"idle-step-on-real-blocks": 2 * (len(schedule) - len(never_idle))}  # of each of two ranks
+    counted = {"idle-step-on-real-blocks": 2 * (len(schedule) - len(never_idle))}  # two ranks
     return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)
 
 
 class _Rank:
-    """A Worker with the model runner of a Mamba hybrid.
-
-    It has that runner's batch, buffers, metadata builders, and its own step without work.
-    """
+    """A Worker with the model runner of a Mamba hybrid: its batch, buffers, metadata builders and idle step."""
 
     mode = CUDAGraphMode.FULL
 
@@ -101,18 +98,18 @@ class _Rank:
         return [(Mamba2AttentionBackend, [MIXER], state), KEYS]
 
     def _decide(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Decides as where another rank has as many requests as the graph takes."""
+        """Choose the graph that a rank with as many requests as it takes imposes on all ranks."""
         full = self.mode == CUDAGraphMode.FULL
         tokens = REQUESTS if full else 1
         return self.mode, BatchDescriptor(num_tokens=tokens, num_reqs=tokens if full else None), False, None, None
 
     def begins(self, names: tuple[str, ...]) -> None:
-        """Blocks of requests that have ended are held, too: a prefix hit finds them."""
+        """Announce a step; blocks of ended requests count as held, for a prefix hit finds them."""
         held = {block for name in self.computed for state, keys in [BLOCKS[name]] for block in (state, *keys)}
         steps.begins(self._engine, Rows(len(names), len(names), self.runner.input_batch.num_reqs), held)
 
     def capture(self) -> None:
-        """A graph of a batch of as many decodes as there can be."""
+        """Capture a graph of a batch of the most decodes."""
         metadata = self.metadata(REQUESTS, for_cudagraph_capture=True)
         slots = self.slots(REQUESTS)[1]
         self.cache.graph = torch.cuda.CUDAGraph()
@@ -124,7 +121,7 @@ class _Rank:
             self.worker.execute_dummy_batch()
 
     def step(self, names: tuple[str, ...]) -> torch.Tensor:
-        """A decode step of these requests."""
+        """Decode a token of the requests *names*, and return their outputs in that order."""
         self.update(names)
         self.begins(names)
         rows = len(names)
@@ -154,7 +151,7 @@ class _Rank:
         return self.cache.layers(metadata, by_layer)
 
     def _prepare(self, places: list[int]) -> None:
-        """The part of `_prepare_inputs` that fills the persistent lengths, rows beyond the batch included."""
+        """Fill the persistent lengths as `_prepare_inputs` does, rows beyond the batch included."""
         runner, rows = self.runner, len(places)
         runner.query_start_loc.np[1 : rows + 1] = np.arange(1, rows + 1)
         runner.query_start_loc.np[rows + 1 :] = rows
@@ -164,7 +161,7 @@ class _Rank:
         runner.input_batch.block_table.commit_block_table(rows)
 
     def update(self, names: tuple[str, ...]) -> None:
-        """What `_update_states` does to the batch. Prompts are in the cache, as if another step had computed them."""
+        """Update the batch as `_update_states` does; prompts are in the cache, as if an earlier step had run them."""
         batch = self.runner.input_batch
         for name in [n for n in batch.req_ids if n not in names]:
             batch.remove_request(name)
@@ -180,7 +177,7 @@ class _Rank:
     def metadata(self, rows: int, padded: int | None = None, **capture: bool) -> Any:
         build = self.runner._build_attention_metadata
         padded = padded or rows
-        given = {
+        values = {
             "num_tokens": rows,
             "num_reqs": rows,
             "max_query_len": 1,
@@ -190,16 +187,16 @@ class _Rank:
             **capture,
         }
         with step_on_a_cpu():
-            return build(**supported_kwargs(build, given))[0]
+            return build(**supported_kwargs(build, values))[0]
 
     def slots(self, padded: int, rows: int | None = None) -> Any:
-        """By group and by layer; 0.14.1 has them in the metadata alone."""
+        """Return the slot mappings by group and by layer; 0.14.1 has them in the metadata alone."""
         get = getattr(self.runner, "_get_slot_mappings", None)
         return get(padded, padded, padded if rows is None else rows) if get else (None, None)
 
 
 class _DraftingRank(_Rank):
-    """The same with attention and an Eagle drafter, and without graphs."""
+    """`_Rank` with attention and an Eagle drafter, without graphs."""
 
     mode = CUDAGraphMode.NONE
 
@@ -228,13 +225,13 @@ class _DraftingRank(_Rank):
 
 
 def _serve(rank: _Rank, schedule: Sequence[tuple[str, ...] | str]) -> list[float]:
-    """The outputs of each step that has requests, and what is in the cache after it."""
+    """Return the outputs of each step that has requests, and the cache after it."""
     random = torch.Generator().manual_seed(0)
     numbers: list[float] = []
     for step in schedule:
         if step == IDLE:
             rank.begins(())
-            # What lies in the input buffers then is of no request: data parallelism randomizes it.
+            # The inputs of a dummy step are of no request: data parallelism randomizes them.
             rank.cache.hidden.fill_(7.0)
             rank.idle()
             steps.ends()

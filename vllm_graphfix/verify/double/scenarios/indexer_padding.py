@@ -1,4 +1,4 @@
-"""indexer-padding (issue 51593): the sparse indexer's top-k is given a padded row of a decode batch with draft tokens.
+"""indexer-padding (issue 51593): the sparse indexer's top-k gets padded rows of a decode batch with draft tokens.
 
 Three requests with a draft token each decode in a graph that was captured for four.
 """
@@ -31,15 +31,15 @@ TOP_K = 16
 LAYER = "model.layers.0.self_attn.indexer.k_cache"
 CPU = torch.device("cpu")
 STEPS = [[63 + step, 120 + step, 20 + step] for step in range(3)]
-"""Lengths of the requests, step by step; two tokens of each are decoded."""
+"""Lengths of the requests, step by step; TOKENS tokens of each are decoded."""
 TOKENS = 2
 
 RADIX_THRESHOLD = 32768
-"""From this length on, several blocks of the top-k kernel share a row."""
+"""Length beyond which several blocks of the top-k kernel share a row."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: without draft tokens, and with padded rows all the same."""
+    """Decode with a draft token. Without *trigger*, without one, though with padded rows."""
     tokens = TOKENS if trigger else 1
     eager = Decode(tokens=tokens)
     expected = [eager.step(lengths) for lengths in STEPS]
@@ -67,10 +67,13 @@ _kernels.define("top_k_stand_in(Tensor logits, Tensor lengths, int max_seq_len) 
 
 @torch.library.impl(_kernels, "top_k_stand_in", "CPU")
 def _top_k(logits: torch.Tensor, lengths: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-    """Stands in for `persistent_topk`, which reads *lengths* unsigned: (rows, TOP_K) int32, -1 beyond a row's length.
+    """Stand in for `persistent_topk`, which reads *lengths* unsigned: (rows, TOP_K) int32, -1 beyond a row's length.
 
-    Blocks other than a row's first leave at once if *max_seq_len*, which the host gives, is short. The first one reads
-    the row's own length, and waits for them if that is long.
+    Blocks other than a row's first exit at once if *max_seq_len*, from the host, is short. The first block reads the
+    row's own length, and waits for the others if that is long.
+
+    Raises:
+        RuntimeError: the kernel would hang.
     """
     best = torch.full((len(logits), TOP_K), -1, dtype=torch.int32)
     for row, length in enumerate(lengths.flatten().tolist()):
@@ -79,8 +82,8 @@ def _top_k(logits: torch.Tensor, lengths: torch.Tensor, max_seq_len: int) -> tor
                 f"hangs (CPU stand-in): a block of the top-k kernel takes row {row} of {len(logits)}, of length "
                 f"{length}, for one of {length % 2**32} tokens, and waits for blocks that have left"
             )
-        found = logits[row, :length].topk(min(TOP_K, length)).indices
-        best[row, : len(found)] = found.int()
+        best_positions = logits[row, :length].topk(min(TOP_K, length)).indices
+        best[row, : len(best_positions)] = best_positions.int()
     return best
 
 
@@ -90,9 +93,9 @@ def _top_k_shape(logits: torch.Tensor, lengths: torch.Tensor, max_seq_len: int) 
 
 
 class Decode:
-    """The builder of the indexer's metadata, and an indexer on them.
+    """The builder of the indexer's metadata, and a stand-in for the indexer.
 
-    `captured_requests` is the size of its one decode graph, to which a step's batch is padded; None is eager.
+    `captured_requests` is the size of its one decode graph, to which a step's batch is padded; None runs eagerly.
     """
 
     def __init__(self, captured_requests: int | None = None, tokens: int = TOKENS) -> None:
@@ -114,7 +117,7 @@ class Decode:
                 self._captured_output = self._index(metadata)
 
     def step(self, lengths: list[int]) -> list[float]:
-        """Positions chosen for each token of each request."""
+        """Return the positions chosen for each token of each request, sorted."""
         requests = len(lengths)
         held = range(1, requests * MAX_BLOCKS + 1)
         steps.begins(self._engine, Rows(requests, requests * self._tokens), held)
@@ -131,10 +134,7 @@ class Decode:
         return chosen
 
     def _index(self, metadata: Any) -> torch.Tensor:
-        """Computes what the layer computes for a decode batch: logits of all cached tokens of a request.
-
-        The request's lengths say which of them count.
-        """
+        """Return the top-k of the logits of all cached tokens of each request, of which *metadata*'s lengths count."""
         decode = metadata.decode
         rows = len(decode.seq_lens)
         keys = self._keys[decode.block_table[:rows].long()].flatten(1, 2)
@@ -144,10 +144,7 @@ class Decode:
 
 
 class Batches:
-    """The persistent tensors of a model runner, and the metadata of a batch in them.
-
-    The batch is padded as both model runners do it.
-    """
+    """Persistent tensors of a model runner, with batches padded as by both model runners."""
 
     def __init__(self, requests: int) -> None:
         self.lengths = torch.zeros(requests, dtype=torch.int32)
@@ -156,9 +153,9 @@ class Batches:
         self.table = torch.zeros(requests, MAX_BLOCKS, dtype=torch.int32)
 
     def batch(self, scheduled: list[int], lengths: list[int], **further: Any) -> Any:
-        """The metadata of a batch whose rows schedule so many tokens and have such lengths.
+        """Return the metadata of a batch, by the scheduled tokens and the length of each row.
 
-        Padded rows, at the end, are 0 in both.
+        Padded rows, at the end, have 0 of both. *further* are more fields of the metadata.
         """
         rows = len(scheduled)
         self.lengths[:rows] = torch.tensor(lengths, dtype=torch.int32)
@@ -168,7 +165,7 @@ class Batches:
         blocks = torch.arange(1, rows * MAX_BLOCKS + 1, dtype=torch.int32).view(rows, MAX_BLOCKS)
         self.table[:rows] = blocks * real  # padded with the null block
         padded_tokens = max(scheduled) * rows
-        given = {
+        values = {
             "query_start_loc": self.starts[: rows + 1],
             "query_start_loc_cpu": self.starts_cpu[: rows + 1],
             "seq_lens": self.lengths[:rows],
@@ -181,13 +178,13 @@ class Batches:
             "seq_lens_cpu_upper_bound": self.lengths[:rows].clone(),
             **further,
         }
-        return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
+        return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, values))
 
 
 def builder(
     draft_tokens: int, *, blackwell: bool = False, compress_ratio: int = 1, requests: int = CAPTURED, tokens: int = 64
 ) -> Any:
-    """vLLM's own, for batches of so many; *blackwell*: with kernels that take any number of draft tokens."""
+    """Return vLLM's builder for up to *requests* and *tokens*; kernels for *blackwell* take any number of drafts."""
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN),
         scheduler_config=SimpleNamespace(max_num_seqs=requests, max_num_batched_tokens=tokens),
@@ -208,7 +205,7 @@ def builder(
 
 @contextmanager
 def _gpu_double(blackwell: bool) -> Iterator[None]:
-    """What the builder asks of its GPU."""
+    """Answer the builder's queries of its GPU within the block."""
     platform = SimpleNamespace(is_device_capability_family=lambda capability: blackwell and capability == 100)
     with (
         mock.patch.object(indexer, "current_platform", platform),

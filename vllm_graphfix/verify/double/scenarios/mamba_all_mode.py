@@ -25,12 +25,12 @@ from vllm_graphfix.verify.double.model_runners import BareGraphs, WrappedModel, 
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED, MAX_MODEL_LEN, BLOCK = 4, 32, 4
-"""Requests of the graph, one more than there are; tokens of a request, and those of one block."""
+"""Requests of the graph, one more than there are; most tokens of a request; tokens of a block."""
 HEADS, HEAD_WIDTH, STATE = 2, 2, 2
 LAYERS = ("model.layers.0.mixer", "model.layers.1.mixer")
-"""A group of its own each, as the layers of a model with one attention layer to each."""
+"""Two layers, each in its own group, as in a model with one attention layer for each."""
 COMPUTED = {"first": 6, "second": 9, "third": 3}
-"""Tokens of each request before the first step: with a state in each of their blocks."""
+"""Tokens of each request before the first step, with a state in each of their blocks."""
 STEPS = 6
 
 
@@ -39,18 +39,18 @@ def run(*, trigger: bool = True) -> Measurement:
     eager = _serve(CUDAGraphMode.NONE, trigger)
     with cpu_cuda_graphs():
         graphed = _serve(CUDAGraphMode.FULL, trigger)
-    told = f"outputs of two Mamba-2 layers for {len(COMPUTED)} requests over {STEPS} decode steps"
-    return Measurement(told, tuple(eager), tuple(graphed))
+    numbers = f"outputs of two Mamba-2 layers for {len(COMPUTED)} requests over {STEPS} decode steps"
+    return Measurement(numbers, tuple(eager), tuple(graphed))
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    """Replay the graphs of `run` in vLLM's wrapper of full graphs, for the shadow check."""
     with wrappers_on_the_double():
         _serve(CUDAGraphMode.FULL, trigger, wrapped=True)
 
 
 def _serve(mode: Any, caching: bool, *, wrapped: bool = False) -> list[float]:
-    """*wrapped*: the graph is in vLLM's wrapper."""
+    """Return the outputs of both layers, step by step; *wrapped* puts the graph in vLLM's wrapper."""
     runner = _runner(mode, caching)
     random = torch.Generator().manual_seed(0)
     mixers = [_mixer(runner.cache_config, name, random) for name in LAYERS]
@@ -59,7 +59,7 @@ def _serve(mode: Any, caching: bool, *, wrapped: bool = False) -> list[float]:
     outputs = torch.zeros(len(mixers), CAPTURED, width)
 
     def forward(metadata: Any, rows: int) -> torch.Tensor:
-        # The engine's own context, less what these layers do not look at.
+        # A forward context with what these layers read, and nothing else.
         with override_forward_context(SimpleNamespace(attn_metadata=metadata, virtual_engine=0)), _cpu_kernels():
             for mixer, output in zip(mixers, outputs, strict=True):
                 mixer.conv_ssm_forward(hidden[:rows], output[:rows])
@@ -87,7 +87,7 @@ def _serve(mode: Any, caching: bool, *, wrapped: bool = False) -> list[float]:
 
 
 def _runner(mode: Any, caching: bool) -> Any:
-    """A GPUModelRunner with no more than its batch and what `_build_attention_metadata` reads."""
+    """Return a GPUModelRunner with its batch and what `_build_attention_metadata` reads, and nothing else."""
     device = torch.device("cpu")
     block = BLOCK if caching else MAX_MODEL_LEN
     config = SimpleNamespace(
@@ -143,7 +143,7 @@ def _add_requests(runner: Any, caching: bool) -> None:
 
 
 def _metadata(runner: Any, lengths: list[int], padded: int, **capture: bool) -> Any:
-    """The metadata of both layers, for a decode of requests of these *lengths* in a graph of *padded* rows."""
+    """Return the metadata of both layers, for a decode of requests of *lengths* in a graph of *padded* rows."""
     rows = len(lengths)
     runner.query_start_loc.np[:] = [min(row, rows) for row in range(CAPTURED + 1)]
     runner.seq_lens.np[:] = [*lengths, *[0] * (CAPTURED - rows)]
@@ -165,7 +165,7 @@ def _metadata(runner: Any, lengths: list[int], padded: int, **capture: bool) -> 
 
 
 def _mixer(cache_config: Any, name: str, random: Any) -> Any:
-    """vLLM's Mamba-2 layer between its projections, on random states."""
+    """Return vLLM's Mamba-2 layer without its projections, on random states."""
     width, blocks = HEADS * HEAD_WIDTH, 1 + len(COMPUTED) * MAX_MODEL_LEN // BLOCK
     mixer: Any = object.__new__(MambaMixer2)
     mixer.__dict__.update(
@@ -198,10 +198,7 @@ def _mixer(cache_config: Any, name: str, random: Any) -> Any:
 
 
 def _cpu_kernels() -> Any:
-    """Stand-ins for the two Triton kernels of a decode.
-
-    A state goes on by half, and is read and written where the kernels would do it.
-    """
+    """Replace the two Triton kernels of a decode: states decay by half, and stay in the kernels' places."""
     return mock.patch.multiple(
         mamba_mixer2, causal_conv1d_update=_convolution_stand_in, selective_state_update=_state_update_stand_in
     )
@@ -218,9 +215,9 @@ def _convolution_stand_in(
     block_idx_last_scheduled_token: Any,
     initial_state_idx: Any,
 ) -> Any:
-    """x (rows, width), conv_state (blocks, width, 1); indices (rows, blocks of a request), or (rows,).
+    """Update conv_state, (blocks, width, 1), by x, (rows, width), and return the mixed x.
 
-    Indices are (rows,) without the two columns to pick.
+    Indices are (rows, blocks of a request), with the columns to read and to write; or (rows,) without these.
     """
 
     def picked(column: Any) -> Any:
@@ -247,11 +244,11 @@ def _state_update_stand_in(
     out: Any,
     **_: object,
 ) -> None:
-    """state (blocks, heads, width, N), x and out (rows, heads, width), B and C (rows, 1, N).
+    """Update state, (blocks, heads, width, N), and write out, (rows, heads, width) as x; B and C are (rows, 1, N).
 
     Indices are (rows,), below 0 for padded rows.
     """
-    # A padded row's is the null block, which no request has.
+    # Padded rows update the null block, which no request has.
     read, written = (blocks.clamp(min=0).long() for blocks in (state_batch_indices, dst_state_batch_indices))
     updated = state[read] / 2 + x.unsqueeze(-1) * B.unsqueeze(2)
     state.index_copy_(0, written, updated)

@@ -1,4 +1,4 @@
-"""mamba-padding (PR 41873): a decode batch is padded into a slot whose former request was still prefilling.
+"""mamba-padding (PR 41873): a padded row of a decode batch takes a slot whose former request was still prefilling.
 
 Three short requests decode while a long prompt is prefilled in chunks in the last slot. One of them finishes, the long
 one moves down into its slot, and the batches of three decodes that follow are padded to the captured size of four.
@@ -53,7 +53,7 @@ PAST_THEIR_PROMPTS: list[dict[str, int]] = [
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: whoever was in the padded slot was past its prompt."""
+    """Decode with a padded row. Without *trigger*, the former request of its slot was past its prompt."""
     schedule = STEPS if trigger else PAST_THEIR_PROMPTS
     eager: list[float] = []
     graphed: list[float] = []
@@ -63,19 +63,19 @@ def run(*, trigger: bool = True) -> Measurement:
         with unpinned(), cpu_cuda_graphs():
             graphed += _serve(backend, CUDAGraphMode.FULL, schedule)
     numbers = "Mamba1 and Mamba2 layer outputs of 3 requests over 4 decode steps"
-    # In three steps of each of two models.
+    # Three steps of each of two models.
     return Measurement(numbers, tuple(eager), tuple(graphed), counted={"padded-row-prefilling": 6})
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check."""
+    """Replay the graphs of `run` in vLLM's wrapper of full graphs, for the shadow check."""
     for backend in (Mamba1AttentionBackend, Mamba2AttentionBackend):
         with unpinned(), wrappers_on_the_double():
             _serve(backend, CUDAGraphMode.FULL, STEPS if trigger else PAST_THEIR_PROMPTS, wrapped=True)
 
 
 class SelectiveStateStandIn:
-    """Stands in for a Mamba layer and its Triton kernels: a state per cache block, and an update of it per token."""
+    """Stands in for a Mamba layer and its Triton kernels: a state for each block, updated by each token."""
 
     def __init__(self) -> None:
         self.hidden = torch.zeros(MAX_TOKENS, STATE_SIZE)
@@ -83,14 +83,14 @@ class SelectiveStateStandIn:
         self._decay = torch.tensor([0.5, 0.8])
 
     def decode(self, state_indices: torch.Tensor) -> torch.Tensor:
-        """One token for each row of `state_indices` (rows, 1); -1 (up to 0.19) and 0 mean that a row has no state."""
+        """Decode a token for each row of *state_indices*, (rows, 1); -1 (up to 0.19) and 0 mean no state."""
         blocks = state_indices[:, 0].clamp(min=0).long()
         updated = self._states[blocks] * self._decay + self.hidden[: len(blocks)]
         self._states.index_copy_(0, blocks, updated)
         return updated
 
     def eager(self, metadata: Any) -> torch.Tensor:
-        """Decodes first, then each prefill token by token, as the metadata says."""
+        """Run decodes, then each prefill token by token, according to the metadata. Returns the decodes' outputs."""
         decodes, outputs = metadata.num_decodes, []
         if decodes:
             outputs.append(self.decode(metadata.state_indices_tensor_d[:decodes]))
@@ -107,9 +107,9 @@ class SelectiveStateStandIn:
 def _serve(
     backend: Any, mode: CUDAGraphMode, schedule: Sequence[dict[str, int]], *, wrapped: bool = False
 ) -> list[float]:
-    """The decode outputs of every step that only decodes, one request after the other.
+    """Return the outputs of every step that only decodes, one request after the other.
 
-    *wrapped*: the graph is in vLLM's wrapper.
+    *wrapped* puts the graph in vLLM's wrapper.
     """
     runner, layer = _runner(backend, mode), recurrent(SelectiveStateStandIn) if wrapped else SelectiveStateStandIn()
     inputs = {"runner": runner, "hidden": layer.hidden}
@@ -164,7 +164,7 @@ def _wrapped_graphs(layer: Any) -> WrappedGraphs:
 
 
 def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
-    """A GPUModelRunner with no more than its batch and what `_build_attention_metadata` reads."""
+    """Return a GPUModelRunner with its batch and what `_build_attention_metadata` reads, and nothing else."""
     spec = MambaSpec(block_size=MAX_MODEL_LEN, shapes=((STATE_SIZE,),), dtypes=(torch.float32,))
     config = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_mamba_chunk_size=lambda: 8, rswa_window=None),
@@ -188,8 +188,8 @@ def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
     groups = [KVCacheGroupSpec([LAYER], spec)]
     runner.kv_cache_config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
     runner.attn_groups = [[group]]
-    given = supported_kwargs(CpuGpuBuffer, {"dtype": torch.int32, "device": CPU, "pin_memory": False})
-    runner.query_start_loc = CpuGpuBuffer(CAPTURED + 1, **given)
+    options = supported_kwargs(CpuGpuBuffer, {"dtype": torch.int32, "device": CPU, "pin_memory": False})
+    runner.query_start_loc = CpuGpuBuffer(CAPTURED + 1, **options)
     runner.seq_lens = torch.zeros(CAPTURED, dtype=torch.int32)
     runner.optimistic_seq_lens_cpu = torch.zeros(CAPTURED, dtype=torch.int32)
     runner.positions = torch.zeros(MAX_TOKENS, dtype=torch.int64)
@@ -200,7 +200,7 @@ def _runner(backend: Any, mode: CUDAGraphMode) -> Any:
 
 
 def _update_batch(runner: Any, scheduled: dict[str, int]) -> None:
-    """What `_update_states` does to the batch, in its order."""
+    """Update the batch as `_update_states` does, in its order."""
     batch = runner.input_batch
     for name in [n for n in batch.req_ids if n not in scheduled]:
         batch.remove_request(name)
@@ -218,7 +218,7 @@ def _update_batch(runner: Any, scheduled: dict[str, int]) -> None:
 
 
 def _set_lengths(runner: Any, counts: list[int], seq_lens: Any) -> None:
-    """The part of `_prepare_inputs` that fills the persistent lengths, slots beyond the batch included."""
+    """Fill the persistent lengths as `_prepare_inputs` does, slots beyond the batch included."""
     rows = len(counts)
     runner.query_start_loc.np[1 : rows + 1] = np.cumsum(counts)
     runner.query_start_loc.np[rows + 1 :] = sum(counts)
@@ -230,7 +230,7 @@ def _set_lengths(runner: Any, counts: list[int], seq_lens: Any) -> None:
 def _metadata(
     runner: Any, rows: int, padded_rows: int, max_query_len: int, num_tokens: int | None = None, **capture: bool
 ) -> Any:
-    """The layer's metadata for `rows` requests padded to `padded_rows`, one token each without `num_tokens`."""
+    """Return the layer's metadata for *rows* requests padded to *padded_rows*, of one token each by default."""
     tokens = num_tokens or rows
     padded_tokens = num_tokens or padded_rows
     slot_mappings, _ = runner._get_slot_mappings(padded_tokens, padded_rows, tokens)

@@ -1,8 +1,7 @@
-"""prefill-dispatch (PR 53059): while two requests decode, a prompt comes that has just as many tokens as a decode.
+"""prefill-dispatch (PR 53059): while two requests decode, a prompt arrives with exactly the tokens of a decode.
 
-Two tokens with one draft token on GDN layers, one token on Mamba-2 layers. The rest of a longer prompt is that long
-too. Of the model runner runs what decides about graphs, of the layers their builders; model runner V2 where it has
-recurrent models.
+These are two tokens with one draft token on GDN layers, and one token on Mamba-2 layers; the rest of a longer prompt
+has as many. Real: the model runners' choice of graphs, V2's where it has recurrent models, and the layers' builders.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
-"""Requests of the largest graph. Each size has one: some releases get padding of such batches wrong too."""
+"""Requests of the largest graph. Each size has a graph, for some releases also pad such batches wrongly."""
 MAX_MODEL_LEN = 32
 MAX_TOKENS = 32
 STATE_SIZE = 2
@@ -49,27 +48,27 @@ REQUESTS = ("first", "second", "short", "long")
 
 
 def prompts(length: int, longer: int = 0) -> dict[str, int]:
-    """Tokens of each prompt, where a decode has *length*; the last two have so many tokens more."""
+    """Return the tokens of each prompt if a decode has *length*; the last two have *longer* tokens more."""
     return {"first": 3, "second": 4, "short": length + longer, "long": 5 + length + longer}
 
 
 def steps(length: int, longer: int = 0) -> list[dict[str, int]]:
-    """Tokens that the scheduler gives to each request, step by step."""
+    """Return the tokens that the scheduler gives to each request, step by step."""
     both, three, all_four = (dict.fromkeys(REQUESTS[:count], length) for count in (2, 3, 4))
     return [
         {"first": 3, "second": 4},
         both,
         both,
-        {**both, "short": length + longer},  # the short prompt, which is no longer than a decode
+        {**both, "short": length + longer},  # the short prompt, as long as a decode
         three,
         {**three, "long": 5},
-        {**three, "long": length + longer},  # what is left of the long prompt is no longer either
+        {**three, "long": length + longer},  # the rest of the long prompt, as long as a decode
         *[all_four] * 2,
     ]
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: each prefill has a token more than a decode."""
+    """Prefill with as many tokens as a decode. Without *trigger*, with one token more."""
     eager: list[float] = []
     graphed: list[float] = []
     taken: list[dict[str, int]] = []
@@ -83,45 +82,42 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def watched(*, trigger: bool = True) -> None:
-    """The replays of `run` by vLLM's wrapper of full graphs, for the shadow check.
-
-    They are those of model runner V1, whose wrapper it is.
-    """
+    """Replay model runner V1's graphs of `run` in vLLM's wrapper of full graphs, for the shadow check."""
     _watched(DispatchV1, trigger)
 
 
 def watched_v2(*, trigger: bool = True) -> bool:
-    """Those of model runner V2, by its manager of full graphs. False where it has none of this kind."""
+    """Replay model runner V2's graphs of `run` in its manager. False if this vLLM has none of them."""
     return _watched(DispatchV2, trigger)
 
 
 def _watched(dispatch: type, trigger: bool) -> bool:
-    found = [serve for serve in served(longer=0 if trigger else 1) if dispatch in serve.args]
-    for serve in found:
+    serves = [serve for serve in served(longer=0 if trigger else 1) if dispatch in serve.args]
+    for serve in serves:
         with unpinned(), wrappers_on_the_double():
             serve(CUDAGraphMode.FULL_DECODE_ONLY, wrapped=True)
-    return bool(found)
+    return bool(serves)
 
 
 def served(longer: int = 0) -> list[partial[list[float]]]:
-    """The layers and model runners that this vLLM has together, and that stock gets wrong with graphs."""
-    found = [partial(_serve, GatedDeltaStandIn, DispatchV1, longer)]
+    """Return the pairs of layer and model runner of this vLLM that stock serves wrongly with graphs."""
+    serves = [partial(_serve, GatedDeltaStandIn, DispatchV1, longer)]
     if "is_prefilling" in CommonAttentionMetadata.__dataclass_fields__:
-        # Before, the builder takes every row of one token for a decode, and eager is as wrong as the graph.
-        found.append(partial(_serve, SelectiveStateStandIn, DispatchV1, longer))
-    with contextlib.suppress(ImportError):  # model runner V2 takes no recurrent models, or asks for their phase
+        # Without it, the builder takes every row of one token for a decode, and eager is as wrong as the graph.
+        serves.append(partial(_serve, SelectiveStateStandIn, DispatchV1, longer))
+    with contextlib.suppress(ImportError):  # model runner V2 without recurrent models, or one that reads their phase
         importlib.import_module(HYBRIDS_V2)
         from vllm.v1.worker.gpu.cudagraph_utils import get_uniform_token_count  # noqa: F401
 
-        found.append(partial(_serve, GatedDeltaStandIn, DispatchV2, longer))
-    return found
+        serves.append(partial(_serve, GatedDeltaStandIn, DispatchV2, longer))
+    return serves
 
 
 # -- layers
 
 
 class _StatesStandIn:
-    """What both layers keep: a state for each request, and for each token of a decode."""
+    """A state for each request and each token of a decode, shared by both layers."""
 
     length: int
 
@@ -140,7 +136,7 @@ class GatedDeltaStandIn(_StatesStandIn):
     backend, length = GDNAttentionBackend, 2
 
     def decode(self, metadata: Any) -> torch.Tensor:
-        """Decodes `length` tokens of each row, whatever number of them the batch really has.
+        """Decode `length` tokens of each row, as recorded, whatever number of them the batch really has.
 
         Row r's block of token t is [r, t].
         """
@@ -159,7 +155,7 @@ class GatedDeltaStandIn(_StatesStandIn):
         return torch.stack(outputs, dim=1).view(-1, STATE_SIZE)
 
     def eager(self, metadata: Any, tokens: int) -> torch.Tensor:
-        """Drafted rows as above, the others token by token, as the metadata say."""
+        """Run rows with drafts as decodes, and the others token by token, according to the metadata."""
         if not metadata.num_prefills:
             return self.decode(metadata)
         outputs = torch.zeros(tokens, STATE_SIZE)
@@ -179,7 +175,7 @@ class GatedDeltaStandIn(_StatesStandIn):
 
 
 class SelectiveStateStandIn(_StatesStandIn):
-    """Stands in for a Mamba-2 layer and its kernels: a state for each request."""
+    """Stands in for a Mamba-2 layer and its kernels, with one state for each request."""
 
     backend, length = Mamba2AttentionBackend, 1
 
@@ -190,7 +186,7 @@ class SelectiveStateStandIn(_StatesStandIn):
         return state
 
     def eager(self, metadata: Any, tokens: int) -> torch.Tensor:
-        """Decodes first, then each prefill token by token, as the metadata say."""
+        """Run decodes, then each prefill token by token, according to the metadata."""
         outputs, decodes = torch.zeros(tokens, STATE_SIZE), metadata.num_decodes
         if decodes:
             outputs[:decodes] = self.decode(metadata)
@@ -209,7 +205,7 @@ class SelectiveStateStandIn(_StatesStandIn):
 
 
 def _attention_groups(layers: KVCacheConfig, backend: Any) -> list[list[Any]]:
-    """A model runner's: each group of the KV cache has one, of *backend*; none without."""
+    """Return one attention group of *backend* for each group of the KV cache, or none without a backend."""
     return [
         [SimpleNamespace(backend=backend, layer_names=group.layer_names)]
         for group in layers.kv_cache_groups
@@ -218,7 +214,7 @@ def _attention_groups(layers: KVCacheConfig, backend: Any) -> list[list[Any]]:
 
 
 class DispatchV1:
-    """Model runner V1 with no more than its batch and what decides about graphs."""
+    """Model runner V1 with its batch and its choice of graphs, and nothing else."""
 
     def __init__(self, config: Any, layers: KVCacheConfig, longer: int = 0, backend: Any = None) -> None:
         self._length = 1 + config.num_speculative_tokens
@@ -238,14 +234,14 @@ class DispatchV1:
         )
 
     def __call__(self, scheduled: dict[str, int], computed: dict[str, int]) -> int | None:
-        """The rows of the graph that is to be replayed; None where it runs eager."""
+        """Return the rows of the graph that the step replays; None if it runs eagerly."""
         batch = self.runner.input_batch
         for name in scheduled:
             if name not in batch.req_id_to_index:
                 batch.add_request(cached_request(name, [0] * self._prompts[name], ([1],)))
             row = batch.req_id_to_index[name]
             batch.num_computed_tokens_cpu[row] = computed[name]
-            # As the bookkeeping after each step leaves it: the prompt, then one token that is known and not computed.
+            # As after each step's bookkeeping: the prompt, then one token that is known and not computed.
             batch.num_tokens_no_spec[row] = max(computed[name] + 1, self._prompts[name])
         counts = np.array([scheduled[name] for name in batch.req_ids], dtype=np.int32)
         mode, descriptor, *_ = self.runner._determine_batch_execution_and_padding(
@@ -260,14 +256,11 @@ class DispatchV1:
 
 
 class _DispatchedError(Exception):
-    """Ends `execute_model` where model runner V2 would prepare the inputs of what it has dispatched."""
+    """Ends `execute_model` after the dispatch, before model runner V2 prepares inputs."""
 
 
 class DispatchV2:
-    """Model runner V2 from the beginning of `execute_model` to its dispatch.
-
-    Its states are on the host, and of NumPy alone.
-    """
+    """Model runner V2 from the beginning of `execute_model` to its dispatch, with NumPy arrays as its states."""
 
     def __init__(self, config: Any, layers: KVCacheConfig, longer: int = 0, backend: Any = None) -> None:
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
@@ -275,7 +268,7 @@ class DispatchV2:
 
         length = 1 + config.num_speculative_tokens
         self._prompts = prompts(length, longer)
-        with cpu_cuda_graphs():  # it asks for its stage of the pipeline, also where there is none
+        with cpu_cuda_graphs():  # it reads its pipeline stage from a group of ranks
             manager = CudaGraphManager(config, CPU, config.compilation_config.cudagraph_mode, length)
         manager._graphs_captured = True
         self._states = _RequestStatesStandIn()
@@ -302,7 +295,7 @@ class DispatchV2:
         raise _DispatchedError(descriptor)
 
     def __call__(self, scheduled: dict[str, int], computed: dict[str, int]) -> int | None:
-        """The rows of the full graph that is to be replayed; None where there is none."""
+        """Return the rows of the full graph that the step replays; None if it replays none."""
         known = [name for name in scheduled if name in self._states.req_id_to_index]
         for name in scheduled:
             if name not in known:
@@ -317,7 +310,7 @@ class DispatchV2:
 
 
 class _RequestStatesStandIn:
-    """Stands in for `RequestState`, whose numbers are in memory that the GPU shares."""
+    """Stands in for `RequestState`, whose arrays are in memory shared with the GPU."""
 
     def __init__(self) -> None:
         self.req_id_to_index: dict[str, int] = {}
@@ -332,13 +325,13 @@ class _RequestStatesStandIn:
         self.prefill_len.np[slot] = prefill
 
     def look_up(self, computed: dict[str, int]) -> None:
-        """What 0.21.0 does after each step, and later releases in `update_requests`."""
+        """Update the states as 0.21.0 does after each step, and later releases in `update_requests`."""
         for name, slot in self.req_id_to_index.items():
             self.num_computed_prefill_tokens[slot] = min(computed[name], self.prefill_len.np[slot])
 
 
 def _scheduler_output(scheduled: dict[str, int], known: list[str], computed: dict[str, int]) -> Any:
-    """A SchedulerOutput with what model runner V2 reads of it up to its dispatch."""
+    """Return the parts of a SchedulerOutput that model runner V2 reads up to its dispatch."""
     cached = SimpleNamespace(
         req_ids=known, num_computed_tokens=[computed[name] for name in known], new_block_ids=[None] * len(known)
     )
@@ -364,10 +357,10 @@ def _serve(
     wrapped: bool = False,
     taken: list[dict[str, int]] | None = None,
 ) -> list[float]:
-    """The outputs of every token, step by step, one request after the other.
+    """Return the outputs of every token, step by step, one request after the other.
 
-    *wrapped*: the graphs are in vLLM's wrapper or manager. Into *taken* go the steps that have the shape of a decode
-    and in which vLLM's builder takes a request for a prefill.
+    *wrapped* puts the graphs in vLLM's wrapper or manager. Steps with the shape of a decode in which vLLM's builder
+    takes a request for a prefill are appended to *taken*.
     """
     layer, length = recurrent(layer_kind) if wrapped else layer_kind(), layer_kind.length
     config = _config(mode, length)
@@ -410,14 +403,14 @@ def _serve(
             outputs = layer.eager(metadata, tokens)
         numbers += outputs[:tokens].flatten().tolist()
         for (name, count), still in zip(scheduled.items(), prefilling, strict=True):
-            # Of the drafts of "second" none is accepted, of the others all.
+            # No draft of "second" is accepted, and all drafts of the others.
             accepted[name] = 1 if still or name == "second" else length
             computed[name] += count if still else accepted[name]
     return numbers
 
 
 def _draft_arguments(prefilling: list[bool], accepted: list[int], length: int) -> dict[str, torch.Tensor]:
-    """What the model runner adds for the builders where there are drafts: -1 for a row that has none."""
+    """Return the builders' further arguments if there are drafts; a row without drafts has -1."""
     if length == 1:
         return {}
     drafts = [-1 if still else length - 1 for still in prefilling]
@@ -428,12 +421,12 @@ def _draft_arguments(prefilling: list[bool], accepted: list[int], length: int) -
 
 
 def _common_metadata(counts: list[int], computed: list[int], length: int, prefilling: list[bool] | None = None) -> Any:
-    """What the model runner hands to every builder."""
+    """Return the metadata that the model runner passes to every builder."""
     rows = len(counts)
     blocks = torch.arange(1, 1 + rows * length, dtype=torch.int32).view(rows, length)
     lengths = torch.tensor(np.add(counts, computed), dtype=torch.int32)
     starts = torch.tensor([0, *counts]).cumsum(0).int()
-    given = {
+    values = {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts.clone(),
         "seq_lens": lengths,
@@ -441,17 +434,17 @@ def _common_metadata(counts: list[int], computed: list[int], length: int, prefil
         "num_actual_tokens": sum(counts),
         "max_query_len": max(counts),
         "max_seq_len": MAX_MODEL_LEN,
-        # A capture's are the null block, as vLLM's.
+        # A capture has the null block in all rows, as in vLLM.
         "block_table_tensor": blocks if prefilling else torch.zeros_like(blocks),
         "slot_mapping": torch.zeros(MAX_TOKENS, dtype=torch.int64),
         "is_prefilling": torch.tensor(prefilling or [False] * rows),
         "seq_lens_cpu_upper_bound": lengths.clone(),
     }
-    return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
+    return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, values))
 
 
 def _config(mode: CUDAGraphMode, length: int) -> Any:
-    """A VllmConfig with what the builders, the dispatcher and the model runners read of it."""
+    """Return the parts of a VllmConfig that builders, dispatcher and model runners read."""
     sizes = [rows * length for rows in range(1, CAPTURED + 1)]
     compilation = SimpleNamespace(
         cudagraph_mode=mode,

@@ -46,21 +46,21 @@ STEPS: list[dict[str, int]] = [{"scored": 5, "plain": 3, "chunked": 4}, {"scored
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: the drafter comes after the bookkeeping."""
+    """Score prompts with a drafter. Without *trigger*, the drafter runs after the bookkeeping."""
     numbers = "log-probabilities of the 10 scored tokens of 2 prompts, with the best token's"
     with one_memory():
         eager, graphed = (
             _serve(mode, disable_padded_drafter_batch=not trigger) for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL)
         )
-    counted = {"prompt-logprobs-after-draft": len(STEPS)}  # in each a prompt is scored
+    counted = {"prompt-logprobs-after-draft": len(STEPS)}  # each step scores a prompt
     return Measurement(numbers, tuple(eager), tuple(graphed), counted=counted)
 
 
 class PoolStandIn:
-    """Stands in for the memory of CUDA's graph pool: what a graph's output is let go of, a later graph may be given.
+    """Stands in for the memory of CUDA's graph pool, which later graphs reuse once an output is released.
 
-    The double gives every tensor of a graph memory of its own. vLLM keeps a graph's output by its address alone
-    (`weak_ref_tensors`), so that the pool hands its memory to the next graph that asks for as many bytes.
+    The double gives every tensor of a graph its own memory. vLLM refers to a graph's output by its address alone
+    (`weak_ref_tensors`), so that the pool reuses that memory for the next graph's tensor of the same size.
     """
 
     def __init__(self) -> None:
@@ -68,13 +68,13 @@ class PoolStandIn:
         self._allocate = graph._poisoned_like
 
     def let_go(self, output: torch.Tensor) -> torch.Tensor:
-        """In place of `weak_ref_tensors`, whose kernel needs CUDA."""
+        """Release *output*, in place of `weak_ref_tensors`, whose kernel needs CUDA."""
         if all(output.data_ptr() != free.data_ptr() for free in self._free):
             self._free.append(output)
         return output
 
     def allocate(self, layout: Any) -> Any:
-        """In place of the double's."""
+        """Return released memory of that layout if there is some, in place of the double's new memory."""
         for number, free in enumerate(self._free if isinstance(layout, graph.Layout) else ()):
             if (free.shape, free.dtype) == (layout.shape, layout.dtype):
                 return graph.poison_(self._free.pop(number))
@@ -83,7 +83,7 @@ class PoolStandIn:
 
 @contextmanager
 def one_memory() -> Iterator[None]:
-    """CUDA graphs of the double, in one pool; what vLLM compiles for counting ranks runs as it is written."""
+    """Put all graphs, the double's, in one pool within the block, and run vLLM's compiled ranking as Python."""
     pool = PoolStandIn()
     with (
         unpinned(),
@@ -91,14 +91,14 @@ def one_memory() -> Iterator[None]:
         mock.patch.object(graph, "_poisoned_like", pool.allocate),
         mock.patch.object(cuda_graph, "weak_ref_tensors", pool.let_go),
         mock.patch.object(cuda_graph, "current_stream", CPUStream),
-        mock.patch.object(torch, "Event", CPUStream),  # of the output with asynchronous scheduling
+        mock.patch.object(torch, "Event", CPUStream),  # of outputs with asynchronous scheduling
         torch.compiler.set_stance("force_eager"),
     ):
         yield
 
 
 class ModelStandIn:
-    """Stands in for a model, target or draft: two layers of random weights on persistent inputs."""
+    """Stands in for a target or draft model: two layers of random weights on persistent inputs."""
 
     def __init__(self, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -108,7 +108,7 @@ class ModelStandIn:
         self._head = torch.randn(HIDDEN_SIZE, VOCABULARY, generator=random)
 
     def __call__(self, num_tokens: int) -> torch.Tensor:
-        """The hidden states (tokens, hidden size)."""
+        """Return the hidden states, (tokens, hidden size)."""
         embedded = self._embedding[self.input_ids[:num_tokens]]
         return torch.tanh(embedded @ self._mix)
 
@@ -126,7 +126,7 @@ class Graphed:
         self._run = cuda_graph.CUDAGraphWrapper(model, config, CUDAGraphMode.FULL) if full else model
 
     def __call__(self, num_tokens: int, mode: CUDAGraphMode | None = None) -> torch.Tensor:
-        """The hidden states, padded to a capture size where there is one; *mode* for a step that has no graph."""
+        """Return hidden states, padded to a capture size that fits; *mode* is for a step without a graph."""
         padded = min((size for size in CAPTURE_SIZES if size >= num_tokens), default=num_tokens)
         mode = self._mode if mode is None and num_tokens <= max(CAPTURE_SIZES) else CUDAGraphMode.NONE
         context: Any = SimpleNamespace(batch_descriptor=BatchDescriptor(padded), cudagraph_runtime_mode=mode)
@@ -150,24 +150,26 @@ class DrafterStandIn(gpu_model_runner.EagleProposer):  # type: ignore[misc]  # v
     def __init__(self, model: Graphed) -> None:
         self.graphed = model
         self.seen: list[torch.Tensor] = []
-        """The target's hidden states of each draft."""
+        """Hidden states of the target at each draft."""
         self.dummy_runs = 0
 
     def prepare_next_token_ids_padded(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        sampled = next(given for given in args if isinstance(given, torch.Tensor))
+        sampled = next(each for each in args if isinstance(each, torch.Tensor))
         return sampled[:, 0], torch.ones(len(sampled), dtype=torch.int32)
 
     def prepare_next_token_ids_cpu(self, sampled_token_ids: list[list[int]], *args: Any) -> torch.Tensor:
         return torch.tensor([tokens[0] if tokens else 0 for tokens in sampled_token_ids])
 
-    def propose(self, target_token_ids: torch.Tensor, target_hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+    def propose(
+        self, target_token_ids: torch.Tensor, target_hidden_states: torch.Tensor, **arguments: Any
+    ) -> torch.Tensor:
         self.seen.append(target_hidden_states.clone())
         self.graphed.model.input_ids[: len(target_token_ids)] = target_token_ids
         drafted = self.graphed.model.compute_logits(self.graphed(len(target_token_ids)))
-        return drafted[: len(given["next_token_ids"])].argmax(-1, keepdim=True).repeat(1, DRAFT_TOKENS).int()
+        return drafted[: len(arguments["next_token_ids"])].argmax(-1, keepdim=True).repeat(1, DRAFT_TOKENS).int()
 
     def take_last_draft_probs(self) -> None:
-        """None: the target samples greedily."""
+        """Return None, for the target samples greedily."""
 
     def dummy_run(self, num_tokens: int, **_: Any) -> None:
         self.dummy_runs += 1
@@ -175,7 +177,7 @@ class DrafterStandIn(gpu_model_runner.EagleProposer):  # type: ignore[misc]  # v
 
 
 def _serve(mode: CUDAGraphMode, **speculation: Any) -> list[float]:
-    """The log-probabilities of the scored prompts, a request after the other."""
+    """Return the log-probabilities of the scored prompts, one request after the other."""
     runner = make_runner(mode, **speculation)
     scored: dict[str, Any] = {}
     for scheduled in STEPS:
@@ -207,11 +209,11 @@ class Speculation(SimpleNamespace):
 
 
 def make_runner(mode: CUDAGraphMode, asynchronous: bool = False, **speculation: Any) -> Any:
-    """A GPUModelRunner with no more than what `sample_tokens` reads, its graphs captured; the requests wait."""
+    """Return a GPUModelRunner with what `sample_tokens` reads, with captured graphs and an empty batch."""
     runner: Any = object.__new__(GPUModelRunner)
     runner.target, runner.draft = (Graphed(ModelStandIn(seed), mode) for seed in (1, 2))
     if mode != CUDAGraphMode.NONE:
-        for size in reversed(CAPTURE_SIZES):  # as vLLM does: the drafter's right after the target's of the same size
+        for size in reversed(CAPTURE_SIZES):  # in vLLM's order: the drafter's right after the target's of the same size
             runner.target(size)
             runner.draft(size)
     runner.model, runner.drafter = runner.target.model, DrafterStandIn(runner.draft)
@@ -265,7 +267,7 @@ def make_runner(mode: CUDAGraphMode, asynchronous: bool = False, **speculation: 
 
 
 def tokens_of(name: str) -> list[int]:
-    """The prompt of a request."""
+    """Return the token ids of a request's prompt."""
     number = list(PROMPTS).index(name)
     return [(11 * number + 5 * place + place * place) % VOCABULARY for place in range(PROMPTS[name])]
 
@@ -273,7 +275,7 @@ def tokens_of(name: str) -> list[int]:
 def step(
     runner: Any, scheduled: dict[str, int], ask: tuple[str, ...] = SCORED, mode: CUDAGraphMode | None = None
 ) -> Any:
-    """What the worker does in a step: inputs, the target, `sample_tokens`. Returns what that does."""
+    """Run a step as the worker does: inputs, the target, `sample_tokens`, whose output is returned."""
     prepare(runner, scheduled, ask, mode)
     output = runner.sample_tokens(None)
     for name, count in scheduled.items():
@@ -284,7 +286,7 @@ def step(
 def prepare(
     runner: Any, scheduled: dict[str, int], ask: tuple[str, ...] = SCORED, mode: CUDAGraphMode | None = None
 ) -> None:
-    """The part of `execute_model` that leaves a state for `sample_tokens`."""
+    """Prepare the state that `execute_model` passes to `sample_tokens`."""
     batch = runner.input_batch
     for name in scheduled:
         if name not in runner.requests:

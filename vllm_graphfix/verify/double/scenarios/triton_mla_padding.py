@@ -28,7 +28,7 @@ LATENT, ROPE = 8, 4
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: four requests, which fill the graph."""
+    """Decode two requests. Without *trigger*, four, which fill the graph."""
     steps = [[7 + step, 40 + step, *([] if trigger else [16, 1])] for step in range(3)]
     with cpu_triton_mla():
         eager = TritonMLADecode()
@@ -46,7 +46,7 @@ def run(*, trigger: bool = True) -> Measurement:
 
 @contextlib.contextmanager
 def cpu_triton_mla() -> Iterator[None]:
-    """For the block, Triton MLA decodes on a CPU."""
+    """Decode with Triton MLA on a CPU within the block."""
     with (
         cpu_triton_kernels(triton_decode_attention, triton_mla, _triton_mla_reduce),
         mock.patch.object(triton_decode_attention, "_decode_grouped_att_m_fwd", first_stage_stand_in),
@@ -67,17 +67,17 @@ def first_stage_stand_in(
     *_: object,
     **__: object,
 ) -> None:
-    """Stands in for `_fwd_grouped_kernel_stage1`.
+    """Stand in for `_fwd_grouped_kernel_stage1`: attention of each row to each split of its tokens.
 
-    It computes the attention of each row to each split of its tokens, and its log-sum-exp. Writes `att_out` (rows,
-    heads, splits, values + 1); what belongs to a split without tokens is left as it is.
+    Writes the attention and its log-sum-exp to `att_out`, (rows, heads, splits, values + 1). Splits without tokens are
+    not written.
     """
     torch.ops.vllm_graphfix.mla_decode_splits(
         [q, k_buffer, att_out, req_to_tokens, b_seqlen], num_kv_splits, sm_scale, page_size
     )
 
 
-# what it writes to is not declared, as in `triton_kernels`
+# No tensor is declared as written to, as in `triton_kernels`.
 @torch.library.custom_op(
     "vllm_graphfix::mla_decode_splits",
     mutates_args=(),

@@ -1,7 +1,7 @@
 """ubatch-max-seq-len: a full graph of decodes in two micro-batches, and a layer with a sliding window.
 
-vLLM's own micro-batches, FlashAttention's metadata builder and layer. The kernel is a stand-in, and takes turns where
-vLLM has two threads.
+Real: vLLM's micro-batches, FlashAttention's metadata builder and layer. Stand-ins: the kernel, and micro-batches in
+turns, where vLLM has two threads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HALVES = [ubatch_utils.UBatchSlice(slice(row, row + 2), slice(row, row + 2)) for
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: the requests of the capture are as long as they may be."""
+    """Decode in a graph of two micro-batches. Without *trigger*, its capture has requests of the greatest length."""
     eager = _serve(None)
     with cpu_cuda_graphs():
         graphed = _serve([1 if trigger else LONGEST] * REQUESTS)
@@ -47,12 +47,12 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def _serve(captured: list[int] | None) -> list[float]:
-    """The numbers of all steps, without a graph or in one whose capture has these lengths."""
+    """Return the attention of all steps, in a graph whose capture has the lengths *captured*, or without a graph."""
     mode = CUDAGraphMode.NONE if captured is None else CUDAGraphMode.FULL_DECODE_ONLY
     random, rows = torch.Generator().manual_seed(0), Rows(REQUESTS)
     cache = random_cache(REQUESTS * BLOCKS, random)
     query, output = torch.zeros(2, REQUESTS, HEADS, WIDTH)
-    unused = torch.zeros(REQUESTS, 1, WIDTH)  # the step's own keys and values: the cache is full as it is
+    unused = torch.zeros(REQUESTS, 1, WIDTH)  # the step's own keys and values, which nothing writes: the cache is full
     layer: Any = torch.nn.Module()
     layer._q_scale = layer._k_scale = layer._v_scale = torch.ones(())
     split = getattr(ubatch_utils, "split_attn_metadata", None) or utils.split_attn_metadata

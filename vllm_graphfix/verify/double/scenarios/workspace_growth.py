@@ -1,8 +1,8 @@
 """workspace-growth (PR 55341): a long prompt outgrows the workspace that a graph has recorded.
 
-An image then takes the memory. Four requests decode in a full graph, whose mixture-of-experts layer works in the shared
-workspace. A first chunk of sixteen tokens needs a larger one. What the image of its prompt was encoded to waits for the
-second chunk, in memory that has come free; the others decode meanwhile.
+An image then takes the old workspace's memory. Four requests decode in a full graph, whose mixture-of-experts layer
+uses the shared workspace. A first chunk of sixteen tokens needs a larger one. The embeddings of its prompt's image
+wait for the second chunk in the freed memory, while the other requests decode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_graphfix.verify.double.graph import cpu_cuda_graphs, poison_
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
-"""Requests that decode, a token each."""
+"""Requests that decode one token each."""
 CHUNK = 16
 WIDTH = 64
 MEMORY = 1 << 16
@@ -32,7 +32,7 @@ _ALIGNMENT = 256
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: the first chunk is no longer than the batch that was captured."""
+    """Outgrow the workspace. Without *trigger*, the first chunk is no longer than the captured batch."""
     chunk = CHUNK if trigger else CAPTURED
     eager = _serve(chunk, full_graphs=False)
     with cpu_cuda_graphs():
@@ -42,10 +42,9 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 class DeviceMemoryStandIn:
-    """Stands in for a GPU's memory and its allocator: blocks of one tensor, the first that is large enough.
+    """Stands in for a GPU's memory and its allocator: first-fit blocks of one tensor.
 
-    A block is free when the tensor that was given for it is gone, as on a GPU: a graph holds addresses, and no tensor.
-    Its next owner finds poison.
+    A block is freed with its tensor, as on a GPU: a graph holds addresses, not tensors. New blocks are poisoned.
     """
 
     def __init__(self) -> None:
@@ -59,14 +58,14 @@ class DeviceMemoryStandIn:
             if start + length <= taken:
                 break
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        given = self._bytes[start : start + length].view(dtype).view(size)
+        block = self._bytes[start : start + length].view(dtype).view(size)
         self.taken[start] = start + length
-        weakref.finalize(given, self.taken.pop, start)
-        return poison_(given)
+        weakref.finalize(block, self.taken.pop, start)
+        return poison_(block)
 
 
 class TorchStandIn:
-    """`torch` as `vllm.v1.worker.workspace` sees it: its `empty` takes from the memory above."""
+    """Stands in for `torch` in `vllm.v1.worker.workspace`, with an `empty` that takes from *memory*."""
 
     def __init__(self, memory: DeviceMemoryStandIn) -> None:
         self.empty = memory.empty
@@ -79,7 +78,7 @@ class MixtureStandIn:
     """Stands in for a mixture-of-experts layer and its kernels, which compute in the shared workspace."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` is (tokens, WIDTH); the workspace holds as much."""
+        """Return the output for *hidden*, (tokens, WIDTH), computed in a workspace of the same size."""
         experts: torch.Tensor
         (experts,) = workspace.current_workspace_manager().get_simultaneous((tuple(hidden.shape), hidden.dtype))
         experts.copy_(hidden)
@@ -88,10 +87,7 @@ class MixtureStandIn:
 
 
 class RunnerStandIn(GPUModelRunner):  # type: ignore[misc]
-    """Model runner V2 with no more than what its `capture_model` asks for.
-
-    A batch of decodes is all that it captures.
-    """
+    """Model runner V2 with what its `capture_model` reads; it captures one batch of decodes."""
 
     def __init__(self, layer: MixtureStandIn, hidden: torch.Tensor) -> None:
         self.layer, self.hidden = layer, hidden
@@ -107,7 +103,7 @@ class RunnerStandIn(GPUModelRunner):  # type: ignore[misc]
         return True
 
     def capture(self, *_: Any, **__: Any) -> dict[Any, Any]:
-        """The capture of the manager of CUDA graphs: a warm-up, and the pass in the graph."""
+        """Capture in place of the manager of graphs: a warm-up, then the forward pass in the graph."""
         self.layer.forward(self.hidden)
         graph = self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -117,13 +113,13 @@ class RunnerStandIn(GPUModelRunner):  # type: ignore[misc]
 
 @contextmanager
 def memory_of_a_device() -> Iterator[DeviceMemoryStandIn]:
-    """A workspace manager of vLLM's own on such memory, for the block."""
+    """Install vLLM's workspace manager on such memory within the block."""
     memory = DeviceMemoryStandIn()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(workspace, "torch", TorchStandIn(memory)))
-        for name, told in (("empty_cache", None), ("get_memory_info", (1 << 30, 1 << 30))):
+        for name, answer in (("empty_cache", None), ("get_memory_info", (1 << 30, 1 << 30))):
             if hasattr(torch.accelerator, name):
-                stack.enter_context(mock.patch.object(torch.accelerator, name, lambda *_, told=told: told))
+                stack.enter_context(mock.patch.object(torch.accelerator, name, lambda *_, answer=answer: answer))
         workspace.init_workspace_manager(CPU)
         stack.callback(workspace.reset_workspace_manager)
         yield memory
