@@ -1,1 +1,1 @@
-"""What each fix is tried with: one module a fix, of the same name, each with a `TRIAL`."""
+"""Trials of fixes: one module for each fix, of the same name, with a `TRIAL`."""

@@ -1,4 +1,4 @@
-"""What active-lora-count is tried with."""
+"""Trial of active-lora-count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _counts_on_v2(source: Source) -> bool:
-    """Whether model runner V2 has a graph for each number of adapters."""
+    """Return True if model runner V2 has a graph for each number of adapters."""
     return source.contains_word("vllm/v1/worker/gpu/lora_utils.py", "get_num_active_loras_for_dispatch")
 
 

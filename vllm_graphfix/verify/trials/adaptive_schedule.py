@@ -1,4 +1,4 @@
-"""What adaptive-schedule is tried with."""
+"""Trial of adaptive-schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What c128a-stride is tried with."""
+"""Trial of c128a-stride."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What capture-state is tried with."""
+"""Trial of capture-state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compressor-skip is tried with."""
+"""Trial of compressor-skip."""
 
 from __future__ import annotations
 

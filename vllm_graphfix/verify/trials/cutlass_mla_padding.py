@@ -1,4 +1,4 @@
-"""What cutlass-mla-padding is tried with."""
+"""Trial of cutlass-mla-padding."""
 
 from __future__ import annotations
 

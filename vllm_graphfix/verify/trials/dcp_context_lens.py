@@ -1,4 +1,4 @@
-"""What dcp-context-lens is tried with."""
+"""Trial of dcp-context-lens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What draft-decode-mode is tried with."""
+"""Trial of draft-decode-mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What draft-graph-support is tried with."""
+"""Trial of draft-graph-support."""
 
 from __future__ import annotations
 

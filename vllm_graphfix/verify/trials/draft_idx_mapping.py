@@ -1,4 +1,4 @@
-"""What draft-idx-mapping is tried with."""
+"""Trial of draft-idx-mapping."""
 
 from __future__ import annotations
 

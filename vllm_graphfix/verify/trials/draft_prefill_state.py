@@ -1,4 +1,4 @@
-"""What draft-prefill-state is tried with."""
+"""Trial of draft-prefill-state."""
 
 from __future__ import annotations
 

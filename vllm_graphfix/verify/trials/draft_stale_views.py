@@ -1,4 +1,4 @@
-"""What draft-stale-views is tried with."""
+"""Trial of draft-stale-views."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What encoder-adapters is tried with."""
+"""Trial of encoder-adapters."""
 
 from __future__ import annotations
 

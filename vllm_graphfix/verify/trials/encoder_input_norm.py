@@ -1,4 +1,4 @@
-"""What encoder-input-norm is tried with."""
+"""Trial of encoder-input-norm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What encoder-padding is tried with."""
+"""Trial of encoder-padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What flash-mixed-schedule is tried with."""
+"""Trial of flash-mixed-schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _v2_pads_before_it_schedules(source: Source) -> bool:
-    """Tell if the longest query is all that model runner V2 gets wrong; from 0.14.1 to 0.17.1 it is not."""
+    """Return True if model runner V2 gets only the longest query wrong, as from 0.18.0 on."""
     return source.contains_word("vllm/v1/worker/gpu/model_states/default.py", "num_reqs_after_padding")
 
 

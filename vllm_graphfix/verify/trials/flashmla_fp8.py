@@ -1,4 +1,4 @@
-"""What flashmla-fp8 is tried with."""
+"""Trial of flashmla-fp8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What flashmla-padding is tried with."""
+"""Trial of flashmla-padding."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What hidden-states-padding is tried with.
+"""Trial of hidden-states-padding.
 
-Three requests whose hidden states are handed on, one of them with the last block of the cache, padded to the size of a
-graph for eight tokens. Real: vLLM's drafter with its dispatcher of graphs, the model that it calls and the layer that
-writes to the cache. No kernel is part of it.
+Hidden states of three requests, one of which has the last block of the cache, are written in a graph for eight tokens.
+Real: vLLM's drafter with its dispatcher of graphs, its model, and the layer that writes to the cache. It needs no
+kernels.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LAYER = "cache_only_layers.1"
 BLOCKS, BLOCK_SIZE, LAYERS, HIDDEN_SIZE = 7, 4, 2, 3
 """Block 0 is the null block."""
 PROMPTS = [24, 25, 26, 27, 20, 21, 22, 23]
-"""Slots of two requests, the first of which has the last block; the hidden states of the other remain in the rows with
-which later steps are padded."""
+"""Slots of two requests, of which the first has the last block. The second's hidden states stay in rows that pad later
+steps."""
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: every step fills the graph."""
+    """Write hidden states of padded steps. Without *trigger*, every step fills the graph."""
     from vllm_graphfix.verify.measurement import Measurement
 
     steps = [PROMPTS, [4, 5, 6], [7, 16]] if trigger else [PROMPTS, [4, 5, 6, 7, 8, 9, 10, 11]]
@@ -37,7 +37,7 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def _serve(steps: list[list[int]], *, graphs: bool) -> list[float]:
-    """What the cache holds after *steps*, each the slots of its tokens; with *graphs* they are padded."""
+    """Return the sums of each slot of the cache after *steps*, lists of slots, padded if with *graphs*."""
     import torch
 
     from vllm_graphfix.verify.double.arguments import supported_kwargs
@@ -46,20 +46,20 @@ def _serve(steps: list[list[int]], *, graphs: bool) -> list[float]:
     drafter = proposer(cache, graphs=graphs)
     random = torch.Generator().manual_seed(0)
     for slots in steps:
-        given = {
+        arguments = {
             "num_speculative_tokens": 1,
             "sampled_token_ids": torch.zeros(1, 1, dtype=torch.int32),
             "target_hidden_states": [torch.rand(len(slots), HIDDEN_SIZE, generator=random) for _ in range(LAYERS)],
             "common_attn_metadata": _metadata(slots, GRAPH_SIZE if graphs else len(slots)),
             "scheduler_output": None,
         }
-        drafter.propose(**supported_kwargs(drafter.propose, given))
+        drafter.propose(**supported_kwargs(drafter.propose, arguments))
     sums: list[float] = cache[1:].sum(dim=(2, 3)).flatten().tolist()
     return sums
 
 
 def proposer(cache: Any, *, graphs: bool) -> Any:
-    """vLLM's drafter, with no more than what `propose` reads; *cache* is (blocks, slots, layers, hidden size)."""
+    """Return vLLM's drafter with what `propose` reads; *cache* is (blocks, slots, layers, hidden size)."""
     from types import SimpleNamespace
 
     import torch
@@ -72,7 +72,7 @@ def proposer(cache: Any, *, graphs: bool) -> Any:
     model: Any = object.__new__(models.ExtractHiddenStatesModel)
     for module in (layer, model):
         torch.nn.Module.__init__(module)
-    # up to 0.18 a list, with one for each virtual engine
+    # Up to 0.18 a list, with one cache for each virtual engine.
     layer.kv_cache = [cache] if "virtual_engine" in models.unified_kv_cache_update.__code__.co_names else cache
     layer.layer_name = LAYER
     layer.impl = models.CacheOnlyAttentionImpl(LAYERS, HIDDEN_SIZE, "auto", torch.float32)
@@ -91,7 +91,7 @@ def proposer(cache: Any, *, graphs: bool) -> Any:
 
 
 def _metadata(slots: list[int], padded: int) -> Any:
-    """Makes attention metadata as a model runner does, with *slots* followed by -1 up to *padded*, its graph's size."""
+    """Return attention metadata as of a model runner: *slots*, followed by -1 up to the graph's size *padded*."""
     from types import SimpleNamespace
 
     import torch
@@ -100,7 +100,7 @@ def _metadata(slots: list[int], padded: int) -> Any:
 
 
 def _config(layer: Any) -> Any:
-    """What the drafter, its dispatcher and a forward context read of a `VllmConfig`."""
+    """Return the parts of a `VllmConfig` that the drafter, its dispatcher and a forward context read."""
     from contextlib import nullcontext
     from types import SimpleNamespace
 

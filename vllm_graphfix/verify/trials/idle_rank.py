@@ -1,4 +1,4 @@
-"""What idle-rank is tried with."""
+"""Trial of idle-rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What indexer-padding is tried with."""
+"""Trial of indexer-padding."""
 
 from __future__ import annotations
 

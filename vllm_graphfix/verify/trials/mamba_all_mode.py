@@ -1,4 +1,4 @@
-"""What mamba-all-mode is tried with."""
+"""Trial of mamba-all-mode."""
 
 from __future__ import annotations
 

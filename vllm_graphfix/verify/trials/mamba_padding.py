@@ -1,4 +1,4 @@
-"""What mamba-padding is tried with."""
+"""Trial of mamba-padding."""
 
 from __future__ import annotations
 

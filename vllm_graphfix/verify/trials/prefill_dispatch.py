@@ -1,4 +1,4 @@
-"""What prefill-dispatch is tried with."""
+"""Trial of prefill-dispatch."""
 
 from __future__ import annotations
 

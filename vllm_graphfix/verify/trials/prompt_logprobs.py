@@ -1,4 +1,4 @@
-"""What prompt-logprobs is tried with."""
+"""Trial of prompt-logprobs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What roberta-positions is tried with.
+"""Trial of roberta-positions.
 
 Two RoBERTa models, an embedder and a reranker, serve batches of six tokens in a graph for eight, then one that fills
-it. Real: vLLM's model classes down to their embedding, its model runner's buffers and what it gives to the model, its
-wrapper of piecewise graphs. Stand-ins: the layers behind the embedding, and the embeddings of tokens and types.
+it. Real: vLLM's model classes down to their embedding, its model runner's buffers and inputs, its wrapper of piecewise
+graphs. Stand-ins: the layers behind the embedding, and the embeddings of tokens and types.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm_graphfix.verify.measurement import Measurement
 
 GRAPH_SIZE = 8
-"""Tokens; also those of the longest request."""
+"""Tokens of the graph, and of the longest request."""
 PADDING_IDX = 1
 HIDDEN_SIZE, VOCABULARY = 8, 32
 SHORT: tuple[int, ...] = (4, 2)
@@ -24,7 +24,7 @@ FULL: tuple[int, ...] = (8,)
 
 
 def run(*, trigger: bool = True) -> Measurement:
-    """Without *trigger*: every batch fills its graph."""
+    """Embed padded batches. Without *trigger*, every batch fills its graph."""
     from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
     from vllm_graphfix.verify.measurement import Measurement
 
@@ -48,7 +48,7 @@ def run(*, trigger: bool = True) -> Measurement:
 
 
 def _serve(model: str, steps: list[tuple[int, ...]], *, graphs: bool) -> list[float]:
-    """The numbers of *steps*, on a runner of its own; with *graphs* all are padded to the one that was captured."""
+    """Return sums of each token's hidden states over *steps*, padded to the captured size if with *graphs*."""
     from types import SimpleNamespace
 
     from vllm.config import CUDAGraphMode
@@ -68,7 +68,7 @@ def _serve(model: str, steps: list[tuple[int, ...]], *, graphs: bool) -> list[fl
             return runner.model(input_ids=input_ids, positions=positions, inputs_embeds=inputs_embeds)
 
     mode = CUDAGraphMode.PIECEWISE if graphs else CUDAGraphMode.NONE
-    if graphs:  # the warm-up, and the capture: dummy runs, for which a runner makes no metadata
+    if graphs:  # warm-up and capture: dummy runs, which have no metadata
         forward(GRAPH_SIZE, CUDAGraphMode.NONE, None)
         forward(GRAPH_SIZE, mode, None)
     numbers: list[float] = []
@@ -81,7 +81,7 @@ def _serve(model: str, steps: list[tuple[int, ...]], *, graphs: bool) -> list[fl
 
 
 def _runner() -> Any:
-    """A GPUModelRunner with no more than what `_preprocess` reads."""
+    """Return a GPUModelRunner with what `_preprocess` reads, and nothing else."""
     from types import SimpleNamespace
 
     import torch
@@ -100,7 +100,7 @@ def _runner() -> Any:
 
 
 def _prepare(runner: Any, lengths: tuple[int, ...], number: int) -> None:
-    """The part of `_prepare_inputs` that fills the rows of a step's tokens, and no other."""
+    """Fill the rows of a step's tokens as `_prepare_inputs` does; rows behind them keep older positions."""
     tokens = sum(lengths)
     runner.positions.np[:tokens] = [position for length in lengths for position in range(length)]
     runner.input_ids.np[:tokens] = [(5 * number + 3 * row) % VOCABULARY for row in range(tokens)]
@@ -109,7 +109,7 @@ def _prepare(runner: Any, lengths: tuple[int, ...], number: int) -> None:
 
 
 def _model(name: str) -> Any:
-    """The model of this name, with random weights and a table that ends with the longest request's last position."""
+    """Return the model *name* with random weights, and positions up to the longest request's last one."""
     from types import SimpleNamespace
     from unittest import mock
 
@@ -134,7 +134,7 @@ def _model(name: str) -> Any:
     first = CUDAGraphWrapper(embedding, wrapped, CUDAGraphMode.PIECEWISE)
 
     def encoder_stand_in(input_ids: Any, positions: Any, inputs_embeds: Any, intermediate_tensors: Any) -> Any:
-        """Stands in for a `BertModel`: its embedding in the first of its graphs, and one layer without attention."""
+        """Stand in for a `BertModel`: the embedding in the first of its graphs, and one layer without attention."""
         return torch.tanh(first(input_ids, positions, inputs_embeds) @ mix)
 
     model: Any = object.__new__(getattr(roberta, name))

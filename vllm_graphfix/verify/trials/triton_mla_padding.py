@@ -1,4 +1,4 @@
-"""What triton-mla-padding is tried with."""
+"""Trial of triton-mla-padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ubatch-max-seq-len is tried with."""
+"""Trial of ubatch-max-seq-len."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workspace-growth is tried with."""
+"""Trial of workspace-growth."""
 
 from __future__ import annotations
 
