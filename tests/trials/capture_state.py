@@ -15,7 +15,7 @@ dense, sparse = "./v3 --attention-backend FLASHMLA", "./v32 --attention-backend 
 
 GRAPH = r"graph = torch\.cuda\.CUDAGraph\(\)\n"
 WARM_UP = r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)"
-ASKED_AGAIN = "forward_fn, attn_state = create_forward_fn(desc)"
+CREATED_AGAIN = "forward_fn, attn_state = create_forward_fn(desc)"
 built = r"^( {8}attn_metadata, slot_mappings = prepare_inputs_to_capture\(\n(?:.*\n)*? {8}\)\n)"
 again, inline = r"((?:.*\n)*?)(?= {8}capture_fn\()", r"((?:.*\n)*?)(?= {8}# Capture the graph)"
 
@@ -34,7 +34,7 @@ EDITS = (
         "0.21.0",
         MANAGER,
         rf"^( {{24}})({GRAPH})",
-        rf"\1{ASKED_AGAIN}\n\1\2",
+        rf"\1{CREATED_AGAIN}\n\1\2",
         Verdict.FIXED,
     ),
     Edit(
@@ -194,8 +194,8 @@ WORDINGS = (
                 "if desc.cg_mode == CUDAGraphMode.FULL:",
                 "    forward_fn, attn_state = create_forward_fn(desc)",
             ),
-            "under the assertion": before(r"assert desc not in self\.graphs", ASKED_AGAIN),
-            "after the offloader": before(r"with torch\.cuda\.graph\(graph", ASKED_AGAIN),
+            "under the assertion": before(r"assert desc not in self\.graphs", CREATED_AGAIN),
+            "after the offloader": before(r"with torch\.cuda\.graph\(graph", CREATED_AGAIN),
             "by index": before(GRAPH, "forward_fn = create_forward_fn(desc)[0]"),
             "another name": both(
                 before(GRAPH, "recorded_fn, attn_state = create_forward_fn(desc)"),
@@ -244,7 +244,7 @@ WORDINGS = (
             "asked for large ones": before(
                 GRAPH, "if desc.num_tokens > 2:", "    forward_fn, attn_state = create_forward_fn(desc)"
             ),
-            "asked after the graph": before(r"self\.graphs\[desc\] = graph", ASKED_AGAIN),
+            "asked after the graph": before(r"self\.graphs\[desc\] = graph", CREATED_AGAIN),
             "asked inside the graph": after(
                 r"with torch\.cuda\.graph\(graph", "    forward_fn, attn_state = create_forward_fn(desc)"
             ),
@@ -254,13 +254,13 @@ WORDINGS = (
             "the old pass comes back": before(
                 GRAPH,
                 "kept_fn = forward_fn",
-                ASKED_AGAIN,
+                CREATED_AGAIN,
                 "forward_fn = kept_fn",
             ),
-            "asked and warmed up again": before(GRAPH, ASKED_AGAIN, "forward_fn(cg_mode=CUDAGraphMode.NONE)"),
-            "asked and warmed up again by a helper": before(GRAPH, ASKED_AGAIN, "self._run(forward_fn)"),
+            "asked and warmed up again": before(GRAPH, CREATED_AGAIN, "forward_fn(cg_mode=CUDAGraphMode.NONE)"),
+            "asked and warmed up again by a helper": before(GRAPH, CREATED_AGAIN, "self._run(forward_fn)"),
             "the same made by a cache": both(
-                before(GRAPH, ASKED_AGAIN),
+                before(GRAPH, CREATED_AGAIN),
                 before(
                     r"with graph_capture\(device",
                     "import functools",
@@ -359,9 +359,9 @@ WORDINGS = (
             ),
             "tried twice": swap(
                 r"^( +)(for desc in descs:\n)((?:\1 .*\n|\n)+)",
-                lambda found: (
-                    f"{found[1]}{found[2]}{found[1]}    for attempt in range(1):\n"
-                    + "".join(f"    {line}\n" if line else "\n" for line in found[3].splitlines())
+                lambda match: (
+                    f"{match[1]}{match[2]}{match[1]}    for attempt in range(1):\n"
+                    + "".join(f"    {line}\n" if line else "\n" for line in match[3].splitlines())
                 ),
             ),
             "modes one after the other": swap(

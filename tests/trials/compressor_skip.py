@@ -10,10 +10,10 @@ from vllm_graphfix.fixes.compressor_skip import _ATTENTION, _BATCH, _COMPRESSOR
 
 by_mode = r"forward_context\.cudagraph_runtime_mode != CUDAGraphMode\.FULL"
 by_capture = "not torch.cuda.is_current_stream_capturing()"
-left_out = (
+skipping = (
     rf"(?s)^ {{8}}if \(\n {{12}}current_platform\.is_cuda\(\)\n(?:(?!\n {{8}}\S).)*?{by_mode}.*?\n {{12}}return\n"
 )
-asked = r"(?s)^ {12}c128_boundary=\(.*?\n {12}\),\n"
+boundary = r"(?s)^ {12}c128_boundary=\(.*?\n {12}\),\n"
 v4 = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
@@ -27,8 +27,8 @@ drafts = """ --speculative-config '{"method": "mtp", "num_speculative_tokens": 1
 EDITS = (
     Edit("capture is asked", "0.32.0", _COMPRESSOR, by_mode, by_capture, Verdict.FIXED),
     Edit("capture is asked, in the first release", "0.27.0", _COMPRESSOR, by_mode, by_capture, Verdict.FIXED),
-    Edit("no step leaves entries out", "0.30.0", _COMPRESSOR, left_out, "", Verdict.FIXED),
-    Edit("the builder says nothing", "0.29.0", _COMPRESSOR, asked, "", Verdict.FIXED),
+    Edit("no step leaves entries out", "0.30.0", _COMPRESSOR, skipping, "", Verdict.FIXED),
+    Edit("the builder says nothing", "0.29.0", _COMPRESSOR, boundary, "", Verdict.FIXED),
     Edit(
         "remedy cut out",
         "0.33.0",

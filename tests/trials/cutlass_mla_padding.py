@@ -15,7 +15,7 @@ BEHIND = r"if H < MAX_HEADS:"
 CLEARED = "out.masked_fill_((seq_lens < 1)[:, None, None], 0.0)"
 ZEROS = "out = q_nope.new_zeros((B_q, MAX_HEADS, D_latent), dtype=dtype)"
 fresh = r"q_nope\.new_empty\(\(B_q, MAX_HEADS, D_latent\), dtype=dtype\)"
-kept = r"q_nope\.new_zeros\(\(B_q, MAX_HEADS, D_latent\), dtype=dtype\)"
+zeros = r"q_nope\.new_zeros\(\(B_q, MAX_HEADS, D_latent\), dtype=dtype\)"
 whole = r"^( +)(if H < MAX_HEADS:\n)"
 fixed, unknown = Verdict.FIXED, Verdict.UNRECOGNISED
 
@@ -52,7 +52,7 @@ EDITS = (
         "AttentionCGSupport.NEVER",
         fixed,
     ),
-    Edit("one of the zeros is memory as it is", "0.19.0", _BACKEND, kept, "torch.empty(1)", unknown),
+    Edit("one of the zeros is memory as it is", "0.19.0", _BACKEND, zeros, "torch.empty(1)", unknown),
     Edit(
         "filled now and then",
         "0.25.1",

@@ -10,7 +10,7 @@ from vllm_graphfix.fixes.dcp_context_lens import _BACKEND, _REGISTRY, _RUNNER, _
 new = r"^( +)dcp_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n"
 size = r"^( +)self\.max_cudagraph_size = .*\n"
 room = r"torch.zeros(self.vllm_config.scheduler_config.max_num_seqs, dtype=torch.int32, device=self.device)\n"
-kept = r"^( +)local_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n(?:.+_dcp_context_kv_lens.+\n){3}"
+again = r"^( +)local_context_kv_lens = get_dcp_local_seq_lens\(\n((?:.+\n)+?)\1\)\n(?:.+_dcp_context_kv_lens.+\n){3}"
 returned = r"^( +)return attn_metadata\n\n    def update"
 with_buffer = ((_BACKEND, size, rf"\g<0>\1self.kept = {room}"),)
 local = r"\1local_context_kv_lens = get_dcp_local_seq_lens(\n\2\1)\n"
@@ -140,7 +140,7 @@ EDITS = (
         "without the buffer",
         "0.20.0",
         _BACKEND,
-        kept,
+        again,
         r"\1dcp_context_kv_lens = get_dcp_local_seq_lens(\n\2\1)\n",
         unrecognised,
     ),

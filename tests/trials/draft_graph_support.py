@@ -23,7 +23,7 @@ RESOLVED = (
 BACKENDS = r"self\.attn_backends, self\.attn_groups = init_attn_backend\("
 INFO = 'type("Support", (), {"min_cg_support": min_cg_support, "min_cg_attn_backend": min_cg_attn_backend})'
 BUILT = r"^( +)builder = group\.get_metadata_builder\(0\)\n"
-ASKED = (
+QUERIED = (
     r"\g<0>\1cg_support = builder.get_cudagraph_support(vllm_config, group.kv_cache_spec)\n"
     r"\1if cg_support.value < min_cg_support.value:\n"
     r"\1    min_cg_support = cg_support\n\1    min_cg_attn_backend = group.backend.__name__\n"
@@ -40,7 +40,7 @@ handed_on = (
     (_ATTENTION, FIRST, MOST),
     ("vllm/config/compilation.py", r"^( +)def splitting_ops_contain_attention\(", CHOOSES),
 )
-told = ((_ATTENTION, BUILT, ASKED), *handed_on)
+passed_on = ((_ATTENTION, BUILT, QUERIED), *handed_on)
 
 EDITS = (
     Edit(
@@ -50,7 +50,7 @@ EDITS = (
         KNOWN,
         RESOLVED.format("cudagraph_mode"),
         Verdict.UNRECOGNISED,
-        also=told,
+        also=passed_on,
         remedy=True,
     ),
     Edit(
@@ -60,7 +60,7 @@ EDITS = (
         KNOWN,
         RESOLVED.format("cudagraph_mode"),
         Verdict.UNRECOGNISED,
-        also=told,
+        also=passed_on,
         remedy=True,
     ),
     Edit(
@@ -70,7 +70,7 @@ EDITS = (
         KNOWN,
         RESOLVED.format("self.compilation_config.cudagraph_mode"),
         Verdict.UNRECOGNISED,
-        also=told,
+        also=passed_on,
     ),
     Edit(
         "a mode resolved of what nobody was asked",

@@ -7,7 +7,7 @@ from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.draft_idx_mapping import _BASE, _DFLASH, _EAGLE, _FOLDER, _GUMBEL
 
-left_out = (
+unmasked = (
     _GUMBEL,
     r"^( +)temp = tl\.load\(temp_ptr \+ req_state_idx\)((?:.*\n)*?)( +)mask=mask,",
     (
@@ -26,15 +26,15 @@ sampled = v2 + (
 )
 
 EDITS = (
-    Edit("the remedy", "0.24.0", _BASE, mapped, padded, Verdict.FIXED, (left_out, of_dflash)),
-    Edit("the remedy", "0.22.1", _EAGLE, mapped, padded, Verdict.FIXED, (left_out,)),
-    Edit("the remedy, but not for DFlash", "0.24.0", _BASE, mapped, padded, Verdict.UNRECOGNISED, (left_out,)),
+    Edit("the remedy", "0.24.0", _BASE, mapped, padded, Verdict.FIXED, (unmasked, of_dflash)),
+    Edit("the remedy", "0.22.1", _EAGLE, mapped, padded, Verdict.FIXED, (unmasked,)),
+    Edit("the remedy, but not for DFlash", "0.24.0", _BASE, mapped, padded, Verdict.UNRECOGNISED, (unmasked,)),
     Edit("rows below zero that are sampled", "0.23.0", _BASE, mapped, padded, Verdict.UNRECOGNISED),
     Edit(
         "rows behind the batch left out by the kernel alone",
         "0.21.0",
-        left_out[0],
-        *left_out[1:],
+        unmasked[0],
+        *unmasked[1:],
         Verdict.UNRECOGNISED,
     ),
     Edit(
@@ -61,7 +61,7 @@ EDITS = (
         mapped,
         r"\g<0>\1if self.draft_logits is not None:\n\1    self.idx_mapping[num_reqs:].fill_(-1)\n",
         Verdict.FIXED,
-        (left_out, of_dflash),
+        (unmasked, of_dflash),
     ),
     Edit(
         "padded rows of a draft are replaced",
@@ -104,7 +104,7 @@ EDITS = (
         mapped,
         r"\g<0>\1if self.is_dummy:\n\1    self.idx_mapping[num_reqs:].fill_(-1)\n",
         Verdict.UNRECOGNISED,
-        (left_out, of_dflash),
+        (unmasked, of_dflash),
     ),
     Edit(
         "the remedy undone",
@@ -113,7 +113,7 @@ EDITS = (
         mapped,
         padded + r"\1self.idx_mapping.clamp_(min=0)\n",
         Verdict.UNRECOGNISED,
-        (left_out, of_dflash),
+        (unmasked, of_dflash),
     ),
     Edit(
         "the remedy on a copy",
@@ -122,7 +122,7 @@ EDITS = (
         mapped,
         r"\g<0>\1self.idx_mapping[num_reqs:].clone().fill_(-1)\n",
         Verdict.UNRECOGNISED,
-        (left_out,),
+        (unmasked,),
     ),
     Edit(
         "rows below zero are known and stored",
@@ -131,7 +131,7 @@ EDITS = (
         mapped,
         padded,
         Verdict.UNRECOGNISED,
-        ((_GUMBEL, left_out[1], left_out[2].replace("mask=mask & is_valid_req", "mask=mask")),),
+        ((_GUMBEL, unmasked[1], unmasked[2].replace("mask=mask & is_valid_req", "mask=mask")),),
     ),
     Edit(
         "rows below zero are row 0",

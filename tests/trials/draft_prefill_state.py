@@ -22,7 +22,7 @@ TWO_STATES = (
 )
 """For the draft: one for its warm-up, one for its graph."""
 one_for_each_pass = (EAGLE, r"full_cg_attn_states\[desc\]", "full_cg_attn_states[desc].pop()")
-asked_again = r"\1forward_fn, attn_state = create_forward_fn(desc)\n\1captured_attn_states[desc] = attn_state\n\1\2"
+created_again = r"\1forward_fn, attn_state = create_forward_fn(desc)\n\1captured_attn_states[desc] = attn_state\n\1\2"
 TAKEN = r"attn_state = full_cg_attn_states\[desc\]"
 WARM_UP = r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)"
 
@@ -44,7 +44,7 @@ EDITS = (
         CAPTURED,
         TWO_STATES,
         Verdict.UNRECOGNISED,
-        also=(one_for_each_pass, (MANAGER, r"^( *)(graph = torch\.cuda\.CUDAGraph\(\)\n)", asked_again)),
+        also=(one_for_each_pass, (MANAGER, r"^( *)(graph = torch\.cuda\.CUDAGraph\(\)\n)", created_again)),
         remedy=True,
     ),
     Edit(

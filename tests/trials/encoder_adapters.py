@@ -17,7 +17,7 @@ refused = rf"\1if {takes}:\n\1    return None\n\n\g<0>"
 made_v2 = r"^( +)and supports_encoder_cudagraph\(model\)\n"
 takes_v2 = "vllm_config.lora_config is not None and vllm_config.lora_config.enable_tower_connector_lora"
 refused_v2 = rf"\g<0>\1and not ({takes_v2})\n"
-asked = r"self\.encoder_cudagraph_manager\.supports_modality\(modality\)\n"
+query = r"self\.encoder_cudagraph_manager\.supports_modality\(modality\)\n"
 ordered = r"sorted\(range\(num_items\), key=lambda i: per_item_out_tokens\[i\]\)"
 qwen = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
 captured = "./model -cc.cudagraph_mm_encoder=true"
@@ -56,7 +56,7 @@ EDITS = (
         "steps with adapters are encoded without a graph",
         "0.27.1",
         RUNNER,
-        asked,
+        query,
         r"\g<0>                        and not (self.lora_config and self.lora_manager.supports_tower_connector_lora())"
         "\n",
         unrecognised,
@@ -202,7 +202,7 @@ WORDINGS = (
         SHAPE,
         "0.27.1",
         RUNNER,
-        {"asked of the model": swap(asked, r"\g<0>                        and model.supports_encoder_cudagraph\n")},
+        {"asked of the model": swap(query, r"\g<0>                        and model.supports_encoder_cudagraph\n")},
     ),
 )
 

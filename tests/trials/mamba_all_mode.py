@@ -11,7 +11,7 @@ from vllm_graphfix.fixes.mamba_all_mode import _BUILDER, _FOR_GRAPHS, _INDICES, 
 replaced = r"^        new_metadata\.state_indices_tensor = state_indices_t$"
 copied = "        self.{0}[:num_reqs].copy_(metadata.{0}[:num_reqs])\n"
 both_copied = "".join(copied.format(name) for name in _INDICES)
-kept = "        new_metadata.state_indices_tensor = state_indices_t"
+stored = "        new_metadata.state_indices_tensor = state_indices_t"
 for_graphs = rf"return self\.{_FOR_GRAPHS}\(new_metadata\)"
 nemotron = {
     "architectures": ["NemotronHForCausalLM"],
@@ -27,8 +27,8 @@ NO_GRAPHS = "self.compilation_config.cudagraph_mode.has_full_cudagraphs()"
 affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
 
 EDITS = (
-    Edit("both indices copied", "0.16.0", _BUILDER, replaced, both_copied + kept, Verdict.FIXED),
-    Edit("both copied, 0.14.1", "0.14.1", _BUILDER, replaced, both_copied + kept, Verdict.FIXED),
+    Edit("both indices copied", "0.16.0", _BUILDER, replaced, both_copied + stored, Verdict.FIXED),
+    Edit("both copied, 0.14.1", "0.14.1", _BUILDER, replaced, both_copied + stored, Verdict.FIXED),
     Edit(
         "copied beside the table where there are indices",
         "0.16.0",
@@ -39,13 +39,13 @@ EDITS = (
         + "".join(f"                {line}\n" for line in COPIES).rstrip(),
         Verdict.FIXED,
     ),
-    Edit("one of them", "0.15.1", _BUILDER, replaced, copied.format(_INDICES[0]) + kept, Verdict.AFFECTED, runs=True),
+    Edit("one of them", "0.15.1", _BUILDER, replaced, copied.format(_INDICES[0]) + stored, Verdict.AFFECTED, runs=True),
     Edit(
         "copied elsewhere",
         "0.16.0",
         _BUILDER,
         replaced,
-        f"        self.refresh(metadata)\n{kept}",
+        f"        self.refresh(metadata)\n{stored}",
         Verdict.UNRECOGNISED,
     ),
     Edit(

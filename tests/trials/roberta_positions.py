@@ -11,7 +11,7 @@ looked_up = r"self\.position_embeddings\(position_ids\)"
 out_of_place = "self.position_embeddings(position_ids + self.padding_idx + 1)"
 calls = r"^( +)(replace_roberta_positions\(\n.*\n +\))\n"
 in_place = r"^( +)position_ids \+= padding_idx \+ 1\n"
-given = r"^( +)(positions = self\.positions\.gpu\[:num_input_tokens\])\n"
+cut = r"^( +)(positions = self\.positions\.gpu\[:num_input_tokens\])\n"
 padded_rows = "self.positions.gpu[num_scheduled_tokens:num_input_tokens]"
 zeroed = f"{padded_rows}.zero_()"
 refreshed = r"^( +)(self\.positions\.copy_to_gpu\(total_num_scheduled_tokens\))\n"
@@ -39,16 +39,16 @@ EDITS = (
         "padded rows zeroed",
         "0.14.1",
         _RUNNER,
-        given,
+        cut,
         rf"\1\2\n\1if num_input_tokens > num_scheduled_tokens:\n\1    {zeroed}\n",
         Verdict.FIXED,
     ),
-    Edit("padded rows zeroed in any case", "0.17.1", _RUNNER, given, rf"\1\2\n\1{zeroed}\n", Verdict.FIXED),
+    Edit("padded rows zeroed in any case", "0.17.1", _RUNNER, cut, rf"\1\2\n\1{zeroed}\n", Verdict.FIXED),
     Edit(
         "padded rows zeroed now and then",
         "0.17.1",
         _RUNNER,
-        given,
+        cut,
         rf"\1\2\n\1if self.odd:\n\1    {zeroed}\n",
         Verdict.UNRECOGNISED,
     ),
@@ -114,7 +114,7 @@ EDITS = (
         Verdict.UNRECOGNISED,
     ),
     # Right elsewhere.
-    Edit("padded rows set to 0", "0.16.0", _RUNNER, given, rf"\1\2\n\1{padded_rows} = 0\n", Verdict.FIXED),
+    Edit("padded rows set to 0", "0.16.0", _RUNNER, cut, rf"\1\2\n\1{padded_rows} = 0\n", Verdict.FIXED),
     Edit(
         "rows behind the tokens zeroed as they are prepared",
         "0.18.1",
@@ -127,7 +127,7 @@ EDITS = (
         "the runner hands over a copy",
         "0.17.0",
         _RUNNER,
-        given,
+        cut,
         r"\1\2.clone()\n",
         Verdict.UNRECOGNISED,
     ),
@@ -156,14 +156,12 @@ EDITS = (
         Verdict.UNRECOGNISED,
     ),
     # Wrong.
-    Edit(
-        "zeroed on a copy", "0.18.0", _RUNNER, given, rf"\1\2\n\1{padded_rows}.clone().zero_()\n", Verdict.UNRECOGNISED
-    ),
+    Edit("zeroed on a copy", "0.18.0", _RUNNER, cut, rf"\1\2\n\1{padded_rows}.clone().zero_()\n", Verdict.UNRECOGNISED),
     Edit(
         "zeroed behind the padding",
         "0.17.1",
         _RUNNER,
-        given,
+        cut,
         r"\1\2\n\1self.positions.gpu[num_input_tokens:].zero_()\n",
         Verdict.UNRECOGNISED,
     ),
@@ -179,7 +177,7 @@ EDITS = (
         "zeroed for drafters alone",
         "0.15.1",
         _RUNNER,
-        given,
+        cut,
         rf"\1\2\n\1if self.speculative_config is not None:\n\1    {zeroed}\n",
         Verdict.UNRECOGNISED,
     ),

@@ -18,7 +18,7 @@ unused = {"architectures": ["Qwen3MoeForCausalLM"], "sliding_window": 4096, "use
 dbo = "./model --enable-dbo"
 appended = r"^( +)results\.append\(_make_metadata_with_slice\(ubatch_slice, common_attn_metadata\)\)\n"
 taken = "max_seq_len = attn_metadata.max_seq_len\n"
-kept = r"\g<0>"
+MATCH = r"\g<0>"
 fixed, affected, unrecognised = Verdict.FIXED, Verdict.AFFECTED, Verdict.UNRECOGNISED
 
 EDITS = (
@@ -43,7 +43,7 @@ EDITS = (
         "0.18.1",
         now,
         r"^( +)return results\n",
-        r"\1for made in results:" + "\n" + r"\1    made.max_seq_len = common_attn_metadata.max_seq_len" + f"\n{kept}",
+        r"\1for made in results:" + "\n" + r"\1    made.max_seq_len = common_attn_metadata.max_seq_len" + f"\n{MATCH}",
         unrecognised,
         remedy=True,
     ),
@@ -52,7 +52,7 @@ EDITS = (
         "0.19.1",
         _RUNNER,
         r"^( +)for ubid, _cm in enumerate\(split_attn_metadata\(ubatch_slices, cm\)\):\n",
-        rf"{kept}\1    _cm.max_seq_len = cm.max_seq_len" + "\n",
+        rf"{MATCH}\1    _cm.max_seq_len = cm.max_seq_len" + "\n",
         unrecognised,
         remedy=True,
     ),
@@ -87,7 +87,7 @@ EDITS = (
         "0.19.1",
         now,
         own,
-        rf"{kept}\1if attn_metadata.causal:" + "\n" + rf"\1    {taken}",
+        rf"{MATCH}\1if attn_metadata.causal:" + "\n" + rf"\1    {taken}",
         unrecognised,
     ),
     Edit(
@@ -95,16 +95,16 @@ EDITS = (
         "0.20.2",
         now,
         own,
-        rf"{kept}\1if len(results := []):" + "\n" + rf"\1    {taken}",
+        rf"{MATCH}\1if len(results := []):" + "\n" + rf"\1    {taken}",
         unrecognised,
     ),
-    Edit("taken, and its own after it", "0.18.0", now, own, rf"\1{taken}{kept}", unrecognised),
+    Edit("taken, and its own after it", "0.18.0", now, own, rf"\1{taken}{MATCH}", unrecognised),
     Edit(
         "raised on a copy",
         "0.20.2",
         now,
         own,
-        rf"{kept}\1replace(attn_metadata).max_seq_len = max_seq_len" + "\n",
+        rf"{MATCH}\1replace(attn_metadata).max_seq_len = max_seq_len" + "\n",
         unrecognised,
     ),
     Edit(
@@ -133,7 +133,7 @@ EDITS = (
         "0.20.2",
         now,
         own,
-        rf"{kept}\1def raised():" + "\n" + r"\1    return max(max_seq_len, attn_metadata.max_seq_len)" + "\n",
+        rf"{MATCH}\1def raised():" + "\n" + r"\1    return max(max_seq_len, attn_metadata.max_seq_len)" + "\n",
         unrecognised,
     ),
     Edit(
@@ -141,7 +141,7 @@ EDITS = (
         "0.19.0",
         now,
         appended,
-        r"\1ubatch_slice.max_seq_len = common_attn_metadata.max_seq_len" + "\n" + kept,
+        r"\1ubatch_slice.max_seq_len = common_attn_metadata.max_seq_len" + "\n" + MATCH,
         unrecognised,
     ),
     Edit(
@@ -149,7 +149,7 @@ EDITS = (
         "0.20.2",
         now,
         appended,
-        kept
+        MATCH
         + r"\1if envs.VLLM_DEBUG:"
         + "\n"
         + r"\1    results[-1].max_seq_len = common_attn_metadata.max_seq_len"
