@@ -25,14 +25,13 @@ from vllm_graphfix.verify.double import steps
 from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import BareGraphs, WrappedGraphs, recurrent, wrappers_on_the_double
+from vllm_graphfix.verify.double.recurrent_layers import MAX_TOKENS, STATE_SIZE, SelectiveStateStandIn
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.poison.rows import Room, Rows
 
 CAPTURED = 4
 MAX_MODEL_LEN = 32
-MAX_TOKENS = 32
-STATE_SIZE = 2
 LAYER = "model.layers.0.mixer"
 CPU = torch.device("cpu")
 
@@ -74,36 +73,6 @@ def watched(*, trigger: bool = True) -> None:
             _serve(backend, CUDAGraphMode.FULL, STEPS if trigger else PAST_THEIR_PROMPTS, wrapped=True)
 
 
-class SelectiveStateStandIn:
-    """Stands in for a Mamba layer and its Triton kernels: a state for each block, updated by each token."""
-
-    def __init__(self) -> None:
-        self.hidden = torch.zeros(MAX_TOKENS, STATE_SIZE)
-        self._states = torch.zeros(1 + len(PROMPTS), STATE_SIZE)
-        self._decay = torch.tensor([0.5, 0.8])
-
-    def decode(self, state_indices: torch.Tensor) -> torch.Tensor:
-        """Decode a token for each row of *state_indices*, (rows, 1); -1 (up to 0.19) and 0 mean no state."""
-        blocks = state_indices[:, 0].clamp(min=0).long()
-        updated = self._states[blocks] * self._decay + self.hidden[: len(blocks)]
-        self._states.index_copy_(0, blocks, updated)
-        return updated
-
-    def eager(self, metadata: Any) -> torch.Tensor:
-        """Run decodes, then each prefill token by token, according to the metadata. Returns the decodes' outputs."""
-        decodes, outputs = metadata.num_decodes, []
-        if decodes:
-            outputs.append(self.decode(metadata.state_indices_tensor_d[:decodes]))
-        for row in range(metadata.num_prefills):
-            block = metadata.state_indices_tensor_p[row]
-            start, end = (decodes + metadata.query_start_loc_p[row : row + 2]).tolist()
-            state = self._states[block] * metadata.has_initial_states_p[row]
-            for hidden in self.hidden[start:end]:
-                state = state * self._decay + hidden
-            self._states[block] = state
-        return torch.cat(outputs) if outputs else self.hidden[:0]
-
-
 def _serve(
     backend: Any, mode: CUDAGraphMode, schedule: Sequence[dict[str, int]], *, wrapped: bool = False
 ) -> list[float]:
@@ -119,8 +88,11 @@ def _serve(
     if mode == CUDAGraphMode.FULL:
         _set_lengths(runner, [1] * CAPTURED, [1] * CAPTURED)
         captured = _metadata(runner, CAPTURED, CAPTURED, 1, for_cudagraph_capture=True)
-        graphs = _wrapped_graphs(layer) if wrapped else _bare_graphs(layer)
-        layer.decode(captured.state_indices_tensor_d)  # the warm-up
+        if wrapped:
+            graphs = WrappedGraphs(LAYER, layer, lambda metadata, _: layer.eager(metadata, MAX_TOKENS), MAX_MODEL_LEN)
+        else:
+            graphs = BareGraphs(lambda metadata, _: layer.decode(metadata))
+        layer.decode(captured)  # the warm-up
         graphs.capture(CAPTURED, captured)
     numbers: list[float] = []
     random = torch.Generator().manual_seed(0)
@@ -137,30 +109,14 @@ def _serve(
         if graphs is not None and decode_only and len(order) < CAPTURED:
             outputs = graphs.replay(CAPTURED, _metadata(runner, len(order), CAPTURED, 1), len(order))
         else:
-            outputs = layer.eager(_metadata(runner, len(order), len(order), max(counts), num_tokens=sum(counts)))
+            metadata = _metadata(runner, len(order), len(order), max(counts), num_tokens=sum(counts))
+            outputs = layer.eager(metadata, sum(counts))
         if len(order) == 3 and decode_only:
             numbers += [n for name in scheduled for n in outputs[order.index(name)].tolist()]
         steps.ends()
         for name, count in scheduled.items():
             runner.computed[name] += count
     return numbers
-
-
-def _bare_graphs(layer: Any) -> BareGraphs:
-    """Return graphs of the layer's decode."""
-    return BareGraphs(lambda metadata, _: layer.decode(metadata.state_indices_tensor_d))
-
-
-def _wrapped_graphs(layer: Any) -> WrappedGraphs:
-    """Return graphs of the layer in vLLM's wrapper, whose eager reference may also prefill."""
-
-    def forward(metadata: Any, padded: int) -> torch.Tensor:
-        output = torch.zeros(MAX_TOKENS, STATE_SIZE)
-        tokens = layer.eager(metadata)
-        output[: len(tokens)] = tokens
-        return output
-
-    return WrappedGraphs(LAYER, layer, forward, MAX_MODEL_LEN)
 
 
 def _runner(backend: Any, mode: CUDAGraphMode) -> Any:

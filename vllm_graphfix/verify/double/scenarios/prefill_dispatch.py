@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,6 @@ import numpy as np
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -32,6 +29,7 @@ from vllm_graphfix.verify.double.model_runners import (
     recurrent,
     wrappers_on_the_double,
 )
+from vllm_graphfix.verify.double.recurrent_layers import STATE_SIZE, GatedDeltaStandIn, SelectiveStateStandIn
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 
@@ -39,7 +37,6 @@ CAPTURED = 4
 """Requests of the largest graph. Each size has a graph, for some releases also pad such batches wrongly."""
 MAX_MODEL_LEN = 32
 MAX_TOKENS = 32
-STATE_SIZE = 2
 LAYER = "model.layers.0.mixer"
 CPU = torch.device("cpu")
 HYBRIDS_V2 = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
@@ -111,94 +108,6 @@ def served(longer: int = 0) -> list[partial[list[float]]]:
 
         serves.append(partial(_serve, GatedDeltaStandIn, DispatchV2, longer))
     return serves
-
-
-# -- layers
-
-
-class _StatesStandIn:
-    """A state for each request and each token of a decode, shared by both layers."""
-
-    length: int
-
-    def __init__(self) -> None:
-        self.hidden = torch.zeros(MAX_TOKENS, STATE_SIZE)
-        self._states = torch.zeros(1 + len(REQUESTS) * self.length, STATE_SIZE)
-        self._decay = torch.tensor([0.5, 0.8])
-
-
-class GatedDeltaStandIn(_StatesStandIn):
-    """Stands in for a GDN layer and its kernels: a state for each token of a decode.
-
-    A decode goes on from the state of the last accepted token.
-    """
-
-    backend, length = GDNAttentionBackend, 2
-
-    def decode(self, metadata: Any) -> torch.Tensor:
-        """Decode `length` tokens of each row, as recorded, whatever number of them the batch really has.
-
-        Row r's block of token t is [r, t].
-        """
-        return self._decode(metadata, self.hidden[: len(metadata.spec_state_indices_tensor) * self.length])
-
-    def _decode(self, metadata: Any, hidden: torch.Tensor) -> torch.Tensor:
-        blocks = metadata.spec_state_indices_tensor.clamp(min=0).long()
-        accepted = (metadata.num_accepted_tokens - 1).clamp(min=0).long()
-        state = self._states[blocks.gather(1, accepted.unsqueeze(1)).squeeze(1)]
-        tokens = hidden.view(-1, self.length, STATE_SIZE)
-        outputs = []
-        for token in range(self.length):
-            state = state * self._decay + tokens[:, token]
-            self._states.index_copy_(0, blocks[:, token], state)
-            outputs.append(state)
-        return torch.stack(outputs, dim=1).view(-1, STATE_SIZE)
-
-    def eager(self, metadata: Any, tokens: int) -> torch.Tensor:
-        """Run rows with drafts as decodes, and the others token by token, according to the metadata."""
-        if not metadata.num_prefills:
-            return self.decode(metadata)
-        outputs = torch.zeros(tokens, STATE_SIZE)
-        others = torch.arange(tokens)
-        if metadata.num_spec_decodes:
-            drafted, others = metadata.spec_token_indx.long(), metadata.non_spec_token_indx.long()
-            outputs[drafted] = self._decode(metadata, self.hidden[drafted])
-        starts = metadata.non_spec_query_start_loc.tolist()
-        for row, (start, end) in enumerate(itertools.pairwise(starts)):
-            block = metadata.non_spec_state_indices_tensor[row]
-            state = self._states[block] * metadata.has_initial_state[row]
-            for token in others[start:end]:
-                state = state * self._decay + self.hidden[token]
-                outputs[token] = state
-            self._states[block] = state
-        return outputs
-
-
-class SelectiveStateStandIn(_StatesStandIn):
-    """Stands in for a Mamba-2 layer and its kernels, with one state for each request."""
-
-    backend, length = Mamba2AttentionBackend, 1
-
-    def decode(self, metadata: Any) -> torch.Tensor:
-        blocks = metadata.state_indices_tensor_d[:, 0].clamp(min=0).long()
-        state = self._states[blocks] * self._decay + self.hidden[: len(blocks)]
-        self._states.index_copy_(0, blocks, state)
-        return state
-
-    def eager(self, metadata: Any, tokens: int) -> torch.Tensor:
-        """Run decodes, then each prefill token by token, according to the metadata."""
-        outputs, decodes = torch.zeros(tokens, STATE_SIZE), metadata.num_decodes
-        if decodes:
-            outputs[:decodes] = self.decode(metadata)
-        for row in range(metadata.num_prefills):
-            block = metadata.state_indices_tensor_p[row]
-            start, end = (decodes + metadata.query_start_loc_p[row : row + 2]).tolist()
-            state = self._states[block] * metadata.has_initial_states_p[row]
-            for token in range(start, end):
-                state = state * self._decay + self.hidden[token]
-                outputs[token] = state
-            self._states[block] = state
-        return outputs
 
 
 # -- dispatch
