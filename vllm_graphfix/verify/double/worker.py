@@ -191,6 +191,29 @@ def refuse_misfit(scenario: Scenario) -> None:
         raise ValueError(f"the scenario does not fit this vLLM: without the defect's condition {why}")
 
 
+def _measure(fix: str, *, has_to_fit: bool) -> dict[str, Any]:
+    """Run the scenario of *fix*. Returns its measurement and the events that the fix counted meanwhile, for JSON.
+
+    With *has_to_fit*, `refuse_misfit` comes first.
+    """
+    import vllm_graphfix
+
+    scenario = scenario_of(fix)
+    if has_to_fit:
+        refuse_misfit(scenario)
+    before = vllm_graphfix.events()[fix]
+    measured = scenario()
+    after = vllm_graphfix.events()[fix]
+    return {
+        "numbers": measured.numbers,
+        "eager": list(measured.eager),
+        "graphed": list(measured.graphed),
+        "error": measured.error,
+        "counted": dict(measured.counted),
+        "events": {event: count - before.get(event, 0) for event, count in after.items()},
+    }
+
+
 def main(
     names: list[str],
     others: Sequence[str] = (),
@@ -221,26 +244,12 @@ def main(
         _install_kernel_stand_ins()
     for name in (*names, *unrecognised):
         try:
-            scenario = scenario_of(name)
-            if name in unrecognised:
-                refuse_misfit(scenario)
-            before = vllm_graphfix.events()[name]
-            measured = scenario()
-            after = vllm_graphfix.events()[name]
+            measured = _measure(name, has_to_fit=name in unrecognised)
         except Exception as error:
             traceback.print_exc()
             say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
         else:
-            say(
-                event="measured",
-                fix=name,
-                numbers=measured.numbers,
-                eager=list(measured.eager),
-                graphed=list(measured.graphed),
-                error=measured.error,
-                counted=dict(measured.counted),
-                events={event: count - before.get(event, 0) for event, count in after.items()},
-            )
+            say(event="measured", fix=name, **measured)
     for name in others:
         try:
             untouched(name)
