@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
+
+KERNEL_CONFIG = SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=nullcontext))
+"""The part of a KernelConfig that forward contexts read in later releases."""
 
 
 def supported_kwargs(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ configuration. Install the FlashMLA stand-ins before importing this module: vLLM
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -30,6 +29,7 @@ from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_graphfix.verify.double.arguments import KERNEL_CONFIG
 from vllm_graphfix.verify.measurement import Measurement
 
 try:
@@ -124,7 +124,7 @@ def configuration(mode: CUDAGraphMode, sizes: Sequence[int], speculative_tokens:
             data_parallel_size=1, tensor_parallel_size=1, is_moe_model=False, use_sequence_parallel_moe=False
         ),
         cache_config=SimpleNamespace(cache_dtype="auto", block_size=BLOCK_SIZE),
-        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=contextlib.nullcontext)),
+        kernel_config=KERNEL_CONFIG,
         speculative_config=SimpleNamespace(
             num_speculative_tokens=speculative_tokens, uses_dynamic_speculative_decoding=lambda: False
         )

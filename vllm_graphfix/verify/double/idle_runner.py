@@ -23,7 +23,7 @@ from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.utils import AttentionGroup
 
-from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
+from vllm_graphfix.verify.double.arguments import KERNEL_CONFIG, cached_request, input_batch, supported_kwargs
 
 MAX_MODEL_LEN = 16
 MAX_TOKENS = 16
@@ -128,27 +128,7 @@ def model_runner(cache: CacheStandIn, groups: list[tuple[Any, list[str], Any]]) 
 
     *groups* holds the backend, layers and cache specification of each group of layers.
     """
-    config: Any = Off(
-        model_config=Off(max_model_len=MAX_MODEL_LEN, get_mamba_chunk_size=lambda: 8),
-        cache_config=Off(mamba_cache_mode="none", replayssm_buffer_len=0),
-        scheduler_config=Off(max_num_seqs=REQUESTS, max_num_batched_tokens=MAX_TOKENS),
-        parallel_config=Off(
-            data_parallel_size=1,
-            data_parallel_rank=0,
-            num_ubatches=1,
-            decode_context_parallel_size=1,
-            cp_kv_cache_interleave_size=1,
-            is_moe_model=False,
-        ),
-        compilation_config=Off(
-            cudagraph_mode=CUDAGraphMode.FULL,
-            max_cudagraph_capture_size=REQUESTS,
-            static_forward_context={},
-            static_all_moe_layers=[],
-        ),
-        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=nullcontext)),
-        num_speculative_tokens=0,
-    )
+    config = _config()
     runner: Any = object.__new__(gpu_model_runner.GPUModelRunner)
     sizes = [spec.block_size for _, _, spec in groups]
     runner.input_batch = input_batch(REQUESTS, MAX_MODEL_LEN, MAX_TOKENS, sizes, CPU)
@@ -200,6 +180,31 @@ def model_runner(cache: CacheStandIn, groups: list[tuple[Any, list[str], Any]]) 
     runner._get_encoder_seq_lens = lambda *args, **kwargs: (None, None)
     runner.randomize_dummy_inputs = False
     return runner
+
+
+def _config() -> Any:
+    """Return the parts of a VllmConfig that are on in an idle step."""
+    return Off(
+        model_config=Off(max_model_len=MAX_MODEL_LEN, get_mamba_chunk_size=lambda: 8),
+        cache_config=Off(mamba_cache_mode="none", replayssm_buffer_len=0),
+        scheduler_config=Off(max_num_seqs=REQUESTS, max_num_batched_tokens=MAX_TOKENS),
+        parallel_config=Off(
+            data_parallel_size=1,
+            data_parallel_rank=0,
+            num_ubatches=1,
+            decode_context_parallel_size=1,
+            cp_kv_cache_interleave_size=1,
+            is_moe_model=False,
+        ),
+        compilation_config=Off(
+            cudagraph_mode=CUDAGraphMode.FULL,
+            max_cudagraph_capture_size=REQUESTS,
+            static_forward_context={},
+            static_all_moe_layers=[],
+        ),
+        kernel_config=KERNEL_CONFIG,
+        num_speculative_tokens=0,
+    )
 
 
 def _attention_group(backend: Any, layers: list[str], spec: Any, number: int, config: Any) -> Any:

@@ -24,6 +24,7 @@ from vllm.forward_context import (
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graphfix.shadow.runner_v2 import RUNNER_MODULE
+from vllm_graphfix.verify.double.arguments import KERNEL_CONFIG
 from vllm_graphfix.verify.double.graph import CPUGraph, CPUStream, Recorder, cpu_cuda_graphs
 
 P = ParamSpec("P")
@@ -216,7 +217,7 @@ def _config(layers: dict[str, Any], block_size: int) -> Any:
         ),
         parallel_config=SimpleNamespace(data_parallel_size=1, is_moe_model=False, use_sequence_parallel_moe=False),
         cache_config=SimpleNamespace(block_size=block_size),
-        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=contextlib.nullcontext)),
+        kernel_config=KERNEL_CONFIG,
         use_cumem_cudagraph_pool=False,
     )
 

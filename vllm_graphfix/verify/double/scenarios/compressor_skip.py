@@ -27,6 +27,7 @@ from vllm.v1.worker.gpu_ubatch_wrapper import UBatchWrapper
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_graphfix.verify.double.arguments import KERNEL_CONFIG
 from vllm_graphfix.verify.double.compressor import (
     BLOCK,
     CPU,
@@ -270,7 +271,7 @@ def _config(mode: CUDAGraphMode, sizes: list[int], known_in_time: bool) -> Any:
             num_ubatches=2,
         ),
         cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla", use_kda_recoverssm=False),
-        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=contextlib.nullcontext)),
+        kernel_config=KERNEL_CONFIG,
         speculative_config=None if known_in_time else drafts,
         num_speculative_tokens=0 if known_in_time else 1,
         use_cumem_cudagraph_pool=False,

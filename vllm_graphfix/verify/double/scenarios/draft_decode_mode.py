@@ -7,7 +7,6 @@ draft prefill's gather.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.eagle import speculator as eagle
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_graphfix.verify.double.arguments import KERNEL_CONFIG
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.measurement import Measurement
@@ -201,7 +201,7 @@ def _speculator(mode: CUDAGraphMode) -> Any:
                 is_multimodal_model=False,
             ),
         ),
-        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=nullcontext)),
+        kernel_config=KERNEL_CONFIG,
     )
     speculator = eagle.EagleSpeculator(config, CPU)
     attention = PagedAttentionStandIn()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 from unittest import mock
@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.sample import gumbel
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
 from vllm_graphfix.verify.double import triton_kernels
+from vllm_graphfix.verify.double.arguments import KERNEL_CONFIG
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.measurement import Measurement
 
@@ -117,7 +118,7 @@ def _speculator(mode: Any, sampling: str | None = None) -> Any:
             draft_sample_method=sampling,
             draft_model_config=draft,
         ),
-        kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(set_priority=nullcontext)),
+        kernel_config=KERNEL_CONFIG,
     )
     speculator: Any = EagleSpeculator(config, torch.device("cpu"))
     speculator.model = _model()
