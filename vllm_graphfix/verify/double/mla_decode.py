@@ -67,7 +67,7 @@ class MLADecode:
     def step(self, lengths: list[int]) -> list[float]:
         """Decode one token a request, counted in *lengths*. Returns requests * heads * values of quantised output."""
         requests = len(lengths)
-        steps.begins(self._engine, Rows(requests, requests), range(1, requests * self.max_pages + 1))
+        steps.begin_step(self._engine, Rows(requests, requests), range(1, requests * self.max_pages + 1))
         self.query[:requests] = torch.randn(requests, HEADS, self.latent + self.rope, generator=self._random)
         metadata = self.metadata(lengths, self._captured_requests or requests)
         if self.graph is None:

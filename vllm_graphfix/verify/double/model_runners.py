@@ -229,7 +229,7 @@ def recurrent(stand_in: type, states: str = "_states") -> Any:
     return layer
 
 
-def _of_vllms_module(function: Callable[P, T]) -> Callable[P, T]:
+def _as_function_of_vllm(function: Callable[P, T]) -> Callable[P, T]:
     """Return *function* as one of vLLM's module, by whose name the shadow check finds its caller."""
     plain: Any = function
     return FunctionType(plain.__code__, {"__name__": RUNNER_MODULE}, argdefs=plain.__defaults__)
@@ -241,7 +241,7 @@ class RunnerV2StandIn:
     def __init__(self, manager: Any, model: Callable[..., Any]) -> None:
         self.cudagraph_manager, self.model = manager, model
 
-    @_of_vllms_module
+    @_as_function_of_vllm
     def execute_model(
         self,
         attn_metadata: Any,

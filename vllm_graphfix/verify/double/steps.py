@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -29,27 +29,22 @@ class Engine(NamedTuple):
     block_size: int = 1
 
 
-class Watcher(Protocol):
-    def begins(self, engine: Engine, rows: Rows, held: Collection[int]) -> None: ...
-    def ends(self) -> None: ...
+_poisoners: list[StepPoisoner] = []
 
 
-_watchers: list[Watcher] = []
-
-
-def begins(engine: Engine, rows: Rows, held: Collection[int]) -> None:
+def begin_step(engine: Engine, rows: Rows, held: Collection[int]) -> None:
     """Announce a step of *rows*; live requests, and finished ones whose prefix stays cached, have the blocks *held*."""
-    for watcher in _watchers:
-        watcher.begins(engine, rows, held)
+    for poisoner in _poisoners:
+        poisoner.begin_step(engine, rows, held)
 
 
-def ends() -> None:
+def end_step() -> None:
     """Announce the end of the step, after which the batch may change."""
-    for watcher in _watchers:
-        watcher.ends()
+    for poisoner in _poisoners:
+        poisoner.end_step()
 
 
-class Poisoned:
+class StepPoisoner:
     """Poisons the buffers and free blocks of every engine of a scenario."""
 
     def __init__(self, kinds: Collection[str] = KINDS) -> None:
@@ -57,8 +52,8 @@ class Poisoned:
         self._engines: dict[int, tuple[object, Poison]] = {}
         self._last: Poison | None = None
 
-    def begins(self, engine: Engine, rows: Rows, held: Collection[int]) -> None:
-        self.ends()
+    def begin_step(self, engine: Engine, rows: Rows, held: Collection[int]) -> None:
+        self.end_step()
         with torch.inference_mode():
             # By id, for owners need not be hashable; the tuple keeps the owner alive, so that no id comes again.
             if id(engine.owner) not in self._engines:
@@ -77,7 +72,7 @@ class Poisoned:
             kinds=self._kinds,
         )
 
-    def ends(self) -> None:
+    def end_step(self) -> None:
         if self._last is not None:
             with torch.inference_mode():
                 self._last.after_running()
@@ -85,7 +80,7 @@ class Poisoned:
             self._last = None
 
     def findings(self) -> list[Finding]:
-        self.ends()
+        self.end_step()
         return [finding for _, poison in self._engines.values() for finding in poison.findings]
 
     @property
@@ -94,11 +89,11 @@ class Poisoned:
 
 
 @contextmanager
-def poisoned(kinds: Collection[str] = KINDS) -> Iterator[Poisoned]:
+def poisoned(kinds: Collection[str] = KINDS) -> Iterator[StepPoisoner]:
     """Poison the engines of scenarios within the block."""
-    watcher = Poisoned(kinds)
-    _watchers.append(watcher)
+    poisoner = StepPoisoner(kinds)
+    _poisoners.append(poisoner)
     try:
-        yield watcher
+        yield poisoner
     finally:
-        _watchers.remove(watcher)
+        _poisoners.remove(poisoner)

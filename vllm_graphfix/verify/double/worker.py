@@ -71,10 +71,10 @@ def _targets(fix: str) -> Iterator[ModuleType]:
     """Import the modules that a patch of *fix* may touch and that this vLLM has."""
     from vllm_graphfix.fixes import BY_NAME
 
-    yield from _import_those_there(BY_NAME[fix].modules)
+    yield from _import_existing(BY_NAME[fix].modules)
 
 
-def _import_those_there(modules: Sequence[str]) -> Iterator[ModuleType]:
+def _import_existing(modules: Sequence[str]) -> Iterator[ModuleType]:
     """Import those of *modules* that this vLLM has with all that they import: one of 0.19 needs one its wheel lacks."""
     for name in modules:
         try:
@@ -84,7 +84,7 @@ def _import_those_there(modules: Sequence[str]) -> Iterator[ModuleType]:
                 raise
 
 
-def untouched(fix: str) -> None:
+def check_unpatched(fix: str) -> None:
     """Import the modules that *fix* concerns in this vLLM.
 
     Raises:
@@ -101,7 +101,7 @@ def untouched(fix: str) -> None:
                     raise AssertionError(f"{module.__name__}: {attribute} is patched")
 
 
-def use(folder: str) -> None:
+def use_vllm_in(folder: str) -> None:
     """Make the vLLM in *folder* the one that is imported.
 
     Raises:
@@ -144,7 +144,7 @@ def watched(names: Sequence[str], *, trigger: bool = True) -> Iterator[tuple[str
     for name, scenario in scenarios:
         replay = _resolve(scenario.scenario)
         # A scenario may import these modules late, and the check's state is `waiting` until they are imported.
-        list(_import_those_there(modules[scenario.graphs]))
+        list(_import_existing(modules[scenario.graphs]))
         if wrapped.states()[scenario.graphs].state is not State.ACTIVE:
             continue
         process.start(Rate(every=1), Action.REPORT)
@@ -235,7 +235,7 @@ def main(
         results.flush()
 
     if folder is not None:
-        use(folder)  # after `_results`, for vLLM may log to standard output on import
+        use_vllm_in(folder)  # after `_results`, for vLLM may log to standard output on import
     import vllm_graphfix
 
     vllm_graphfix.register()
@@ -252,7 +252,7 @@ def main(
             say(event="measured", fix=name, **measured)
     for name in others:
         try:
-            untouched(name)
+            check_unpatched(name)
         except Exception as error:
             traceback.print_exc()
             say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")

@@ -116,7 +116,7 @@ class DenseFP8Decode:
         """Decode one token a request, counted in *lengths*. Returns requests * heads * 8 values of the output."""
         requests = len(lengths)
         held = range(1, requests * MAX_BLOCKS + 1)
-        steps.begins(self._engine, Rows(requests, requests), held)
+        steps.begin_step(self._engine, Rows(requests, requests), held)
         self._query[:requests] = torch.randn(requests, HEADS, LATENT + ROPE, generator=self._random).to(FP8)
         self._block_table.commit_block_table(requests)
         padded = self._captured_requests or requests

@@ -103,10 +103,10 @@ class _Rank:
         tokens = REQUESTS if full else 1
         return self.mode, BatchDescriptor(num_tokens=tokens, num_reqs=tokens if full else None), False, None, None
 
-    def begins(self, names: tuple[str, ...]) -> None:
+    def begin_step(self, names: tuple[str, ...]) -> None:
         """Announce a step; blocks of ended requests count as held, for a prefix hit finds them."""
         held = {block for name in self.computed for state, keys in [BLOCKS[name]] for block in (state, *keys)}
-        steps.begins(self._engine, Rows(len(names), len(names), self.runner.input_batch.num_reqs), held)
+        steps.begin_step(self._engine, Rows(len(names), len(names), self.runner.input_batch.num_reqs), held)
 
     def capture(self) -> None:
         """Capture a graph of a batch of the most decodes."""
@@ -123,7 +123,7 @@ class _Rank:
     def step(self, names: tuple[str, ...]) -> torch.Tensor:
         """Decode a token of the requests *names*, and return their outputs in that order."""
         self.update(names)
-        self.begins(names)
+        self.begin_step(names)
         rows = len(names)
         if not rows:
             return self.cache.hidden[:0]
@@ -230,14 +230,14 @@ def _serve(rank: _Rank, schedule: Sequence[tuple[str, ...] | str]) -> list[float
     numbers: list[float] = []
     for step in schedule:
         if step == IDLE:
-            rank.begins(())
+            rank.begin_step(())
             # The inputs of a dummy step are of no request: data parallelism randomizes them.
             rank.cache.hidden.fill_(7.0)
             rank.idle()
-            steps.ends()
+            steps.end_step()
             continue
         rank.cache.hidden.copy_(torch.randn(MAX_TOKENS, WIDTH, generator=random))
         numbers += map(float, rank.step(tuple(step)).flatten())
         numbers += map(float, rank.cache.blocks())
-        steps.ends()
+        steps.end_step()
     return numbers

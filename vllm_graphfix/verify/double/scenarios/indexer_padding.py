@@ -120,7 +120,7 @@ class Decode:
         """Return the positions chosen for each token of each request, sorted."""
         requests = len(lengths)
         held = range(1, requests * MAX_BLOCKS + 1)
-        steps.begins(self._engine, Rows(requests, requests * self._tokens), held)
+        steps.begin_step(self._engine, Rows(requests, requests * self._tokens), held)
         self._query[:requests] = torch.randn(requests, self._tokens, WIDTH, generator=self._random)
         padding = (self._captured_requests or requests) - requests
         batch = self._runner.batch([self._tokens] * requests + [0] * padding, lengths + [0] * padding)

@@ -100,7 +100,7 @@ def _serve(
         _update_batch(runner, scheduled)
         order = runner.input_batch.req_ids
         held = {1 + list(PROMPTS).index(name) for name in order}
-        steps.begins(engine, Rows(len(order), sum(scheduled.values()), len(order)), held)
+        steps.begin_step(engine, Rows(len(order), sum(scheduled.values()), len(order)), held)
         inputs = {name: torch.randn(count, STATE_SIZE, generator=random) for name, count in scheduled.items()}
         layer.hidden[: sum(scheduled.values())] = torch.cat([inputs[name] for name in order])
         counts = [scheduled[name] for name in order]
@@ -113,7 +113,7 @@ def _serve(
             outputs = layer.eager(metadata, sum(counts))
         if len(order) == 3 and decode_only:
             numbers += [n for name in scheduled for n in outputs[order.index(name)].tolist()]
-        steps.ends()
+        steps.end_step()
         for name, count in scheduled.items():
             runner.computed[name] += count
     return numbers

@@ -67,7 +67,7 @@ class PoolStandIn:
         self._free: list[torch.Tensor] = []
         self._allocate = graph._poisoned_like
 
-    def let_go(self, output: torch.Tensor) -> torch.Tensor:
+    def release(self, output: torch.Tensor) -> torch.Tensor:
         """Release *output*, in place of `weak_ref_tensors`, whose kernel needs CUDA."""
         if all(output.data_ptr() != free.data_ptr() for free in self._free):
             self._free.append(output)
@@ -89,7 +89,7 @@ def one_memory() -> Iterator[None]:
         unpinned(),
         cpu_cuda_graphs(),
         mock.patch.object(graph, "_poisoned_like", pool.allocate),
-        mock.patch.object(cuda_graph, "weak_ref_tensors", pool.let_go),
+        mock.patch.object(cuda_graph, "weak_ref_tensors", pool.release),
         mock.patch.object(cuda_graph, "current_stream", CPUStream),
         mock.patch.object(torch, "Event", CPUStream),  # of outputs with asynchronous scheduling
         torch.compiler.set_stance("force_eager"),
