@@ -68,15 +68,15 @@ def test_a_poisoned_plan_gives_nan() -> None:
     assert batch.decode((poison, torch.zeros(3, dtype=torch.int32)))[0].isnan().all()
 
 
-def test_a_graph_holds_the_planner_only_where_no_plan_was_given() -> None:
+def test_a_graph_records_the_planner_only_without_a_plan() -> None:
     """This is how capture-state comes about."""
     batch = Batch([30, 12])
     plan = batch.decode()[2:]
     recorded = []
     with cpu_cuda_graphs(), torch.inference_mode():
-        for given in (None, plan):
+        for each in (None, plan):
             graph: Any = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                batch.decode(given)
+                batch.decode(each)
             recorded.append([operation.name.rpartition("::")[2] for operation in graph.operations])
     assert recorded == [["plan_stand_in", "decode_stand_in"], ["decode_stand_in"]]

@@ -160,12 +160,12 @@ def test_a_model_gives_the_same_numbers_as_eager() -> None:
 
 def test_a_result_is_of_the_type_and_layout_that_eager_gives_whatever_was_recorded_before() -> None:
     """What is alike is looked up once: numbers that are equal, and sizes that are, are not all that counts."""
-    for left in (torch.ones(3, 3, dtype=torch.int32), torch.ones(3, 3), torch.ones(3, 3).t(), torch.ones(3, 1)):
-        for right in (1, 1.0, True, torch.ones(3, 3), torch.ones(3, 3, dtype=torch.float64), torch.ones(())):
+    for first in (torch.ones(3, 3, dtype=torch.int32), torch.ones(3, 3), torch.ones(3, 3).t(), torch.ones(3, 1)):
+        for second in (1, 1.0, True, torch.ones(3, 3), torch.ones(3, 3, dtype=torch.float64), torch.ones(())):
             for _ in range(2):
                 with torch.inference_mode():
-                    eager = left + right
-                graph, made = _capture(lambda left=left, right=right: left + right)  # type: ignore[misc]
+                    eager = first + second
+                graph, made = _capture(lambda first=first, second=second: first + second)  # type: ignore[misc]
                 graph.replay()
                 assert (made.dtype, made.shape, made.stride()) == (eager.dtype, eager.shape, eager.stride())
                 assert torch.equal(made, eager)
@@ -224,7 +224,7 @@ def test_captures_do_not_nest_and_do_not_replay() -> None:
             pass
 
 
-def test_pools_are_told_apart() -> None:
+def test_pools_are_distinct() -> None:
     """Each handle is a pool of its own, and a graph knows its pool."""
     pool = torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph()

@@ -29,13 +29,13 @@ class Capture:
         self._worker.model_runner.cudagraph_manager = self._manager
 
     def _capture(self) -> None:
-        given = self._runner.capture_inputs() | {
+        arguments = self._runner.capture_inputs() | {
             "model": self._model,
             "mrope_positions": None,
             "inputs_embeds": None,
             "intermediate_tensors": None,
         }
-        self._manager.capture(**supported_kwargs(self._manager.capture, given))
+        self._manager.capture(**supported_kwargs(self._manager.capture, arguments))
 
     def act(self) -> None:
         self._worker.compile_or_warm_up_model()

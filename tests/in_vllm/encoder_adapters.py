@@ -48,7 +48,9 @@ def _execute_mm_encoder(manager: Any) -> Any:
 AS_VLLM_CALLS_IT = FunctionType(_execute_mm_encoder.__code__, {"__name__": "vllm.v1.worker.gpu_model_runner"})
 
 
-def told(adapters: tuple[int, ...], kind: LoRAMappingType = LoRAMappingType.TOWER) -> scenario.EncoderWithAdapters:
+def with_adapters(
+    adapters: tuple[int, ...], kind: LoRAMappingType = LoRAMappingType.TOWER
+) -> scenario.EncoderWithAdapters:
     """An encoder whose kernels were told of images of one token with *adapters*."""
     model = scenario.EncoderWithAdapters()
     for each in LoRAMappingType.TOWER, LoRAMappingType.CONNECTOR:
@@ -63,25 +65,25 @@ def test_the_fix_is_active() -> None:
 
 @pytest.mark.parametrize("kind", [LoRAMappingType.TOWER, LoRAMappingType.CONNECTOR])
 def test_one_image_with_an_adapter_takes_all_of_a_step_out_of_the_graphs(kind: LoRAMappingType) -> None:
-    assert executed(told((0, 2, 0), kind)) is None
-    assert executed(told((0, 0, 0), kind)) == IN_A_GRAPH
+    assert executed(with_adapters((0, 2, 0), kind)) is None
+    assert executed(with_adapters((0, 0, 0), kind)) == IN_A_GRAPH
     assert ACTIVITY.error is None
 
 
 def test_an_adapter_of_an_earlier_step_is_no_reason() -> None:
-    model = told((1, 2))
+    model = with_adapters((1, 2))
     assert executed(model) is None
     for kind in LoRAMappingType.TOWER, LoRAMappingType.CONNECTOR:
         model.lora_manager.set_adapter_mapping(LoRAMapping((0,), (0,), is_prefill=True, type=kind))
     assert executed(model) == IN_A_GRAPH
 
 
-def test_before_anything_was_told_no_graph_is_taken() -> None:
+def test_no_graph_is_taken_before_adapters_are_selected() -> None:
     assert executed(scenario.EncoderWithAdapters()) is None
 
 
 def test_a_language_model_with_adapters_keeps_the_graphs_of_its_encoder() -> None:
-    model = told((1,))
+    model = with_adapters((1,))
     model.lora_manager.supports_tower_connector_lora = False
     assert executed(model) == IN_A_GRAPH
     del model.lora_manager.supports_tower_connector_lora  # as of a model without an encoder
@@ -93,15 +95,15 @@ def test_an_engine_without_adapters_keeps_its_graphs() -> None:
     assert ACTIVITY.error is None
 
 
-def test_what_kernels_of_another_platform_were_told_is_not_known() -> None:
-    model = told((0,))
+def test_adapters_of_kernels_of_another_platform_are_unknown() -> None:
+    model = with_adapters((0,))
     model.lora_manager.punica_wrapper_mapping = {"tower": SimpleNamespace(no_lora=True)}
     assert executed(model) is None
     assert ACTIVITY.error is None
 
 
-def test_an_encoder_that_takes_no_adapter_in_what_connects_it_is_asked_for_its_tower_alone() -> None:
-    model = told((0, 0))
+def test_an_encoder_without_adapters_in_its_connector_is_judged_by_its_tower() -> None:
+    model = with_adapters((0, 0))
     model.lora_manager.mm_mapping = SimpleNamespace(tower_model=["tower"], connector=[])
     model.lora_manager.punica_wrapper_mapping = {"tower": model.lora_manager.punica_wrapper_mapping["tower"]}
     assert executed(model) == IN_A_GRAPH
@@ -110,8 +112,8 @@ def test_an_encoder_that_takes_no_adapter_in_what_connects_it_is_asked_for_its_t
     assert ACTIVITY.error is None
 
 
-def test_what_cannot_be_asked_is_an_error_of_the_fix_and_encoded_as_on_stock() -> None:
-    model = told((1,))
+def test_unreadable_adapters_are_an_error_of_the_fix_and_encode_as_on_stock() -> None:
+    model = with_adapters((1,))
     del model.lora_manager.mm_mapping
     assert executed(model) == IN_A_GRAPH
     assert "mm_mapping" in str(ACTIVITY.error)
@@ -129,7 +131,7 @@ def test_a_step_without_adapters_is_replayed(runner: Any) -> None:
 
 
 def test_another_caller_which_may_not_take_none_gets_what_stock_returns() -> None:
-    before, model = ACTIVITY.counts, told((1, 2))
+    before, model = ACTIVITY.counts, with_adapters((1, 2))
     assert executed(model, _execute_mm_encoder) == IN_A_GRAPH
     assert ACTIVITY.counts == {**before, STEPPED_ASIDE: before.get(STEPPED_ASIDE, 0) + 1}
     assert ACTIVITY.error is None

@@ -45,7 +45,7 @@ def decodes(tokens: int, lengths: list[int], longest: int) -> CommonAttentionMet
     """A batch of as many requests as there are *lengths*, of *tokens* tokens each."""
     rows, known = len(lengths), torch.tensor(lengths, dtype=torch.int32)
     starts = torch.arange(rows + 1, dtype=torch.int32) * tokens
-    given = {
+    values = {
         "query_start_loc": starts,
         "query_start_loc_cpu": starts.clone(),
         "seq_lens": known,
@@ -60,7 +60,7 @@ def decodes(tokens: int, lengths: list[int], longest: int) -> CommonAttentionMet
         "slot_mapping": torch.arange(rows * tokens),
         "is_prefilling": torch.zeros(rows, dtype=torch.bool),
     }
-    return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, given))
+    return CommonAttentionMetadata(**supported_kwargs(CommonAttentionMetadata, values))
 
 
 # -- decode context parallelism with drafts (issue 45425)
@@ -99,7 +99,7 @@ def test_decodes_with_drafts_are_prefills_for_flashmla_on_ranks_that_share_the_c
 
 def test_v2_captures_without_that_check_from_0_17_to_0_20() -> None:
     names = ("gpu.attn_utils", "gpu.model_states.default", "utils")  # the last from 0.32 on
-    modules = [found for name in names if (found := module(f"vllm.v1.worker.{name}"))]
+    modules = [loaded for name in names if (loaded := module(f"vllm.v1.worker.{name}"))]
     source = "".join(map(inspect.getsource, modules))
     shared = "dcp_local_seq_lens" in source
     checked = ".build_for_cudagraph_capture(" in source
@@ -158,11 +158,11 @@ def test_a_capture_of_single_tokens_gives_deepgemm_lengths_of_zero_for_compresse
         assert "seq_lens // self.compress_ratio" in source
         assert "get_paged_mqa_logits_metadata(\n                    seq_lens,\n" in source
         return
-    asked: list[Any] = []
+    lengths_read: list[Any] = []
     builder = indexer_padding.builder(0, compress_ratio=4)
 
     def schedule(lengths: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        asked.append(lengths.flatten().tolist())
+        lengths_read.append(lengths.flatten().tolist())
         return torch.zeros_like(builder.scheduler_metadata_buffer)
 
     names: dict[str, Any] = {
@@ -173,7 +173,7 @@ def test_a_capture_of_single_tokens_gives_deepgemm_lengths_of_zero_for_compresse
     }
     with mock.patch.multiple(indexer, **names):
         builder.build(0, indexer_padding.Batches(4).batch([1] * 4, [1] * 4))
-    assert asked == [[0] * 4]
+    assert lengths_read == [[0] * 4]
 
 
 # -- counts of accepted drafts in rows that move (issue 51571, PRs 51599 and 53919)
@@ -185,12 +185,12 @@ def gathered(batch: Any, before: list[str]) -> list[int]:
     Its own statements, taken out of it.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(gpu_model_runner.GPUModelRunner._prepare_inputs)))
-    asked = [
+    conditions = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and ast.unparse(node.test) == "self.use_async_scheduling and prev_req_id_to_index"
     ]
-    (statement,) = [node for node in asked if "num_accepted_tokens_cpu" in ast.unparse(node)]
+    (statement,) = [node for node in conditions if "num_accepted_tokens_cpu" in ast.unparse(node)]
     runner = SimpleNamespace(
         use_async_scheduling=True,
         input_batch=batch,
@@ -199,8 +199,8 @@ def gathered(batch: Any, before: list[str]) -> list[int]:
     )
     names = {"self": runner, "np": np, "num_reqs": len(batch.req_ids), "prev_req_id_to_index": {"any": 0}}
     exec(compile(ast.Module([statement], []), "_prepare_inputs", "exec"), names)  # noqa: S102 - vLLM's own code
-    found: list[int] = runner.num_accepted_tokens.np.tolist()
-    return found
+    counts_of_rows: list[int] = runner.num_accepted_tokens.np.tolist()
+    return counts_of_rows
 
 
 @pytest.mark.parametrize("copy_is_late", [False, True])
@@ -246,16 +246,16 @@ def test_a_row_without_drafts_reads_the_first_slot_of_its_state_whatever_was_acc
     prepared = inspect.getsource(gpu_model_runner.GPUModelRunner._prepare_inputs)
     counted_as_drafted = "zero_draft_decode_mask" in prepared
     assert counted_as_drafted == (RELEASE >= (0, 32))
-    given = {
+    drafts = {
         "num_accepted_tokens": torch.tensor([3, 3], dtype=torch.int32),
         "num_decode_draft_tokens_cpu": torch.tensor([length - 1, 0 if counted_as_drafted else -1], dtype=torch.int32),
     }
     if RELEASE[:2] == (0, 17):
         with pytest.raises(AssertionError, match="num_spec_decodes"):
-            builder.build(0, common, **given)
+            builder.build(0, common, **drafts)
         return
     with unpinned():
-        metadata = builder.build(0, common, **given)
+        metadata = builder.build(0, common, **drafts)
     slots = common.block_table_tensor.tolist()
     if counted_as_drafted:
         assert metadata.non_spec_state_indices_tensor is None
@@ -296,7 +296,7 @@ def test_a_schedule_for_fewer_drafts_than_the_graph_has_is_made_for_another_kern
 # -- the workspace of FlashInfer's all-reduce (PR 45917)
 
 
-def test_a_workspace_of_flashinfers_all_reduce_is_given_its_group_from_0_24() -> None:
+def test_a_workspace_of_flashinfers_all_reduce_has_its_group_from_0_24() -> None:
     fused = module("vllm.distributed.device_communicators.flashinfer_all_reduce")
     if fused is None:
         assert RELEASE < (0, 17)
@@ -306,9 +306,9 @@ def test_a_workspace_of_flashinfers_all_reduce_is_given_its_group_from_0_24() ->
         for node in ast.walk(ast.parse(inspect.getsource(fused)))
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".create_allreduce_fusion_workspace")
     ]
-    given = [{keyword.arg for keyword in call.keywords} for call in calls]
-    assert given
-    assert all("group" in names for names in given) == (RELEASE >= (0, 24))
+    keywords = [{keyword.arg for keyword in call.keywords} for call in calls]
+    assert keywords
+    assert all("group" in names for names in keywords) == (RELEASE >= (0, 24))
 
 
 @pytest.mark.skipif(not (0, 17, 0) <= RELEASE < (0, 20, 0), reason="model runner V2 asks backends from 0.20.0 on")
@@ -317,8 +317,8 @@ def test_chunked_local_attention_supports_no_graphs_and_has_new_lengths_and_tabl
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
     make = chunked.create_chunked_local_attention_backend
-    given = {"underlying_attn_backend": FlashAttentionBackend, "attention_chunk_size": 4, "block_size": 4}
-    builder = make(**supported_kwargs(make, given)).get_builder_cls()
+    arguments = {"underlying_attn_backend": FlashAttentionBackend, "attention_chunk_size": 4, "block_size": 4}
+    builder = make(**supported_kwargs(make, arguments)).get_builder_cls()
     assert builder.get_cudagraph_support(None, None) is AttentionCGSupport.NEVER
     lengths = [9, 23]
     batch = decodes(1, lengths, LONGEST)

@@ -91,7 +91,7 @@ def test_decodes_have_their_indices_in_the_second_groups_own_buffers() -> None:
     ],
     ids=["with a prefill", "more than the largest graph has", "without full graphs"],
 )
-def test_what_replays_no_full_graph_is_left_alone(
+def test_steps_without_a_full_graph_are_as_on_stock(
     lengths: list[int], scheduled: list[int], graphs: CUDAGraphMode
 ) -> None:
     first, second = builder(graphs), builder(graphs)

@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 def kinds(length: int) -> dict[str, Row]:
     """Rows of as many tokens as a decode has, in the order in which vLLM sorts a batch."""
-    found = {
+    rows = {
         "decode": Row(3, 6, 7, length - 1),
         "tail with a state": Row(5 + length, 5, 5 + length),
         "own tokens after a preemption": Row(3, 5, 8 + length),
@@ -70,9 +70,9 @@ def kinds(length: int) -> dict[str, Row]:
         "first chunk after a preemption": Row(9, 0, 14),
     }
     if length > 1:
-        found["tail with a state and placeholders"] = Row(6, 5, 6, length - 1)
-        found["prompt of one token and placeholders"] = Row(1, 0, 1, length - 1)
-    return found
+        rows["tail with a state and placeholders"] = Row(6, 5, 6, length - 1)
+        rows["prompt of one token and placeholders"] = Row(1, 0, 1, length - 1)
+    return rows
 
 
 def steps(length: int) -> list[tuple[str, ...]]:
@@ -99,10 +99,12 @@ class Stock:
         self.length, self.v2 = length, v2
         config.cache_config.use_kda_recoverssm = False  # as by default
         self.builder = backend.get_builder_cls()(spec, [scenario.LAYER], config, scenario.CPU)
-        told = inspect.getsource(GPUModelRunner._build_attention_metadata)
-        told = told[told.index("if use_spec_decode and isinstance(") :]
-        told = told[: told.index("extra_attn_metadata_args = dict(")]
-        self._told = v2 or any(re.search(rf"\b{cls.__name__}\b", told) for cls in type(self.builder).__mro__)
+        source = inspect.getsource(GPUModelRunner._build_attention_metadata)
+        source = source[source.index("if use_spec_decode and isinstance(") :]
+        source = source[: source.index("extra_attn_metadata_args = dict(")]
+        self._has_draft_arguments = v2 or any(
+            re.search(rf"\b{cls.__name__}\b", source) for cls in type(self.builder).__mro__
+        )
 
     def takes_for_prefills(self, rows: list[Row]) -> int:
         prefilling = [row.computed < row.prefill(v2=self.v2) for row in rows]
@@ -115,7 +117,7 @@ class Stock:
         always = self.v2 or source_says(
             GPUModelRunner.execute_model, "use_spec_decode = self.speculative_config is not None"
         )
-        if self.length == 1 or not self._told or not (always or any(row.drafts for row in rows)):
+        if self.length == 1 or not self._has_draft_arguments or not (always or any(row.drafts for row in rows)):
             return {}
         if self.v2:
             in_prompts = source_says(
@@ -197,9 +199,9 @@ def test_a_step_loses_its_graph_just_where_the_builder_takes_a_row_for_a_prefill
         )
         right = stock.takes_for_prefills(rows) == 0
         before = AS_DECODE.count
-        kept = keeps(backend, length, rows)
-        if kept != right or (AS_DECODE.count == before) != right:
-            differing.append((step, "right" if right else "wrong", "kept" if kept else "taken"))
+        keeps_the_graph = keeps(backend, length, rows)
+        if keeps_the_graph != right or (AS_DECODE.count == before) != right:
+            differing.append((step, "right" if right else "wrong", "kept" if keeps_the_graph else "taken"))
     assert not differing
 
 

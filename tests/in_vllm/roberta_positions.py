@@ -70,7 +70,7 @@ def test_positions_that_a_subclass_has_put_back_are_not_put_back_twice(owner: st
     assert ACTIVITY.counts[STEPPED_ASIDE] == 1
 
 
-def test_positions_that_another_plugin_does_not_add_to_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_another_plugin_does_not_add_to_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roberta, "replace_roberta_positions", lambda *_, **__: None)
     assert positions_after(_model("RobertaEmbeddingModel")) == [0, 1, 2, 3]
     assert ACTIVITY.counts[STEPPED_ASIDE] == 1
