@@ -43,7 +43,7 @@ def test_capture_records_and_does_not_execute() -> None:
     [(torch.float32, "nan"), (torch.bfloat16, "nan"), (torch.int32, "-1073741824"), (torch.uint8, "255")],
 )
 def test_a_captured_result_is_poison_until_the_replay(dtype: torch.dtype, unwritten: str) -> None:
-    """What a capture returns is memory that nothing has written yet."""
+    """A capture returns memory that nothing has written yet."""
     source = torch.ones(3, dtype=dtype)
     graph, result = _capture(lambda: source * 2)
     assert [str(value) for value in result.tolist()] == [unwritten] * 3
@@ -159,7 +159,7 @@ def test_a_model_gives_the_same_numbers_as_eager() -> None:
 
 
 def test_a_result_is_of_the_type_and_layout_that_eager_gives_whatever_was_recorded_before() -> None:
-    """What is alike is looked up once: numbers that are equal, and sizes that are, are not all that counts."""
+    """Layouts are shared by calls of equal layouts alone: equal numbers and sizes do not suffice."""
     for first in (torch.ones(3, 3, dtype=torch.int32), torch.ones(3, 3), torch.ones(3, 3).t(), torch.ones(3, 1)):
         for second in (1, 1.0, True, torch.ones(3, 3), torch.ones(3, 3, dtype=torch.float64), torch.ones(())):
             for _ in range(2):
@@ -235,7 +235,7 @@ def test_pools_are_distinct() -> None:
 
 
 def test_streams_and_events_are_in_order_here() -> None:
-    """What vLLM calls around a capture works without a device."""
+    """Calls of vLLM around a capture work without a device."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

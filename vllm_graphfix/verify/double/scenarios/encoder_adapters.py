@@ -95,7 +95,7 @@ def encoders_on_the_cpu() -> Iterator[None]:
 
 
 def image(length: int, random: torch.Generator) -> inputs.MultiModalFeatureSpec:
-    """An image of so many tokens, as a request has it."""
+    """Return an image of *length* tokens as a multi-modal feature of a request."""
     pixels = torch.randn(length, HIDDEN, generator=random).bfloat16()
     flat, batched = inputs.MultiModalFlatField(slices=[slice(length)]), inputs.MultiModalBatchedField()
     item = inputs.MultiModalKwargsItem(
