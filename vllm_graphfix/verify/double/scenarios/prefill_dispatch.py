@@ -35,8 +35,7 @@ from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
 """Requests of the largest graph. Each size has a graph, for some releases also pad such batches wrongly."""
-MAX_MODEL_LEN = 32
-MAX_TOKENS = 32
+MAX_MODEL_LEN = MAX_TOKENS = 32
 LAYER = "model.layers.0.mixer"
 CPU = torch.device("cpu")
 HYBRIDS_V2 = "vllm.v1.worker.gpu.model_states.mamba_hybrid"
