@@ -22,21 +22,21 @@ lines = ("n = tile_scheduler_metadata.size(0)", *_COPIED[:2], "n = num_splits.si
 COPIED = (_FULL_GRAPHS.removesuffix(" ..."), *(f"    {line}" for line in lines))
 PLANNED = r"tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8\("
 SPLITS = r"scheduler_metadata\.num_splits = num_splits"
-kept = "".join(rf"\1{line}\n" for line in COPIED)
+copies = "".join(rf"\1{line}\n" for line in COPIED)
 affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 fp8, hopper = "--kv-cache-dtype fp8", "NVIDIA H100 80GB HBM3"
 
 EDITS = (
     Edit("remedy cut out", "0.23.0", _BACKEND, copied, "", Verdict.UNRECOGNISED, cut, runs=True),
     Edit("remedy cut out, 0.33.0", "0.33.0", _BACKEND, copied, "", Verdict.UNRECOGNISED, cut),
-    Edit("the plan kept in buffers", "0.18.1", _BACKEND, pointed, rf"{kept}\g<0>", Verdict.FIXED),
-    Edit("the plan kept in buffers, 0.17.1", "0.17.1", _BACKEND, pointed, rf"{kept}\g<0>", Verdict.FIXED),
+    Edit("the plan kept in buffers", "0.18.1", _BACKEND, pointed, rf"{copies}\g<0>", Verdict.FIXED),
+    Edit("the plan kept in buffers, 0.17.1", "0.17.1", _BACKEND, pointed, rf"{copies}\g<0>", Verdict.FIXED),
     Edit(
         "the plan kept in buffers, and made elsewhere",
         "0.18.1",
         _BACKEND,
         pointed,
-        rf"{kept}\g<0>",
+        rf"{copies}\g<0>",
         Verdict.UNRECOGNISED,
         also=((_CALLER, r"decode_metadata = self\._build_decode\(", "decode_metadata = self._kept_decode("),),
     ),

@@ -9,7 +9,7 @@ from vllm_graphfix.fixes._dispatch_source import GRAPHS_V2, RUNNER, RUNNER_V2, U
 from vllm_graphfix.fixes._recurrent_builders import GDN, MAMBA
 from vllm_graphfix.fixes._recurrent_builders import UTILS as SPLIT
 
-told = r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:"
+signature_end = r"^( *)force_uniform_decode: bool \| None = None,\n( *)\) -> bool:"
 asks = r"\1force_uniform_decode: bool | None = None,\n\1past_prompt: bool = True,\n\2) -> bool:"
 phases = (
     r"\1force_uniform_decode=force_uniform_decode,\n"
@@ -27,13 +27,13 @@ encoders, unknown = r"^( *)num_encoder_reqs=len\(", Verdict.UNRECOGNISED
 affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
 
 EDITS = (
-    Edit("the phase in the predicate", "0.20.0", RUNNER, told, asks, Verdict.FIXED, remedy),
-    Edit("the phase in the predicate, 0.33.0", "0.33.0", RUNNER, told, asks, Verdict.FIXED, remedy),
+    Edit("the phase in the predicate", "0.20.0", RUNNER, signature_end, asks, Verdict.FIXED, remedy),
+    Edit("the phase in the predicate, 0.33.0", "0.33.0", RUNNER, signature_end, asks, Verdict.FIXED, remedy),
     Edit(
         "in one runner of two",
         "0.27.1",
         RUNNER,
-        told,
+        signature_end,
         asks,
         unknown,
         remedy,
@@ -144,7 +144,7 @@ EDITS = (
         "the phase that nobody asks for",
         "0.33.0",
         RUNNER,
-        told,
+        signature_end,
         asks,
         unknown,
         remedy[:1],
@@ -153,7 +153,7 @@ EDITS = (
         "the phase in the predicate, overruled",
         "0.33.0",
         RUNNER,
-        told,
+        signature_end,
         asks,
         unknown,
         (*remedy, (RUNNER, r"^( *)(has_encoder_output = \(\n)", r"\1uniform_decode = num_tokens == num_reqs\n\1\2")),

@@ -188,7 +188,7 @@ class _Worker(threading.Thread):
             self.states[name] = (line["state"], line["reason"])
             return
         elif event == "poisoned":
-            self.poisoned[name] = tuple(line["told"])
+            self.poisoned[name] = tuple(line["effects"])
             return
         elif event == "watched":
             self.watched.setdefault(name, []).append(from_builtins(line, Watch))

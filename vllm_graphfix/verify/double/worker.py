@@ -260,7 +260,7 @@ def main(
         say(event="state", fix=state.name, state=state.state.value, reason=state.reason)
     if watch:
         for name, effects in poisoned(names):
-            say(event="poisoned", fix=name, told=effects)
+            say(event="poisoned", fix=name, effects=effects)
         for name, seen in watched(names):
             say(event="watched", fix=name, **asdict(seen))
 
