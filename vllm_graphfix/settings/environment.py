@@ -1,7 +1,7 @@
-"""Environment -> `Settings`, once a process.
+"""Parse the environment into `Settings`, once a process.
 
-A value that means nothing fails closed: it is never read as the default where the default would patch something. So
-does a name that means nothing, if it may have been meant to switch off, or to take a part of the fleet.
+An invalid value fails closed: it is never read as the default where the default would patch something. An unknown
+variable fails closed if its author may have meant to switch off, or to choose a part of the fleet.
 """
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
@@ -34,16 +34,18 @@ AGREEMENT_TIMEOUT = "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"
 DECISION = "VLLM_GRAPHFIX_DECISION"
 STATUS_DIR = "VLLM_GRAPHFIX_STATUS_DIR"
 
-PATIENCE = 600.0
-"""Seconds that ranks wait for one another before a capture: as long as vLLM itself waits for an engine to start."""
-MOST_PATIENCE = 7 * 24 * 3600
-_VLLM_PATIENCE = "VLLM_ENGINE_READY_TIMEOUT_S"
+DEFAULT_TIMEOUT = 600.0
+"""Seconds that ranks wait for each other before a capture: as long as vLLM itself waits for an engine to start."""
+MAX_TIMEOUT = 7 * 24 * 3600
+_VLLM_TIMEOUT = "VLLM_ENGINE_READY_TIMEOUT_S"
 
-_NAMED, _LISTED, _LONGEST_NAME = 20, 8, 80
-"""Unknown names that are told one by one, and their characters: an environment may hold a hundred thousand, or one of a
-hundred thousand characters."""
-_HANDED_ON, _LONGEST_HANDED_ON = 8, 64
-"""Unknown names that a decision has, and their characters: it has room for few besides every variable's value."""
+_MAX_REPORTED, _LONGEST_NAME = 20, 80
+"""Unknown variables that are reported one by one, and the characters of a name: an environment may hold a hundred
+thousand of them, or one of a hundred thousand characters."""
+_MAX_LISTED = 8
+"""Valid values that a message lists."""
+_MAX_PASSED_ON, _LONGEST_PASSED_ON = 8, 64
+"""Unknown variables that a decision holds, and the characters of a name: every variable's value has to fit, too."""
 _LONGEST_VALUE = 40
 _ON_A_TREE = re.compile(r"on:([0-9a-f]{16})")
 _SAME = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
@@ -56,80 +58,70 @@ class Master(str, Enum):
     OFF = "off"
     STRICT = "strict"
     OBSERVE = "observe"
-    """Every fix that is left at `auto` is observed: also one that a later version of this package brings."""
+    """Observe every fix whose mode is `auto`, those of later versions of this package included."""
 
 
 class Addresses(str, Enum):
-    """What follows where a tensor that graphs hold has moved."""
+    """The response to a tensor that is no longer at the address that graphs captured."""
 
     REPORT = "report"
     REPAIR = "repair"
-    """It is copied to where they have it, or they are taken out of use."""
+    """Copy the tensor to the captured address, or take the graphs out of use."""
     OFF = "off"
-    """Nothing is watched."""
+    """Watch no addresses."""
 
 
 class Settings(NamedTuple):
     master: Master
     modes: Mapping[str, Mode]
-    """By the name of the fix; every fix has one, and none is `auto` where the master switch says `observe`."""
+    """The mode of every fix, by its name; none is `auto` if the master switch is `observe`."""
     trees: Mapping[str, str]
-    """Fixes that are on for unrecognised code, by ``on:TREE``, each with that `Diagnosis.tree`."""
+    """Fixes that ``on:TREE`` switches on for unrecognised code, each with that `Diagnosis.tree`."""
     explicit: frozenset[str]
     """Fixes whose mode the user set by name."""
     problems: tuple[str, ...]
-    """What was set and means nothing here, each with what would."""
+    """Messages about invalid values and unknown variables, each with what is valid."""
     rollout: str | None
-    """The percentage as it was written, empty if it was set and is empty; None if it is not set."""
+    """The percentage as the user wrote it, empty if the variable is set and empty; None if it is not set."""
     rollout_key: str
-    """Empty for the host name."""
+    """The key to choose by; empty for the host name."""
     shadow: str = shadow_rate.OFF
-    """How often a replay is checked, as `rate.normal` writes it."""
+    """The rate of checked replays, as `shadow_rate.normal` writes it."""
     shadow_action: Action = Action.REPORT
-    agreement_timeout: float = PATIENCE
-    """Seconds that ranks wait for one another before a capture."""
+    agreement_timeout: float = DEFAULT_TIMEOUT
+    """Seconds that ranks wait for each other before a capture."""
     addresses: Addresses = Addresses.REPORT
     kv_marks: str = shadow_rate.OFF
-    """Of how many requests the finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
+    """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: MarksAction = MarksAction.REPORT
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, and names that do, each with that value as `brief` writes it;
-    `rollout.decide` adds the percentage."""
+    """Variables with an invalid value, and unknown variables, each with its value as `brief` writes it;
+    `decision.decide` adds the percentage."""
 
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
-    """Every name of the interface, to be registered with vLLM."""
+    """Return every variable of this package, for vLLM's registry of variables."""
     rollout, watches = (ROLLOUT, ROLLOUT_KEY), (SHADOW, SHADOW_ACTION, ADDRESSES, KV_MARKS, KV_MARKS_ACTION)
     return (PREFIX, *map(variable, fixes), *rollout, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
 
 
 def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of *environment* that `read` may go by, or complain of."""
+    """Return the variables of *environment* that `read` may use or complain about."""
     return {name: value for name, value in environment.items() if name.upper().startswith("VLLM_") or is_ours(name)}
 
 
 def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Container[str] = ()) -> Settings:
-    """What *environment* says of the fixes named *fixes*, of which *observed* are observed where it says nothing.
+    """Parse the settings of *environment*. Never raises: invalid values and unknown variables end up in `problems`.
 
-    Never raises; what means nothing ends up in `problems`.
+    *fixes* are the names of all fixes; those in *observed* are observed unless a variable says otherwise.
     """
     fixes = tuple(fixes)
     problems: list[str] = []
     values = _Values(environment, problems)
     master = values.one_of(PREFIX, {m.value: m for m in Master}, Master.ON, Master.OFF, "Nothing is patched")
-    if values.name_what_is_unknown(names(fixes)):
+    if values.report_unknown(names(fixes)):
         master = Master.OFF
-    modes: dict[str, Mode] = {}
-    trees: dict[str, str] = {}
-    for name in fixes:
-        if named := _ON_A_TREE.fullmatch(environment.get(variable(name), "").strip().lower()):
-            modes[name], trees[name] = Mode.ON, named[1]
-            continue
-        default = Mode.OBSERVE if name in observed else Mode.AUTO
-        choices = {m.value: m for m in Mode}
-        modes[name] = values.one_of(variable(name), choices, default, Mode.OFF, f"{name} is off")
-        if master is Master.OBSERVE and modes[name] is Mode.AUTO:
-            modes[name] = Mode.OBSERVE
+    modes, trees = values.modes(fixes, observed, master)
     shadow = values.parsed(
         SHADOW, shadow_rate.normal, shadow_rate.OFF, f"valid: {shadow_rate.VALID}. The shadow check is off"
     )
@@ -147,12 +139,16 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     marks_action = values.one_of(
         KV_MARKS_ACTION, marks_actions, MarksAction.REPORT, MarksAction.REPORT, f"It counts as {Action.REPORT.value}"
     )
-    patience = _default_patience(environment)
+    default_timeout = _default_timeout(environment)
     timeout = values.parsed(
-        AGREEMENT_TIMEOUT, seconds, patience, f"valid: seconds, such as 900. Ranks wait {patience:.0f} s"
+        AGREEMENT_TIMEOUT,
+        seconds,
+        default_timeout,
+        f"valid: seconds, such as 900. Ranks wait {default_timeout:.0f} s",
     )
     explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
-    # Set and empty is not unset: a pod label that is gone gives an empty value, and must not put every engine in.
+    # Set and empty differs from unset: a pod label that has gone yields an empty value, which must not put every engine
+    # in the rollout.
     rollout = environment[ROLLOUT].strip() if ROLLOUT in environment else None
     key = environment.get(ROLLOUT_KEY, "").strip()
     return Settings(
@@ -174,42 +170,62 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
 
 
 class _Values:
-    """Reads one variable after the other, and keeps what means nothing."""
+    """Parses one variable after another, and collects invalid values."""
 
     def __init__(self, environment: Mapping[str, str], problems: list[str]) -> None:
         self._environment = environment
         self._problems = problems
         self.misconfigured: dict[str, str] = {}
 
-    def one_of(self, key: str, values: Mapping[str, T], default: T, otherwise: T, so: str) -> T:
-        """The value of *key*, *default* if it is not set, *otherwise* if it means nothing.
+    def modes(
+        self, fixes: Iterable[str], observed: Container[str], master: Master
+    ) -> tuple[dict[str, Mode], dict[str, str]]:
+        """Return the mode of each fix, and the tree of those that ``on:TREE`` switches on."""
+        choices = {m.value: m for m in Mode}
+        modes: dict[str, Mode] = {}
+        trees: dict[str, str] = {}
+        for name in fixes:
+            if on_tree := _ON_A_TREE.fullmatch(self._environment.get(variable(name), "").strip().lower()):
+                modes[name], trees[name] = Mode.ON, on_tree[1]
+                continue
+            default = Mode.OBSERVE if name in observed else Mode.AUTO
+            modes[name] = self.one_of(variable(name), choices, default, Mode.OFF, f"{name} is off")
+            if master is Master.OBSERVE and modes[name] is Mode.AUTO:
+                modes[name] = Mode.OBSERVE
+        return modes, trees
 
-        *so* says what follows then.
+    def one_of(self, key: str, values: Mapping[str, T], default: T, on_invalid: T, consequence: str) -> T:
+        """Look the value of *key* up in *values*: *default* if it is not set, *on_invalid* if it is not among them.
+
+        *consequence* ends the message about an invalid value.
         """
-        given = self._environment.get(key, "").strip()
-        word = given.lower()
+        text = self._environment.get(key, "").strip()
+        word = text.lower()
         if not word:
             return default
         value = values.get(_SAME.get(word, word))
         if value is not None:
             return value
         nearest = _nearest(word, {each: each for each in values})
-        return self._nothing(key, given, f"is not a valid value{nearest} {so}", otherwise)
+        return self._refuse(key, text, f"is not a valid value{nearest} {consequence}", on_invalid)
 
-    def parsed(self, key: str, parse: Callable[[str], T], default: T, so: str) -> T:
-        """What *parse*, which raises ValueError with what is wrong, makes of the value; *default* if there is none."""
-        given = self._environment.get(key, "").strip()
-        if not given:
+    def parsed(self, key: str, parse: Callable[[str], T], default: T, consequence: str) -> T:
+        """Parse the value of *key*; *default* if it is not set, or if *parse* raises ValueError.
+
+        The message about an invalid value is that of the error, followed by *consequence*.
+        """
+        text = self._environment.get(key, "").strip()
+        if not text:
             return default
         try:
-            return parse(given)
+            return parse(text)
         except ValueError as error:
-            return self._nothing(key, given, f"{error}; {so}", default)
+            return self._refuse(key, text, f"{error}; {consequence}", default)
 
-    def name_what_is_unknown(self, known: Iterable[str]) -> bool:
-        """Report the variables that are ours by their prefix and none of those *known*.
+    def report_unknown(self, known: Iterable[str]) -> bool:
+        """Report variables that have our prefix and are not in *known*.
 
-        Returns if one of them may have been meant to switch off: nothing is patched then. It is named before others.
+        Returns True if the author of one may have meant to switch off: nothing may be patched then. Those come first.
         """
         known = frozenset(known)
         endings = {after_prefix(each): each for each in known}
@@ -218,64 +234,66 @@ class _Values:
             if key not in known and is_ours(key) and ((less := asks_for_less(key, value)) or value.strip()):
                 unknown[key] = less
         ordered = sorted(unknown, key=lambda key: (not unknown[key], key))
-        for key in ordered[:_NAMED]:
+        for key in ordered[:_MAX_REPORTED]:
             label = key if key.isprintable() and len(key) <= _LONGEST_NAME else brief_repr(key)
-            so = (
+            consequence = (
                 "It may have been meant to switch off: nothing is patched until this is corrected"
                 if unknown[key]
                 else "It has no effect"
             )
             nearest = _nearest(after_prefix(key), endings)
-            self._problems.append(f"{label} is not a variable of vllm-graphfix{nearest} {so}")
-        if len(ordered) > _NAMED:
+            self._problems.append(f"{label} is not a variable of vllm-graphfix{nearest} {consequence}")
+        if len(ordered) > _MAX_REPORTED:
             self._problems.append(
-                f"{len(ordered) - _NAMED} more variables that begin with {PREFIX} are unknown and have no effect"
+                f"{len(ordered) - _MAX_REPORTED} more variables that begin with {PREFIX} are unknown and have no effect"
             )
-        for key in ordered[:_HANDED_ON]:
-            name = re.sub(r"[^A-Za-z0-9_]", "_", key)[:_LONGEST_HANDED_ON]
+        for key in ordered[:_MAX_PASSED_ON]:
+            name = re.sub(r"[^A-Za-z0-9_]", "_", key)[:_LONGEST_PASSED_ON]
+            # A cut or replaced name must not stand for a valid variable.
             self.misconfigured[f"{name}_" if name in known else name] = brief(self._environment[key])
         return True in unknown.values()
 
-    def _nothing(self, key: str, given: str, what: str, otherwise: T) -> T:
-        self.misconfigured[key] = brief(given)
-        self._problems.append(f"{key}={brief_repr(given)} {what} until this is corrected")
-        return otherwise
+    def _refuse(self, key: str, text: str, problem: str, on_invalid: T) -> T:
+        self.misconfigured[key] = brief(text)
+        self._problems.append(f"{key}={brief_repr(text)} {problem} until this is corrected")
+        return on_invalid
 
 
 def seconds(text: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", text) or not 0 < float(text) <= MOST_PATIENCE:
-        raise ValueError(f"is not a number of seconds up to {MOST_PATIENCE}")
+    """Parse a number of seconds; raise ValueError, whose message follows the value."""
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", text) or not 0 < float(text) <= MAX_TIMEOUT:
+        raise ValueError(f"is not a number of seconds up to {MAX_TIMEOUT}")
     return float(text)
 
 
-def _default_patience(environment: Mapping[str, str]) -> float:
-    """The default timeout, which is not less than what vLLM was told to wait for its engines.
+def _default_timeout(environment: Mapping[str, str]) -> float:
+    """Return the default timeout in seconds, at least as long as vLLM waits for its engines.
 
-    Where stock starts, the ranks' comparison must not end it.
+    A shorter one could end an engine that starts slowly, and that stock vLLM would have waited for.
     """
     try:
-        return float(min(max(int(PATIENCE), int(environment.get(_VLLM_PATIENCE, ""))), MOST_PATIENCE))
-    except ValueError:  # vLLM says what is wrong with its own variable
-        return PATIENCE
+        return float(min(max(int(DEFAULT_TIMEOUT), int(environment.get(_VLLM_TIMEOUT, ""))), MAX_TIMEOUT))
+    except ValueError:  # not set, or invalid, which vLLM itself reports
+        return DEFAULT_TIMEOUT
 
 
 def _nearest(word: str, candidates: Mapping[str, str]) -> str:
-    """Name the one of *candidates* whose key is nearly *word*: a hint to another one would mislead."""
-    from difflib import get_close_matches  # only for somebody who mistyped
+    """Suggest the one of *candidates* whose key is close to *word*; without a close one, list what is valid."""
+    from difflib import get_close_matches  # here, since only a mistyped value needs it
 
     ordered = sorted(candidates)
     close = get_close_matches(word[:100], ordered, n=1, cutoff=0.75)
     if close:
         return f"; did you mean {candidates[close[0]]}?"
-    if len(ordered) > _LISTED:  # of variables there are more than a line of a log should hold
+    if len(ordered) > _MAX_LISTED:  # variables, which are too many for a line of a log
         return "; `vllm-graphfix status` lists the fixes, and x-y has the variable VLLM_GRAPHFIX_X_Y."
     return f"; valid: {', '.join(ordered)}."
 
 
 def effective(misconfigured: Mapping[str, str], master: str, fixes: Iterable[str]) -> list[str]:
-    """Return those of *misconfigured* that switch off a fix, a detector or all, each as ``name=value``.
+    """Return those of *misconfigured* that switch off a fix, a detector or everything, each as ``name=value``.
 
-    With *master* strict all of them: an engine stops over a name without effect, too, and then on all ranks.
+    All of them if *master* is strict: an engine then stops for an unknown variable without effect, too, on all ranks.
     """
     off = {*names(fixes)} - {SHADOW_ACTION, KV_MARKS_ACTION, AGREEMENT_TIMEOUT}
     return [
@@ -286,20 +304,19 @@ def effective(misconfigured: Mapping[str, str], master: str, fixes: Iterable[str
 
 
 def is_brief(name: object, value: object) -> bool:
-    """Return if *name* and *value* may be a variable of ours, or a mistyped one, and its value as `brief` writes it."""
-    told = isinstance(value, str) and len(value) <= _LONGEST_VALUE and value.isascii() and value.isprintable()
-    return told and isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_]{1,80}", name) is not None and is_ours(name)
+    """Return True for a name with our prefix, mistyped or not, and a value as `brief` writes it."""
+    if not isinstance(name, str) or not isinstance(value, str):
+        return False
+    fits = len(value) <= _LONGEST_VALUE and value.isascii() and value.isprintable()
+    return fits and re.fullmatch(r"[A-Za-z0-9_]{1,80}", name) is not None and is_ours(name)
 
 
 def was_always_brief(name: str) -> bool:
-    """Return if readers of before names were `misconfigured` take *name* for a variable's."""
+    """Return True if versions that knew no unknown variables in `misconfigured` accept *name* there."""
     return re.fullmatch(rf"{PREFIX}[A-Z0-9_]{{0,64}}", name) is not None
 
 
 def brief(value: str) -> str:
-    """A value that means nothing, short and in ASCII.
-
-    It is fit for a record, a label, and a decision with one for every variable.
-    """
-    told = ascii(value)[1:-1]
-    return told if len(told) <= _LONGEST_VALUE else f"{told[: _LONGEST_VALUE - 3]}..."
+    """Shorten *value* to 40 ASCII characters, for a record, a label, and a decision with one of every variable."""
+    escaped = ascii(value)[1:-1]
+    return escaped if len(escaped) <= _LONGEST_VALUE else f"{escaped[: _LONGEST_VALUE - 3]}..."

@@ -1,4 +1,4 @@
-"""A JSON object that another process has written, whose values are checked one by one."""
+"""A JSON object from another process, whose values are checked one by one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import NoReturn
 from vllm_graphfix.text import printable
 
 LONGEST_TEXT = 1500
-"""Characters. Ten such texts, of four bytes each, fit in a record, which cuts them shorter where it has more."""
+"""Characters of a text. A record has room for ten of four bytes a character, and shortens them if it has more."""
 _ENTRIES = 64
-"""Entries of a table: fixes of a record, events of a fix."""
+"""Entries of a table, such as the fixes of a record or the events of a fix."""
 _NAME = r"[a-z0-9][a-z0-9-]{0,63}"
 
 
 class JsonError(ValueError):
-    """What is wrong with a JSON object."""
+    """A value of a JSON object is missing, or is not what it has to be."""
 
 
 class JsonObject:
-    """A JSON object whose values are what they have to be, or JsonError says which is not."""
+    """A JSON object whose methods return a value if it has the form asked for, and raise JsonError if not.
+
+    *place* names the object in messages.
+    """
 
     __slots__ = ("_place", "_value")
 
@@ -31,7 +34,7 @@ class JsonObject:
         self._place = "" if place == "the record" else f"{place}."
 
     def refuse(self, key: str, wanted: str = "") -> NoReturn:
-        """Raises JsonError with what is at *key*, and with what was *wanted* there."""
+        """Raise JsonError about the value at *key*; *wanted* names the valid ones."""
         if key not in self._value:
             raise JsonError(f"{self._place}{key} is missing")
         raise JsonError(f"{self._place}{key} is {_brief_ascii(self._value[key])}" + (wanted and f", not {wanted}"))
@@ -42,15 +45,15 @@ class JsonObject:
         return self._value[key]
 
     def has(self, key: str) -> bool:
-        """Whether there is something other than null at *key*."""
+        """Return True if *key* has a value other than null."""
         return self._value.get(key) is not None
 
     def maybe(self, key: str) -> JsonObject | None:
-        """The object at *key*; None where there is none, or null."""
+        """Return the object at *key*; None if it is missing or null."""
         return JsonObject(self._value[key], f"{self._place}{key}") if self.has(key) else None
 
     def names(self) -> Collection[str]:
-        """The keys, if each has the form of a name and there are not too many."""
+        """Return the keys, at most 64, each in the form of a name."""
         if len(self._value) > _ENTRIES:
             raise JsonError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_ENTRIES} are allowed")
         for name in self._value:
@@ -59,13 +62,13 @@ class JsonObject:
         return self._value.keys()
 
     def named(self, key: str) -> Collection[tuple[str, object]]:
-        """The entries of the object at *key*, whose keys have the form of names."""
+        """Return the entries of the object at *key*, whose keys have the form of names."""
         inner = JsonObject(self.get(key), f"{self._place}{key}")
         inner.names()
         return inner._value.items()
 
     def table(self, key: str, fits: Callable[[str, object], bool]) -> dict[str, str]:
-        """The object at *key*, if every name and value in it *fits*."""
+        """Return the object at *key*, if every name and value in it *fits*."""
         inner = JsonObject(self.get(key), f"{self._place}{key}")
         if len(inner._value) > _ENTRIES:
             raise JsonError(f"{inner._place[:-1]} has {len(inner._value)} entries; at most {_ENTRIES} are allowed")
@@ -82,14 +85,14 @@ class JsonObject:
 
     def whole(self, key: str, below: int = 2**63) -> int:
         value = self._value.get(key)
-        # The type itself: a bool is an int too, and JSON's true is no number.
+        # Compare the type, not by isinstance: a bool is an int, and JSON's true is no number.
         if type(value) is not int or not 0 <= value < below:
             self.refuse(key, "a whole number from 0 on")
         return value
 
     def number(self, key: str, most: float, least: float = 0.0) -> float:
         value = self._value.get(key)
-        # NaN compares as false.
+        # NaN is refused, since it compares as false.
         if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
             self.refuse(key, f"a number from {least:g} to {most:g}")
         return float(value)  # type: ignore[arg-type]
@@ -107,7 +110,7 @@ class JsonObject:
         return printable(value)
 
     def line(self, key: str, longest: int = LONGEST_TEXT) -> str:
-        """A text that is printable as it is."""
+        """Return a text of printable characters only."""
         value = self._value.get(key)
         if not isinstance(value, str) or len(value) > longest or not value.isprintable():
             self.refuse(key, f"a printable text of at most {longest} characters")
@@ -129,5 +132,5 @@ class JsonObject:
 def _brief_ascii(value: object) -> str:
     if isinstance(value, (dict, list)):
         return f"a JSON {'object' if isinstance(value, dict) else 'array'}"
-    told = ascii(value)
-    return told if len(told) <= 50 else f"{told[:49]}…"
+    escaped = ascii(value)
+    return escaped if len(escaped) <= 50 else f"{escaped[:49]}…"

@@ -1,7 +1,4 @@
-"""How often a replay is checked, as the user writes it.
-
-It is a fraction of the replays, or a budget of the time that they take.
-"""
+"""The rate of checks: a fraction of the replays, or a budget, as a share of the time of all steps."""
 
 from __future__ import annotations
 
@@ -15,50 +12,50 @@ VALID = "off, a fraction such as 1/2000, a budget such as 0.1%"
 VALID_FRACTION = "off, a fraction such as 1/16"
 _MOST = 10**9
 NEVER = 1 << 62
-"""A count of steps that no process comes to."""
+"""A number of steps that no process reaches."""
 
 
 class Action(str, Enum):
-    """What follows from mismatches that were confirmed."""
+    """The response to confirmed mismatches."""
 
     REPORT = "report"
     QUARANTINE = "quarantine"
-    """After two of one graph it is replayed no more, and its steps run without it."""
+    """After two mismatches of one graph, run its steps without it."""
     ABORT = "abort"
-    """Requests of which a row was wrong end with an error, and their blocks leave the prefix cache."""
+    """End requests that had a wrong row with an error, and remove their blocks from the prefix cache."""
 
 
 class MarksAction(str, Enum):
-    """What follows where a finished cache block has changed."""
+    """The response to a finished cache block that has changed."""
 
     REPORT = "report"
     ABORT = "abort"
-    """Requests that have it end with an error, and their blocks leave the prefix cache."""
+    """End requests that have the block with an error, and remove their blocks from the prefix cache."""
 
 
 class Abort(Protocol):
-    """Has requests ended, and blocks taken out of the prefix cache; of the two actions of that name."""
+    """Ends requests and removes blocks from the prefix cache, for both actions named `abort`."""
 
     def why_not(self) -> str | None:
-        """Why that cannot be done; to be asked once steps run."""
+        """Return the reason why this engine cannot abort, None if it can; known only once steps run."""
 
     def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None: ...
 
 
 class Rate(NamedTuple):
-    """One of the two is set; neither where nothing is checked."""
+    """A rate in one of its two forms; with neither, nothing is checked."""
 
     every: int | None = None
-    """Replays for each one that is checked."""
+    """Check one replay of this many."""
     share: float | None = None
-    """The largest part of the time of all steps that the checks may take: 0.001 is 0.1 %."""
+    """Largest share of the time of all steps that checks may take: 0.001 is 0.1 %."""
 
     def __bool__(self) -> bool:
         return self != (None, None)
 
 
 def parse(text: str) -> Rate:
-    """The rate that `off`, `1/2000` or `0.1%` is. Raises ValueError with what is wrong."""
+    """Parse ``off``, ``1/2000`` or ``0.1%``; raise ValueError, whose message follows the value."""
     word = text.strip().lower()
     if word in ("", OFF, "0", "false", "no"):
         return Rate()
@@ -76,10 +73,7 @@ def parse(text: str) -> Rate:
 
 
 def normal(text: str) -> str:
-    """*text*, a rate that `parse` knows, as all ranks of an engine tell it to each other.
-
-    Examples: ``off``, ``1/2000``, ``0.1%``.
-    """
+    """Return the one spelling of a rate, which ranks compare: ``off``, ``1/2000``, ``0.1%``. Raises as `parse`."""
     rate = parse(text)
     if rate.every:
         return f"1/{rate.every}"
@@ -87,7 +81,7 @@ def normal(text: str) -> str:
 
 
 def normal_fraction(text: str) -> str:
-    """*text*, ``off`` or a fraction, in one spelling. Raises ValueError with what is wrong, as of a budget."""
+    """Return the one spelling of ``off`` or a fraction; raise ValueError for a budget, and as `parse`."""
     if parse(text).share is not None:
         raise ValueError("is not a fraction")
     return normal(text)
