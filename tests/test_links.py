@@ -61,7 +61,9 @@ def test_places_lead_to_the_lines_of_the_file_and_are_not_cut(width: int) -> Non
     root = release_root("0.18.1")
     found = status(open_source(root), {})
     text = printed(lambda console: status_table.show(found, console, verbose=True), width=width)
-    places = [row.diagnosis.where or "" for row in found.rows if row.left_undone or row.diagnosis.verdict == "affected"]
+    places = [
+        row.diagnosis.where or "" for row in found.rows if row.is_unapplied or row.diagnosis.verdict == "affected"
+    ]
     addresses = {address for address, _ in LINK.findall(text) if address.startswith("file://")}
     wanted = {f"{(root / path).resolve().as_uri()}#{line}" for path, _, line in (p.partition(":") for p in places)}
     assert wanted

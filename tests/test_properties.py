@@ -124,7 +124,7 @@ def test_a_value_that_means_nothing_never_applies_a_fix(environment: dict[str, s
     assert not (less and made.applies)
     assert not less or made.is_off
     assert bool(made.misconfigured.keys() - set(KNOWN)) == bool(mistyped_names or less)
-    assert (judged.misconfigured, judged.left_undone or not made.misconfigured) == (made.misconfigured, True)
+    assert (judged.misconfigured, judged.is_incomplete or not made.misconfigured) == (made.misconfigured, True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", environment)
         assert not (vllm_graphfix._requires_a_fix() and (master or rollout or less))

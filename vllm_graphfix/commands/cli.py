@@ -13,8 +13,8 @@ import typer
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.output import (
     EXIT_CANNOT_TELL,
+    EXIT_INCOMPLETE,
     EXIT_INTERRUPTED,
-    EXIT_LEFT_UNDONE,
     EXIT_NOT_PROVEN,
     console,
     end_unprinted,
@@ -142,9 +142,9 @@ def status(
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
         show(found, console(), everything=everything, verbose=verbose)
-    if check and (found.left_undone or found.unknown):
-        typer.echo(f"check failed: {found.why_left_undone}", err=as_json)
-        raise typer.Exit(EXIT_LEFT_UNDONE if found.left_undone else EXIT_CANNOT_TELL)
+    if check and (found.is_incomplete or found.unknown):
+        typer.echo(f"check failed: {found.why_incomplete}", err=as_json)
+        raise typer.Exit(EXIT_INCOMPLETE if found.is_incomplete else EXIT_CANNOT_TELL)
 
 
 @app.command()
@@ -232,7 +232,7 @@ def verify(
     if report.undecided:
         raise typer.Exit(EXIT_CANNOT_TELL)
     if not report.complete:
-        raise typer.Exit(EXIT_LEFT_UNDONE)
+        raise typer.Exit(EXIT_INCOMPLETE)
 
 
 # No short options here: `-tp`, `-O3` or `-cc.cudagraph_mode=FULL` are vLLM's, and a letter of ours among theirs would
@@ -298,7 +298,7 @@ def compare(
     if report.wrong:
         raise typer.Exit(EXIT_NOT_PROVEN)
     if report.inconclusive is not None:
-        raise typer.Exit(EXIT_LEFT_UNDONE)
+        raise typer.Exit(EXIT_INCOMPLETE)
 
 
 @app.command()
@@ -383,7 +383,7 @@ def report(
             "vllm-graphfix: no status record mentions a wrong graph, a cache block that changed or a tensor that moved",
             err=True,
         )
-        raise typer.Exit(EXIT_LEFT_UNDONE)
+        raise typer.Exit(EXIT_INCOMPLETE)
     typer.echo(found, nl=False)
 
 
@@ -399,7 +399,7 @@ def _report_of(compared: Path, folder: Path | None) -> None:
         stop(str(error))
     if found is None:
         typer.echo(f"vllm-graphfix: in {compared} no answer is wrong, and poison was not seen", err=True)
-        raise typer.Exit(EXIT_LEFT_UNDONE)
+        raise typer.Exit(EXIT_INCOMPLETE)
     typer.echo(found, nl=False)
 
 

@@ -1,4 +1,4 @@
-"""What `explain` says of a fix, and of all."""
+"""The output of `explain`, for one fix or for all."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def show(fix: Fix, console: Console) -> None:
 
 
 def all_as_json() -> dict[str, Any]:
-    said = {fix.name: about(fix) for fix in FIXES}
+    described = {fix.name: about(fix) for fix in FIXES}
     listed = [
-        {"name": name, "pr": each.pr, "summary": each.summary, "releases": each.releases} for name, each in said.items()
+        {"name": name, "pr": each.pr, "summary": each.summary, "releases": each.releases}
+        for name, each in described.items()
     ]
     return {"schema": SCHEMA, "fixes": listed}
 
@@ -41,38 +42,39 @@ def show_all(console: Console) -> None:
     from rich.table import Table
 
     table = Table("fix", "what it does", "affected releases", "upstream", box=None, pad_edge=False)
-    table.columns[0].no_wrap = True  # somebody will type it
+    table.columns[0].no_wrap = True  # a name has to be copied whole
     for fix in FIXES:
-        said = about(fix)
-        table.add_row(fix_name(fix.name), said.summary, said.releases, linked(references(said)))
+        description = about(fix)
+        links = linked(references(description))
+        table.add_row(fix_name(fix.name), description.summary, description.releases, links)
     console.print(table)
 
 
-def references(said: About) -> str:
-    """Where upstream speaks of the defect."""
-    return ", ".join(([f"PR {said.pr}"] if said.pr else []) + list(said.references))
+def references(description: About) -> str:
+    """Name upstream's threads about the defect."""
+    return ", ".join(([f"PR {description.pr}"] if description.pr else []) + list(description.references))
 
 
 def by_default(fix: Fix) -> str:
-    """What is done where nothing is set, and what that rests on."""
-    done = "applied" if fix.default is Mode.AUTO else f"only counted, until {fix.variable}=auto or =on applies it"
-    return f"{done}: {RESTS_ON[fix.default_rationale]}"
+    """Say what the fix does by default, and why."""
+    action = "applied" if fix.default is Mode.AUTO else f"only counted, until {fix.variable}=auto or =on applies it"
+    return f"{action}: {RESTS_ON[fix.default_rationale]}"
 
 
 def _sections(fix: Fix) -> dict[str, str]:
-    said = about(fix)
+    description = about(fix)
     return {
-        "symptom": said.symptom,
-        "cause": said.cause,
-        "what_the_fix_does": said.remedy,
+        "symptom": description.symptom,
+        "cause": description.cause,
+        "what_the_fix_does": description.remedy,
         "what_it_counts": "\n".join(f"{event.name}: {event.meaning}" for event in fix.events),
-        "upstream": references(said),
-        "releases": said.releases,
-        "how_to_tell_that_you_are_hit": said.detect,
+        "upstream": references(description),
+        "releases": description.releases,
+        "how_to_tell_that_you_are_hit": description.detect,
         "concerns": needs.described(fix.needs()),
         "by_default": by_default(fix),
-        "without_the_plugin": said.workaround,
+        "without_the_plugin": description.workaround,
         "switch_it_off": f"{fix.variable}=off for this one, VLLM_GRAPHFIX=off for all; then restart the engine.",
-        "no_longer_needed": said.removable,
+        "no_longer_needed": description.removable,
         **({"goes_with": "; ".join(f"{t.name}: without it {t.because}" for t in fix.requires)} if fix.requires else {}),
     }

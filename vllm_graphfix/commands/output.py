@@ -1,4 +1,4 @@
-"""What commands print with: consoles, messages that end a command, and standard streams that may be closed or gone."""
+"""Output of commands: consoles, messages that end a command, and standard streams that may be closed."""
 
 from __future__ import annotations
 
@@ -18,44 +18,43 @@ if TYPE_CHECKING:
 EXIT_NOT_PROVEN = 1
 EXIT_NOT_PRINTED = 1
 EXIT_USAGE = 2
-EXIT_LEFT_UNDONE = 3
+EXIT_INCOMPLETE = 3
 EXIT_CANNOT_TELL = 4
 EXIT_INTERRUPTED = 130
 
 PIPE_WIDTH = 140
-"""Columns where there is no terminal."""
+"""Columns if the output is no terminal."""
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console on standard output, or on standard error."""
+    """Return a console on standard output, or on standard error."""
     from rich.console import Console
 
-    # Rich honours NO_COLOR and terminals; a pipe has no width, and wrapping at 80 would cut tables for people with `|
-    # less`.
+    # Rich honours NO_COLOR and a terminal's width. It would wrap tables in a pipe, such as `| less`, at 80 columns.
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream and stream.isatty() else PIPE_WIDTH, soft_wrap=False)
 
 
 def stop(message: str, code: int = EXIT_USAGE) -> NoReturn:
-    """Ends the command with *message* on standard error."""
+    """End the command with *message* on standard error."""
     typer.echo(f"vllm-graphfix: {printable(message)}", err=True)
     raise typer.Exit(code)
 
 
 def prepare_streams() -> None:
-    """Sees to it that whatever a command prints can be printed, or that the process says that it cannot."""
+    """Make any text printable on the standard streams; end the process if standard output is closed."""
     if not os.environ.get("COLUMNS", "80").strip("0"):  # Rich would print nothing in a width of 0
         del os.environ["COLUMNS"]
     if sys.stdout is None:
         end_unprinted("standard output is closed")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # For a terminal that knows ASCII only, or a path that is no text.
+            # A terminal may know ASCII only, and a path may hold bytes that are no text.
             stream.reconfigure(errors="backslashreplace")
 
 
 def end_unprinted(why: str | None) -> NoReturn:
-    """Ends with *why* on standard error, if that is there; None: a reader that has gone wants to know nothing."""
+    """End the process with *why* on standard error, if that can be written; silently if *why* is None."""
     if why is not None:
         with suppress(OSError):
             typer.echo(f"vllm-graphfix: cannot write the output: {why}", err=True)
@@ -63,6 +62,6 @@ def end_unprinted(why: str | None) -> NoReturn:
         try:
             if stream is not None:
                 stream.flush()
-        except OSError:  # Python would try again when it ends, and say so in a traceback of its own
+        except OSError:  # Python would flush again at its end, and print a traceback
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(EXIT_NOT_PRINTED)

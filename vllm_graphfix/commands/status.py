@@ -1,4 +1,4 @@
-"""What a vLLM needs and what this environment would do about it, judged from its source alone."""
+"""The fixes that a vLLM needs, and those that this environment would apply, judged from its source alone."""
 
 from __future__ import annotations
 
@@ -23,89 +23,89 @@ SCHEMA = 1
 
 
 class Row(NamedTuple):
-    """One fix."""
+    """One fix, for one vLLM in one environment."""
 
     fix: Fix
     diagnosis: Diagnosis
     mode: Mode
     would_be: State
     reason: str
-    """Why it would be in that state."""
+    """The reason for `would_be`."""
     notes: tuple[str, ...]
     answer: Answer | None = None
-    """Whether the defect can show in the deployment that was asked about."""
+    """The answer to whether the defect concerns the deployment of `--for`; None without one."""
 
     @property
-    def left_undone(self) -> bool:
-        """Needed, or perhaps needed, and not applied, which is not for want of a decision of the user's."""
+    def is_unapplied(self) -> bool:
+        """True if the fix is or may be needed, would not be applied, and is not merely observed by default."""
         by_default = self.fix.default is Mode.OBSERVE and self.would_be is State.OBSERVING
         needed = self.diagnosis.needs_action and not self.is_ruled_out
         return needed and self.would_be is not State.ACTIVE and not by_default
 
     @property
     def is_unknown(self) -> bool:
-        """Nothing of the defect was seen, in code that nobody knows: that is no all-clear."""
+        """True if the code is unrecognised and no part of the defect was seen in it, which is no all-clear."""
         return self.diagnosis.verdict is Verdict.UNRECOGNISED and not self.diagnosis.defect_seen
 
     @property
     def is_ruled_out(self) -> bool:
-        """The defect cannot show in the deployment that was asked about."""
+        """True if the defect cannot occur in the deployment of `--for`."""
         return self.answer is not None and self.answer.concern is Concern.DOES_NOT
 
 
 class Status(NamedTuple):
-    """One vLLM under one environment."""
+    """One vLLM in one environment."""
 
     source: Source
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    """What the operator should act on, beyond the rows."""
+    """Messages that call for action, besides the rows."""
     misconfigured: Mapping[str, str]
-    """Variables whose value means nothing, and names that do, each with that value."""
+    """Variables with an invalid value, and unknown variables, each with its value."""
     elsewhere: bool = False
-    """Whether it is a vLLM that was named: the plugin may not be beside it."""
+    """True for the vLLM of `--vllm`: the plugin may not be installed beside it."""
 
     @property
     def default_runner(self) -> Default:
-        """The model runner that this vLLM takes where nobody chooses one."""
+        """The model runner that this vLLM uses by default."""
         return default_runner(self.source)
 
     @property
     def is_nothing_known(self) -> bool:
-        """Whether none of the code that the fixes concern is there, which no vLLM from 0.14 on lacks all of."""
+        """True if all code that the fixes concern is missing, which is so in no vLLM from 0.14 on."""
         return all(row.is_unknown for row in self.rows)
 
     @property
     def unknown(self) -> tuple[Row, ...]:
-        """The defects that cannot be told, less those that do not concern the deployment that was asked about."""
+        """Defects that the source does not decide, without those that cannot occur in the deployment of `--for`."""
         return tuple(row for row in self.rows if row.is_unknown and not row.is_ruled_out)
 
     @property
-    def left_undone(self) -> bool:
-        """Whether something needed would not be applied, or a setting means nothing: what it was to do is not known."""
-        return bool(self.misconfigured) or any(row.left_undone for row in self.rows)
+    def is_incomplete(self) -> bool:
+        """True if a needed fix would not be applied, or a setting is invalid, so that its intent is unknown."""
+        return bool(self.misconfigured) or any(row.is_unapplied for row in self.rows)
 
     @property
-    def why_left_undone(self) -> str:
-        """The reason of `left_undone`, or what cannot be told, in one line."""
-        rows = [row for row in self.rows if row.left_undone]
-        told = []
+    def why_incomplete(self) -> str:
+        """The reasons for `is_incomplete`, and the unknown defects, in one line."""
+        rows = [row for row in self.rows if row.is_unapplied]
+        reasons = []
         if self.misconfigured:
             values = ", ".join(f"{name}={value}" for name, value in self.misconfigured.items())
             known = settings.names(row.fix.name for row in self.rows)
             what = "value" if self.misconfigured.keys() <= set(known) else "name or value"
-            told.append(f"a {what} that means nothing ({values})")
+            reasons.append(f"a {what} that means nothing ({values})")
         if self.is_nothing_known:
-            told.append("none of the code that the fixes concern is there: is this vLLM, 0.14 or later?")
+            reasons.append("none of the code that the fixes concern is there: is this vLLM, 0.14 or later?")
         if rows:
             why = ", ".join(dict.fromkeys(row.reason for row in rows))
-            told.append(f"{len(rows)} needed fix{'es' if len(rows) > 1 else ''} not applied ({why})")
+            reasons.append(f"{len(rows)} needed fix{'es' if len(rows) > 1 else ''} not applied ({why})")
         elif self.unknown and not self.is_nothing_known:
-            told.append(f"{len(self.unknown)} cannot be told: {', '.join(row.fix.name for row in self.unknown)}")
-        return "; ".join(told)
+            reasons.append(f"{len(self.unknown)} cannot be told: {', '.join(row.fix.name for row in self.unknown)}")
+        return "; ".join(reasons)
 
     def as_json(self) -> dict[str, Any]:
-        """The stable interface; `SCHEMA` changes with it."""
+        """Return the JSON of `status`, a stable interface; `SCHEMA` changes with it."""
         return {
             "schema": SCHEMA,
             "graphfix": __version__,
@@ -141,14 +141,14 @@ class Status(NamedTuple):
 
 
 def status(source: Source, environment: Mapping[str, str] = os.environ, deployment: Deployment | None = None) -> Status:
-    """Judges *source*, and for a *deployment* of it which fixes concern it. Raises `SourceError` and `ManifestError`.
+    """Judge *source* in *environment*, and the fixes that concern *deployment*; raise SourceError or ManifestError.
 
-    Nothing is imported or executed.
+    Nothing of vLLM is imported or executed.
     """
     if deployment is not None:
         environment = {**environment, **deployment.assigned}
     wanted = settings.read(environment, [fix.name for fix in FIXES], OBSERVED_BY_DEFAULT)
-    found = {fix.name: manifest.diagnose(fix, source) for fix in FIXES}
+    diagnoses = {fix.name: manifest.diagnose(fix, source) for fix in FIXES}
     filtered = why_not_loaded(environment)
     decision = rollout.decide(wanted, source.version or "")
     if deployment is not None and not wanted.rollout_key and (separately := deployment.decides_separately()):
@@ -158,12 +158,12 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
         notes.append(filtered)
     if not decision.canary and decision.refused is None:
         notes.append(f"an engine started here would not be in the rollout: {decision.withheld}")
-    would = _applied_fixes(
-        found,
+    applied_fixes = _applied_fixes(
+        diagnoses,
         Policy(decision.master, decision.modes, decision.withheld, decision.misconfigured, decision.trees),
         filtered,
     )
-    rows = tuple(_row(fix, found, would, wanted) for fix in FIXES)
+    rows = tuple(_row(fix, diagnoses, applied_fixes, wanted) for fix in FIXES)
     if deployment is not None:
         rows = tuple(row._replace(answer=_answer(row.fix, row.diagnosis, deployment)) for row in rows)
     unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
@@ -172,8 +172,8 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
     return Status(source, rows, tuple(notes), decision.misconfigured)
 
 
-def _may_be_needed(found: Diagnosis) -> bool:
-    return found.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
+def _may_be_needed(diagnosis: Diagnosis) -> bool:
+    return diagnosis.verdict in (Verdict.AFFECTED, Verdict.UNRECOGNISED)
 
 
 def _no_longer_needed(row: Row, wanted: Settings) -> bool:
@@ -181,52 +181,55 @@ def _no_longer_needed(row: Row, wanted: Settings) -> bool:
 
 
 def _answer(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
-    # Of `fixed`, a shape has cases that are open, which the fix's needs tell apart.
+    # A diagnosis `fixed` with a shape has open cases, and the fix's needs tell which deployments have them.
     is_open = diagnosis.verdict is Verdict.FIXED and diagnosis.shape
     if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT) and not is_open:
         return Answer(Concern.DOES_NOT, f"this vLLM does not have the defect: {diagnosis.reason}")
-    found = needs.judge(fix.needs(), deployment, diagnosis.shape)
-    if is_open and found.concern is Concern.CONCERNS:
+    answer = needs.judge(fix.needs(), deployment, diagnosis.shape)
+    if is_open and answer.concern is Concern.CONCERNS:
         return Answer(Concern.UNKNOWN, f"a run of such an engine: {diagnosis.reason}")
-    if diagnosis.verdict is Verdict.UNRECOGNISED and found.concern is Concern.CONCERNS:
+    if diagnosis.verdict is Verdict.UNRECOGNISED and answer.concern is Concern.CONCERNS:
         return Answer(Concern.UNKNOWN, f"a person who reads the code: {diagnosis.reason}")
-    return found
+    return answer
 
 
-def _row(fix: Fix, found: Mapping[str, Diagnosis], would: Mapping[str, AppliedFix], wanted: Settings) -> Row:
-    """What the engine's own `AppliedFix` comes to with this diagnosis."""
-    applied, notes = would[fix.name], list[str]()
+def _row(
+    fix: Fix, diagnoses: Mapping[str, Diagnosis], applied_fixes: Mapping[str, AppliedFix], wanted: Settings
+) -> Row:
+    """Report the state that the engine's own `AppliedFix` reaches with this diagnosis."""
+    applied, notes = applied_fixes[fix.name], list[str]()
     would_be = applied.expected_state
     if would_be is State.OBSERVING and fix.default is Mode.OBSERVE and fix.name not in wanted.explicit:
         notes.append(f"observed by default; {fix.variable}=auto applies it")
-    for together in fix.requires:
-        other = would[together.name]
-        lacks = applied.lacks(together, other, lambda each: _may_be_needed(found[each.fix.name]))
+    for companion in fix.requires:
+        other = applied_fixes[companion.name]
+        lacks = applied.lacks(companion, other, lambda each: _may_be_needed(diagnoses[each.fix.name]))
         if lacks is None:
             continue
         if not other.is_restrained():
             would_be = State.INCOMPATIBLE
-            notes.append(f"{together.name} is {found[together.name].verdict.value}; without it {together.because}")
-        elif lacks:  # only in a process that imports the companion's code
-            notes.append(f"{together.name} is not switched on: where {together.because}, this fix is reverted")
+            verdict = diagnoses[companion.name].verdict.value
+            notes.append(f"{companion.name} is {verdict}; without it {companion.because}")
+        elif lacks:  # reverted only in a process that imports the companion's code
+            notes.append(f"{companion.name} is not switched on: where {companion.because}, this fix is reverted")
         else:
-            notes.append(f"{together.name} is not switched on: {together.because}")
-    return Row(fix, found[fix.name], applied.mode, would_be, applied.reason, tuple(notes))
+            notes.append(f"{companion.name} is not switched on: {companion.because}")
+    return Row(fix, diagnoses[fix.name], applied.mode, would_be, applied.reason, tuple(notes))
 
 
-def _applied_fixes(found: Mapping[str, Diagnosis], policy: Policy, filtered: str | None) -> dict[str, AppliedFix]:
-    """Every fix as an engine started here would have it, once vLLM has imported all that the fixes concern."""
-    would = {fix.name: AppliedFix(fix, policy) for fix in FIXES}
-    for name, applied in would.items():
+def _applied_fixes(diagnoses: Mapping[str, Diagnosis], policy: Policy, filtered: str | None) -> dict[str, AppliedFix]:
+    """Return every fix in its state in an engine started here that has imported all code that the fixes concern."""
+    applied_fixes = {fix.name: AppliedFix(fix, policy) for fix in FIXES}
+    for name, applied in applied_fixes.items():
         if filtered is not None:
             applied.set_state(State.OFF, filtered)
         elif applied.engaged:
-            applied.judge(found[name])
-    return would
+            applied.judge(diagnoses[name])
+    return applied_fixes
 
 
 def why_not_loaded(environment: Mapping[str, str]) -> str | None:
-    """vLLM loads the plugins that VLLM_PLUGINS names; set and empty, it loads none."""
+    """Return the reason why vLLM would not load this plugin, which VLLM_PLUGINS does not name; None if it would."""
     named = environment.get("VLLM_PLUGINS")
     if named is None or "graphfix" in (name.strip() for name in named.split(",")):
         return None

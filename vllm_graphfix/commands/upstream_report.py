@@ -1,7 +1,7 @@
-"""Bug reports for vLLM, in Markdown, from the records of engines in which a detector has found something.
+"""Bug reports for vLLM, in Markdown, from the status records of engines.
 
-Of three: replays that the shadow check found wrong, finished cache blocks that have changed, and tensors that do not
-lie where graphs have them.
+They cover wrong replays, by the shadow check; finished cache blocks that changed; and tensors that moved away from the
+addresses that graphs captured.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _TENSOR = "- {rank}: {kind} `{name}`, noticed after {after}: {outcome}"
 
 
 def markdown(fleet: Fleet) -> str | None:
-    """Return the report, as Markdown, of what detectors saw in all engines; None where they saw nothing.
+    """Report what detectors saw in all engines, as Markdown; None if they saw nothing.
 
     Hosts, models, values of settings and secrets are masked.
     """
@@ -72,20 +72,20 @@ def markdown(fleet: Fleet) -> str | None:
 def _of_engine(engine: Engine) -> Iterator[str]:
     ranks = [(engine.name_of(member), member.record) for member in engine.tellers]
     if wrong := [(rank, each) for rank, record in ranks for each in record.wrong]:
-        found = [
+        graphs = [
             _GRAPH.format(
                 **each._asdict() | {"layer": _LAYER.format(each.layer) if each.layer else _NO_LAYER}, rank=rank
             )
             for rank, each in wrong
         ]
-        yield _written(engine, _REPLAYS, "shadow", "".join(found))
+        yield _render(engine, _REPLAYS, "shadow", "".join(graphs))
     if blocks := [_BLOCK.format(**each._asdict(), rank=rank) for rank, record in ranks for each in record.overwritten]:
-        yield _written(engine, _BLOCKS, "kv-marks", "\n" + "\n".join(blocks) + "\n")
+        yield _render(engine, _BLOCKS, "kv-marks", "\n" + "\n".join(blocks) + "\n")
     if tensors := [_TENSOR.format(**each._asdict(), rank=rank) for rank, record in ranks for each in record.moved]:
-        yield _written(engine, _TENSORS, "addresses", "\n" + "\n".join(tensors) + "\n")
+        yield _render(engine, _TENSORS, "addresses", "\n" + "\n".join(tensors) + "\n")
 
 
-def _written(engine: Engine, about: tuple[str, str], detector: str, found: str) -> str:
+def _render(engine: Engine, about: tuple[str, str], detector: str, findings: str) -> str:
     title, text = about
     counts = dict.fromkeys(("checks", "mismatches", "marks", "changed", "comparisons", "moved"), 0)
     head = _HEAD.format(
@@ -95,7 +95,7 @@ def _written(engine: Engine, about: tuple[str, str], detector: str, found: str) 
         text=text.format(**counts | engine.counts(detector)),
     )
     fixes = [f"`{fix}` {engine.foremost(fix).state}" for fix in engine.fixes if fix not in _DETECTORS]
-    return f"{head}{found}\nFixes of vllm-graphfix in this engine: {', '.join(fixes)}.\n"
+    return f"{head}{findings}\nFixes of vllm-graphfix in this engine: {', '.join(fixes)}.\n"
 
 
 _DETECTORS = ("shadow", "kv-marks", "addresses", "abort")
