@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vllm_graphfix._version import __version__
+from vllm_graphfix.commands.arguments import (
+    DeviceName,
+    FolderOption,
+    JsonOption,
+    VersionOption,
+    VllmOption,
+    complete_fix,
+    find_fix,
+)
 from vllm_graphfix.commands.output import (
     EXIT_CANNOT_TELL,
     EXIT_INCOMPLETE,
@@ -21,9 +28,8 @@ from vllm_graphfix.commands.output import (
     prepare_streams,
     stop,
 )
-from vllm_graphfix.fix import Fix
-from vllm_graphfix.fixes import BY_NAME, FIXES, about
-from vllm_graphfix.fixes import flags as asked_flags
+from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.fixes import flags as flags_of_fixes
 from vllm_graphfix.manifest import ManifestError
 from vllm_graphfix.source.files import SourceError, open_source
 
@@ -37,54 +43,8 @@ app = typer.Typer(
 )
 
 
-class DeviceName(str, Enum):
-    """Where `verify` runs."""
-
-    GPU = "gpu"
-    CPU = "cpu"
-
-
-VllmOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--vllm",
-        metavar="PATH",
-        help="A vLLM wheel file, source tree or site-packages folder; default: the installed vLLM.",
-    ),
-]
-
-
-FolderOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--dir",
-        metavar="PATH",
-        help="Folder of the status records; default: VLLM_GRAPHFIX_STATUS_DIR, or else /tmp.",
-    ),
-]
-
-
-def _complete_fix(incomplete: str) -> list[tuple[str, str]]:
-    """For a shell's completion: names of fixes, with what each does."""
-    return [(fix.name, about(fix).summary) for fix in FIXES if fix.name.startswith(incomplete)]
-
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, a stable interface with a schema version.")]
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"vllm-graphfix {__version__}")
-        raise typer.Exit
-
-
 @app.callback()
-def _main(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
-    pass
+def _main(version: VersionOption = False) -> None: ...
 
 
 @app.command()
@@ -134,17 +94,17 @@ def status(
         stop(f"no GPU that this plugin knows is called {gpu!r}; say H100, or its compute capability, such as 9.0")
     try:
         source = open_source(vllm)
-        deployment = None if flags is None else read_deployment(flags, source, gpu, flags=asked_flags())
-        found = judge(source, deployment=deployment)._replace(elsewhere=vllm is not None)
+        deployment = None if flags is None else read_deployment(flags, source, gpu, flags=flags_of_fixes())
+        judged = judge(source, deployment=deployment)._replace(elsewhere=vllm is not None)
     except (SourceError, ManifestError, FlagsError) as error:
         stop(str(error))
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        typer.echo(json.dumps(judged.as_json(), indent=2))
     else:
-        show(found, console(), everything=everything, verbose=verbose)
-    if check and (found.is_incomplete or found.unknown):
-        typer.echo(f"check failed: {found.why_incomplete}", err=as_json)
-        raise typer.Exit(EXIT_INCOMPLETE if found.is_incomplete else EXIT_CANNOT_TELL)
+        show(judged, console(), everything=everything, verbose=verbose)
+    if check and (judged.is_incomplete or judged.unknown):
+        typer.echo(f"check failed: {judged.why_incomplete}", err=as_json)
+        raise typer.Exit(EXIT_INCOMPLETE if judged.is_incomplete else EXIT_CANNOT_TELL)
 
 
 @app.command()
@@ -152,7 +112,7 @@ def explain(
     fix: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FIX]", help="Name of a fix; without it, all fixes are listed.", autocompletion=_complete_fix
+            metavar="[FIX]", help="Name of a fix; without it, all fixes are listed.", autocompletion=complete_fix
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -160,10 +120,10 @@ def explain(
     """Symptom, cause, what the fix does and counts, how to tell whether you are affected, and the workaround."""
     from vllm_graphfix.commands import explain as explaining
 
-    chosen = None if fix is None else _fix_named(fix)
+    chosen = None if fix is None else find_fix(fix)
     if as_json:
-        found = explaining.all_as_json() if chosen is None else explaining.as_json(chosen)
-        typer.echo(json.dumps(found, indent=2))
+        explained = explaining.all_as_json() if chosen is None else explaining.as_json(chosen)
+        typer.echo(json.dumps(explained, indent=2))
     elif chosen is None:
         explaining.show_all(console())
     else:
@@ -174,7 +134,7 @@ def explain(
 def verify(
     fixes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[FIX]…", help="Names of fixes; default: all.", autocompletion=_complete_fix),
+        typer.Argument(metavar="[FIX]…", help="Names of fixes; default: all.", autocompletion=complete_fix),
     ] = None,
     vllm: VllmOption = None,
     device: Annotated[
@@ -209,7 +169,7 @@ def verify(
     from vllm_graphfix.verify.report import show
     from vllm_graphfix.verify.run import run
 
-    chosen = list(dict.fromkeys(_fix_named(name) for name in fixes or BY_NAME))
+    chosen = list(dict.fromkeys(find_fix(name) for name in fixes or BY_NAME))
     try:
         report = run(
             open_source(vllm),
@@ -219,7 +179,7 @@ def verify(
             fresh=fresh,
             parallel=parallel,
         )
-    except (SourceError, ManifestError, VerifyError, OSError) as error:  # a disk that is full, say
+    except (SourceError, ManifestError, VerifyError, OSError) as error:  # OSError: a full disk, for example
         stop(str(error))
     except KeyboardInterrupt:
         stop("interrupted; all processes it had started have ended", code=EXIT_INTERRUPTED)
@@ -235,8 +195,7 @@ def verify(
         raise typer.Exit(EXIT_INCOMPLETE)
 
 
-# No short options here: `-tp`, `-O3` or `-cc.cudagraph_mode=FULL` are vLLM's, and a letter of ours among theirs would
-# be taken for it.
+# No short options here: vLLM's flags, such as `-tp`, `-O3` or `-cc.cudagraph_mode=FULL`, would be parsed as ours.
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]},
 )
@@ -282,11 +241,11 @@ def compare(
     from vllm_graphfix.commands.compare.report import show
     from vllm_graphfix.commands.compare.run import run
 
-    if model.startswith("-") and not Path(model).exists():  # vLLM's flag, which is unknown here
+    if model.startswith("-") and not Path(model).exists():  # a flag of vLLM's, not a model
         stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
     try:
-        asked = read_prompts(prompts) if prompts is not None else ()
-        report = run(model, context.args, asked, num_prompts, max_tokens, timeout, console(stderr=True), poison=poison)
+        texts = read_prompts(prompts) if prompts is not None else ()
+        report = run(model, context.args, texts, num_prompts, max_tokens, timeout, console(stderr=True), poison=poison)
     except (CompareError, OSError) as error:
         stop(str(error))
     except KeyboardInterrupt as interrupt:
@@ -303,7 +262,7 @@ def compare(
 
 @app.command()
 def fleet(
-    asked: Annotated[
+    engine_or_seconds: Annotated[
         str | None,
         typer.Argument(
             metavar="[ENGINE|SECONDS]",
@@ -322,10 +281,10 @@ def fleet(
     """
     from vllm_graphfix.commands import fleet as fleets
 
-    seconds = None if asked is None or not watch else _number(asked)
-    if watch and (everything or (asked is not None and seconds is None)):
+    seconds = _number(engine_or_seconds) if watch and engine_or_seconds is not None else None
+    if watch and (everything or (engine_or_seconds is not None and seconds is None)):
         stop("--watch shows all engines in short, and takes seconds: vllm-graphfix fleet --watch SECONDS")
-    if as_json and (everything or asked is not None):
+    if as_json and (everything or engine_or_seconds is not None):
         stop("--json has all engines with all details: vllm-graphfix fleet --json")
     if watch and as_json:
         stop("--watch and --json do not go together: call `vllm-graphfix fleet --json` as often as you need it")
@@ -333,20 +292,20 @@ def fleet(
         if watch:
             fleets.watch(folder, 2.0 if seconds is None else seconds, console())
             return
-        found = fleets.look(folder)
+        engines = fleets.look(folder)
     except fleets.FleetError as error:
         stop(str(error))
     except KeyboardInterrupt:
         stop("interrupted", code=EXIT_INTERRUPTED)
     if as_json:
-        typer.echo(json.dumps(fleets.as_json(found), indent=2))
+        typer.echo(json.dumps(fleets.as_json(engines), indent=2))
     else:
         try:
-            console().print(fleets.render(found, everything=everything, engine=asked))
+            console().print(fleets.render(engines, everything=everything, engine=engine_or_seconds))
         except fleets.FleetError as error:
             stop(str(error))
-    if found.exit_code:
-        raise typer.Exit(found.exit_code)
+    if engines.exit_code:
+        raise typer.Exit(engines.exit_code)
 
 
 @app.command()
@@ -367,40 +326,40 @@ def report(
     not.
     """
     if compared is not None:
-        _report_of(compared, folder)
+        _report_comparison(compared, folder)
         return
     from vllm_graphfix.commands import fleet as fleets
     from vllm_graphfix.commands.upstream_report import markdown
 
     try:
-        found = markdown(fleets.look(folder))
+        text = markdown(fleets.look(folder))
     except fleets.FleetError as error:
         stop(str(error))
     except KeyboardInterrupt:
         stop("interrupted", code=EXIT_INTERRUPTED)
-    if found is None:
+    if text is None:
         typer.echo(
             "vllm-graphfix: no status record mentions a wrong graph, a cache block that changed or a tensor that moved",
             err=True,
         )
         raise typer.Exit(EXIT_INCOMPLETE)
-    typer.echo(found, nl=False)
+    typer.echo(text, nl=False)
 
 
-def _report_of(compared: Path, folder: Path | None) -> None:
+def _report_comparison(compared: Path, folder: Path | None) -> None:
     from vllm_graphfix.commands.compare import CompareError
     from vllm_graphfix.commands.compare.upstream_report import of_comparison
 
     if folder is not None:
         stop("--dir is for status records and --compared for a comparison: name one of them")
     try:
-        found = of_comparison(compared)
+        text = of_comparison(compared)
     except CompareError as error:
         stop(str(error))
-    if found is None:
+    if text is None:
         typer.echo(f"vllm-graphfix: in {compared} no answer is wrong, and poison was not seen", err=True)
         raise typer.Exit(EXIT_INCOMPLETE)
-    typer.echo(found, nl=False)
+    typer.echo(text, nl=False)
 
 
 @app.command()
@@ -412,14 +371,14 @@ def doctor(vllm: VllmOption = None, as_json: JsonOption = False) -> None:
     from vllm_graphfix.commands import doctor as doctors
 
     try:
-        found = doctors.examine(vllm)
+        examined = doctors.examine(vllm)
     except KeyboardInterrupt:
         stop("interrupted", code=EXIT_INTERRUPTED)
-    typer.echo(json.dumps(found.as_json(), indent=2) if as_json else doctors.markdown(found), nl=as_json)
+    typer.echo(json.dumps(examined.as_json(), indent=2) if as_json else doctors.markdown(examined), nl=as_json)
 
 
 def main() -> None:
-    """The entry point of `vllm-graphfix`."""
+    """Run `vllm-graphfix`, the console script."""
     prepare_streams()
     try:
         try:
@@ -427,7 +386,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None:  # not of writing to a stream
+        if error.filename is not None:  # with a file name, it is no error of writing to a stream
             if "--install-completion" not in sys.argv:
                 raise
             end_unprinted(f"{error.filename}: {error.strerror}")
@@ -439,19 +398,3 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _fix_named(name: str) -> Fix:
-    """The fix of this name, in any case and with `_` for `-`; ends the command where there is none."""
-    wanted = name.lower().replace("_", "-")
-    found = BY_NAME.get(wanted)
-    if found is None:
-        from difflib import get_close_matches
-
-        # A part of a name comes first: `mamba` is nearer to mamba-padding than any measure of letters says.
-        close = [each for each in BY_NAME if wanted and wanted in each] or get_close_matches(wanted, BY_NAME, n=1)
-        stop(
-            f"there is no fix named {name!r}"
-            + (f"; did you mean {' or '.join(close)}?" if close else f"; there are: {', '.join(BY_NAME)}")
-        )
-    return found
