@@ -1,16 +1,15 @@
-"""What `status` shows on a terminal: one line of verdict, then what this vLLM has, then the rest if it is asked for."""
+"""The output of `status` on a terminal: a verdict in one line, the defects of this vLLM, then the rest on request."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.explain import by_default
 from vllm_graphfix.commands.links import fix_name, linked
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.deployment.needs import briefly_here, by_choice
-from vllm_graphfix.deployment.runner import Default
 from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.fixes import about
 from vllm_graphfix.text import printable
@@ -22,128 +21,208 @@ if TYPE_CHECKING:
 
 _NARROW = 80
 """Columns below which a table has a line for each cell."""
+_GROUPS = (("NOT FIXED", "red"), ("FIXED", "green"), ("COUNTED", "cyan"))
+"""Titles and colours of the tables."""
 
 
-def show(found: Status, console: Console, *, everything: bool = False, verbose: bool = False) -> None:
-    """Prints *found*.
+def show(status: Status, console: Console, *, everything: bool = False, verbose: bool = False) -> None:
+    """Print *status*.
 
-    *everything*: also what this vLLM does not have, and with a deployment what does not concern it. *verbose*: what
-    each verdict rests on, with its place in the source.
+    *everything* adds defects that this vLLM does not have or that cannot occur in the deployment; *verbose* adds the
+    evidence for each verdict, with its place in the source.
     """
-    from rich.text import Text
+    _Output(status, console, verbose=verbose).print(everything=everything)
 
-    folder = found.source.folder
 
-    def line(text: str, style: str = "") -> None:
-        console.print(linked(text, style, folder=folder), soft_wrap=True)
+class _Output:
+    """The output of one `status` on one console."""
 
-    needed = [row for row in found.rows if row.diagnosis.needs_action]
-    asked = any(row.answer for row in found.rows)
-    opened = [
-        row
-        for row in found.rows
-        if row.diagnosis.verdict is Verdict.FIXED and row.answer and row.answer.concern is not Concern.DOES_NOT
-    ]
-    concerned = [row for row in [*needed, *opened] if row.answer is None or row.answer.concern is not Concern.DOES_NOT]
-    known = all(row.diagnosis.known for row in found.rows)
-    origin = "stock release" if known else "no stock release that was looked at: judged by its code"
-    where = f" in {printable(found.source.label)}" if verbose or not known else ""
-    runner = f"; model runner {found.default_runner} by default" if needed and found.default_runner else ""
-    line(f"vLLM {found.source.version or '(version unknown)'}{where}, {origin}{runner}")
-    line(verdict(found), "bold")
-    if asked:
-        line(_sentence_on_deployment(needed) + (f" {len(opened)} more cannot be told." if opened else ""), "bold")
-    elif chosen := sum(by_choice(row.fix.needs(), found.default_runner, row.diagnosis.shape) for row in needed):
-        verb = "needs" if chosen == 1 else "need"
-        line(f"{chosen} of these {len(needed)} {verb} a model runner or a mode that is not the default of this vLLM.")
-    for name, value in found.misconfigured.items():
-        line(f"misconfigured: {name}={value}", "bold red")
-    for note in found.notes:
-        line(f"! {note}", "yellow")
-    groups = [("NOT FIXED", "red"), ("FIXED", "green"), ("COUNTED", "cyan")]
-    untold = [row for row in concerned if row.answer is not None and row.answer.concern is Concern.UNKNOWN]
-    of_group = {title: [row for row in concerned if _group(row) == title and row not in untold] for title, _ in groups}
-    for title, colour in groups:
-        rows = of_group[title]
-        if rows:
-            console.print()
-            # What is said of all of them is said once.
-            whys = {(row.would_be, row.reason) for row in rows}
-            said = len(rows) > 1 and len(whys) == 1 and title == "NOT FIXED"
-            if said:
-                line(f"{rows[0].would_be.value}: {rows[0].reason}", colour)
-            _table(title, colour, rows, console, found, asked=asked, verbose=verbose, why=not said)
-    if untold:
-        console.print()
-    for answer in dict.fromkeys(row.answer for row in untold if row.answer is not None):  # mostly one thing is missing
-        line(f"{answer.concern.value} {answer.reason}:", "yellow")
-        for row in (row for row in untold if row.answer == answer):
-            console.print(Text("  ") + fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), sep=": ")
-            _, *more = _details_of(row, found.default_runner, asked=asked, verbose=verbose, why=True)
-            for text in more:
-                line(f"    {text}", "yellow")
-    if found.unknown:
-        _show_unknown(found.unknown, console, line, named=found.source.label if found.elsewhere else None)
-    absent = [row for row in found.rows if row not in [*needed, *opened] and not row.is_unknown]
-    left_out = [row for row in found.rows if row.is_ruled_out and row not in absent]
-    if everything:
-        for title, rows in (("does not concern you", left_out), ("not in this vLLM", absent)):
+    def __init__(self, status: Status, console: Console, *, verbose: bool) -> None:
+        self._status = status
+        self._console = console
+        self._verbose = verbose
+        self._needed = [row for row in status.rows if row.diagnosis.needs_action]
+        self._has_deployment = any(row.answer for row in status.rows)
+        # Defects that are fixed save for cases that the deployment may have.
+        self._open = [
+            row
+            for row in status.rows
+            if row.diagnosis.verdict is Verdict.FIXED and row.answer and row.answer.concern is not Concern.DOES_NOT
+        ]
+
+    def print(self, *, everything: bool) -> None:
+        self._print_head()
+        concerned = [
+            row
+            for row in [*self._needed, *self._open]
+            if row.answer is None or row.answer.concern is not Concern.DOES_NOT
+        ]
+        undecided = [row for row in concerned if row.answer is not None and row.answer.concern is Concern.UNKNOWN]
+        for title, colour in _GROUPS:
+            rows = [row for row in concerned if _group(row) == title and row not in undecided]
             if rows:
-                console.print()
-                line(f"{title}:")
+                self._print_group(title, colour, rows)
+        self._print_undecided(undecided)
+        if self._status.unknown:
+            self._print_unknown(self._status.unknown)
+        self._print_rest(everything=everything)
+
+    def _line(self, text: str, style: str = "") -> None:
+        self._console.print(linked(text, style, folder=self._status.source.folder), soft_wrap=True)
+
+    def _print_head(self) -> None:
+        """Print the verdict on this vLLM and on the deployment, then invalid settings and notes."""
+        status, needed = self._status, self._needed
+        known = all(row.diagnosis.known for row in status.rows)
+        origin = "stock release" if known else "no stock release that was looked at: judged by its code"
+        where = f" in {printable(status.source.label)}" if self._verbose or not known else ""
+        runner = f"; model runner {status.default_runner} by default" if needed and status.default_runner else ""
+        self._line(f"vLLM {status.source.version or '(version unknown)'}{where}, {origin}{runner}")
+        self._line(verdict(status), "bold")
+        if self._has_deployment:
+            more = f" {len(self._open)} more cannot be told." if self._open else ""
+            self._line(_sentence_on_deployment(needed) + more, "bold")
+        elif chosen := sum(by_choice(row.fix.needs(), status.default_runner, row.diagnosis.shape) for row in needed):
+            verb = "needs" if chosen == 1 else "need"
+            self._line(
+                f"{chosen} of these {len(needed)} {verb} a model runner or a mode that is not the default of this vLLM."
+            )
+        for name, value in status.misconfigured.items():
+            self._line(f"misconfigured: {name}={value}", "bold red")
+        for note in status.notes:
+            self._line(f"! {note}", "yellow")
+
+    def _print_group(self, title: str, colour: str, rows: Sequence[Row]) -> None:
+        self._console.print()
+        # A reason that all rows share is printed once, above them.
+        reasons = {(row.would_be, row.reason) for row in rows}
+        is_shared = len(rows) > 1 and len(reasons) == 1 and title == "NOT FIXED"
+        if is_shared:
+            self._line(f"{rows[0].would_be.value}: {rows[0].reason}", colour)
+        self._print_table(title, colour, rows, with_reason=not is_shared)
+
+    def _print_table(self, title: str, colour: str, rows: Sequence[Row], *, with_reason: bool) -> None:
+        from rich.table import Table
+        from rich.text import Text
+
+        folder = self._status.source.folder
+        if self._console.width < _NARROW:
+            self._console.print(f"[bold {colour}]{title}[/]")
             for row in rows:
-                reason = row.answer.reason if row.answer is not None else row.diagnosis.reason
-                line(f"  {row.fix.name}: {reason}")
-    console.print()
-    if not everything:
-        parts = [(len(left_out), "not yours"), (len(absent), "not in this vLLM")]
-        hidden = [f"{what}: {number}" for number, what in parts if number]
-        if hidden:
-            line(f"{', '.join(hidden)} (--all)", "dim")
-    yours = "" if asked else 'Yours?  vllm-graphfix status --for "MODEL FLAGS"    '
-    line(f"{yours}Where?  --verbose    More?  vllm-graphfix explain FIX", "dim")
+                self._console.print(fix_name(row.fix.name), linked(f": {_plain(about(row.fix).seen)}"), sep="")
+                for text in self._details_of(row, with_reason=with_reason):
+                    self._console.print(linked(f"  {text}", folder=folder))
+            return
+        deployment = "YOURS" if self._has_deployment else "ONLY WITH"
+        table = Table(f"[bold {colour}]{title}[/]", "WITHOUT IT", deployment, box=None, pad_edge=False)
+        table.columns[0].no_wrap = True
+        table.columns[2].overflow = "fold"  # places in the source are long words
+        for row in rows:
+            first, *more = self._details_of(row, with_reason=with_reason)
+            details = Text("\n").join([linked(first), *(linked(text, "yellow", folder=folder) for text in more)])
+            table.add_row(fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), details)
+        self._console.print(table)
+
+    def _details_of(self, row: Row, *, with_reason: bool) -> Iterator[str]:
+        """Yield the deployments that have the defect, or the answer on this one; then notes, reason and evidence.
+
+        *with_reason* includes the reason why it is not fixed.
+        """
+        if self._has_deployment and row.answer is not None:
+            yours = row.answer.concern is Concern.CONCERNS
+            yield row.answer.reason if yours else f"{row.answer.concern.value} {row.answer.reason}"
+        else:
+            yield briefly_here(row.fix.needs(), self._status.default_runner, row.diagnosis.shape)
+        yield from row.notes
+        if with_reason and row.would_be not in (State.ACTIVE, State.OBSERVING) and not row.notes:
+            yield f"{row.would_be.value}: {row.reason}"
+        if self._verbose or row.diagnosis.verdict is Verdict.UNRECOGNISED:
+            place = f" ({row.diagnosis.where})" if row.diagnosis.where else ""
+            yield f"{row.diagnosis.verdict.value}: {row.diagnosis.reason}{place}"
+        if row.diagnosis.tree:
+            yield f"run it: vllm-graphfix verify {row.fix.name} --device cpu, which says how to patch this very code"
+        if self._verbose:
+            yield f"by default {by_default(row.fix)}"
+
+    def _print_undecided(self, rows: Sequence[Row]) -> None:
+        """Print defects that may concern the deployment, grouped by the missing information."""
+        from rich.text import Text
+
+        if rows:
+            self._console.print()
+        for answer in dict.fromkeys(row.answer for row in rows if row.answer is not None):
+            self._line(f"{answer.concern.value} {answer.reason}:", "yellow")
+            for row in (row for row in rows if row.answer == answer):
+                self._console.print(Text("  ") + fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), sep=": ")
+                _, *more = self._details_of(row, with_reason=True)
+                for text in more:
+                    self._line(f"    {text}", "yellow")
+
+    def _print_unknown(self, rows: Sequence[Row]) -> None:
+        """Print defects of which nothing was seen in code that is new, and the command that decides."""
+        from rich.text import Text
+
+        self._console.print()
+        these, them = ("it", "it") if len(rows) == 1 else ("these", "them")
+        self._line(f"CANNOT BE TOLD: nothing of {these} was seen, in code that is new", "yellow")
+        for row in rows:
+            self._console.print(Text("  ") + fix_name(row.fix.name), linked(row.diagnosis.reason), sep=": ")
+        tree = f" --vllm {self._status.source.label}" if self._status.elsewhere else ""
+        self._line(f"Run {them}: vllm-graphfix verify{tree} --device cpu", "yellow")
+
+    def _print_rest(self, *, everything: bool) -> None:
+        """Print the defects that are absent or ruled out, or how many there are; then hints."""
+        rows = self._status.rows
+        absent = [row for row in rows if row not in [*self._needed, *self._open] and not row.is_unknown]
+        ruled_out = [row for row in rows if row.is_ruled_out and row not in absent]
+        if everything:
+            for title, group in (("does not concern you", ruled_out), ("not in this vLLM", absent)):
+                if group:
+                    self._console.print()
+                    self._line(f"{title}:")
+                for row in group:
+                    reason = row.answer.reason if row.answer is not None else row.diagnosis.reason
+                    self._line(f"  {row.fix.name}: {reason}")
+        self._console.print()
+        if not everything:
+            counts = [("not yours", len(ruled_out)), ("not in this vLLM", len(absent))]
+            hidden = [f"{title}: {number}" for title, number in counts if number]
+            if hidden:
+                self._line(f"{', '.join(hidden)} (--all)", "dim")
+        yours = "" if self._has_deployment else 'Yours?  vllm-graphfix status --for "MODEL FLAGS"    '
+        self._line(f"{yours}Where?  --verbose    More?  vllm-graphfix explain FIX", "dim")
 
 
 def _group(row: Row) -> str:
     return {State.ACTIVE: "FIXED", State.OBSERVING: "COUNTED"}.get(row.would_be, "NOT FIXED")
 
 
-def _show_unknown(rows: Sequence[Row], console: Console, line: Callable[..., None], *, named: str | None) -> None:
-    """Print what cannot be told, since nothing of it was seen in code that is new, and how to find out."""
-    from rich.text import Text
-
-    console.print()
-    line(f"CANNOT BE TOLD: nothing of {'it' if len(rows) == 1 else 'these'} was seen, in code that is new", "yellow")
-    for row in rows:
-        console.print(Text("  ") + fix_name(row.fix.name), linked(row.diagnosis.reason), sep=": ")
-    tree = f" --vllm {named}" if named else ""
-    line(f"Run {'it' if len(rows) == 1 else 'them'}: vllm-graphfix verify{tree} --device cpu", "yellow")
-
-
-def verdict(found: Status) -> str:
-    """Say how many of the known defects this vLLM has, has not and may have, and what will be done about them."""
-    rows, needed = found.rows, [row for row in found.rows if row.diagnosis.needs_action]
+def verdict(status: Status) -> str:
+    """Count the known defects that this vLLM has, has not and may have, and those that will be fixed, in a sentence."""
+    rows, needed = status.rows, [row for row in status.rows if row.diagnosis.needs_action]
     has = sum(row.diagnosis.verdict is Verdict.AFFECTED for row in rows)
     unknown = sum(row.diagnosis.verdict is Verdict.UNRECOGNISED for row in rows)
     if not has and not unknown:
         return f"None of {len(rows)} known defects is in it: nothing will be patched."
-    said = f"{has} of {len(rows)} known defects {'is' if has == 1 else 'are'} in it, {len(rows) - has - unknown} not"
+    text = f"{has} of {len(rows)} known defects {'is' if has == 1 else 'are'} in it, {len(rows) - has - unknown} not"
     if unknown:
-        said += f", {unknown} cannot be told from its code"
+        text += f", {unknown} cannot be told from its code"
     if not needed:
-        return f"{said}. Nothing will be patched."
-    each = {title: sum(_group(row) == title for row in needed) for title in ("FIXED", "COUNTED", "NOT FIXED")}
-    told = [f"{each['FIXED']} fixed"] if each["FIXED"] else []
-    told += [f"{each['COUNTED']} only counted"] if each["COUNTED"] else []
-    told += [f"{each['NOT FIXED']} NOT fixed"] if each["NOT FIXED"] else []
-    when = "With the plugin installed there" if found.elsewhere else "At the next start"
-    return f"{said}. {when}: {', '.join(told)}."
+        return f"{text}. Nothing will be patched."
+    counts = {title: sum(_group(row) == title for row in needed) for title, _ in _GROUPS}
+    parts = [f"{counts['FIXED']} fixed"] if counts["FIXED"] else []
+    parts += [f"{counts['COUNTED']} only counted"] if counts["COUNTED"] else []
+    parts += [f"{counts['NOT FIXED']} NOT fixed"] if counts["NOT FIXED"] else []
+    when = "With the plugin installed there" if status.elsewhere else "At the next start"
+    return f"{text}. {when}: {', '.join(parts)}."
 
 
 def _sentence_on_deployment(needed: Sequence[Row]) -> str:
-    """Which of what this vLLM has the deployment is hit by."""
-    said = {concern: [row for row in needed if row.answer and row.answer.concern is concern] for concern in Concern}
-    hit, unknown, spared = said[Concern.CONCERNS], said[Concern.UNKNOWN], said[Concern.DOES_NOT]
+    """Count the defects of this vLLM that concern the deployment, in a sentence."""
+    by_concern = {
+        concern: [row for row in needed if row.answer and row.answer.concern is concern] for concern in Concern
+    }
+    hit, unknown, spared = (by_concern[each] for each in (Concern.CONCERNS, Concern.UNKNOWN, Concern.DOES_NOT))
     if not needed:
         return "So none concerns you."
     parts = []
@@ -151,11 +230,11 @@ def _sentence_on_deployment(needed: Sequence[Row]) -> str:
         verb = "concerns" if len(hit) == 1 else "concern"
         parts.append(f"{len(hit)} of these {len(needed)} {verb} you: {', '.join(row.fix.name for row in hit)}")
     elif not unknown:
-        # Most often one thing spares it from most of them: that it has no graphs, say. Who names a model asks for more
-        # than which model runner he has.
-        whys = Counter(row.answer.reason for row in spared if row.answer)
-        told = {each: number for each, number in whys.items() if "MODEL_RUNNER" not in each} or whys
-        (why, often), *_ = Counter(told).most_common(1)
+        # One reason often rules out most of them, such as eager mode. The model runner is named only if there is no
+        # other reason, since it says least about the deployment.
+        reasons = Counter(row.answer.reason for row in spared if row.answer)
+        others = {each: number for each, number in reasons.items() if "MODEL_RUNNER" not in each}
+        (why, often), *_ = Counter(others or reasons).most_common(1)
         because = f": {why}" if often == len(needed) else f"; most often since {why}"
         parts.append(f"None of these {len(needed)} concerns you{because}")
     else:
@@ -163,62 +242,6 @@ def _sentence_on_deployment(needed: Sequence[Row]) -> str:
     if unknown:
         parts.append(f"{len(unknown)} cannot be told without more")
     return "; ".join(parts) + "."
-
-
-def _table(
-    title: str,
-    colour: str,
-    rows: Sequence[Row],
-    console: Console,
-    found: Status,
-    *,
-    asked: bool,
-    verbose: bool,
-    why: bool,
-) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    folder, default = found.source.folder, found.default_runner
-    if console.width < _NARROW:
-        console.print(f"[bold {colour}]{title}[/]")
-        for row in rows:
-            console.print(fix_name(row.fix.name), linked(f": {_plain(about(row.fix).seen)}"), sep="")
-            for text in _details_of(row, default, asked=asked, verbose=verbose, why=why):
-                console.print(linked(f"  {text}", folder=folder))
-        return
-    table = Table(
-        f"[bold {colour}]{title}[/]", "WITHOUT IT", "YOURS" if asked else "ONLY WITH", box=None, pad_edge=False
-    )
-    table.columns[0].no_wrap = True
-    table.columns[2].overflow = "fold"  # places are long words
-    for row in rows:
-        last, *more = _details_of(row, default, asked=asked, verbose=verbose, why=why)
-        said = Text("\n").join([linked(last), *(linked(text, "yellow", folder=folder) for text in more)])
-        table.add_row(fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), said)
-    console.print(table)
-
-
-def _details_of(row: Row, default: Default, *, asked: bool, verbose: bool, why: bool) -> Iterator[str]:
-    """Who is hit, or why this deployment is; then what there is to say of this fix here.
-
-    *why*: also why it is not fixed.
-    """
-    if asked and row.answer is not None:
-        yours = row.answer.concern is Concern.CONCERNS
-        yield row.answer.reason if yours else f"{row.answer.concern.value} {row.answer.reason}"
-    else:
-        yield briefly_here(row.fix.needs(), default, row.diagnosis.shape)
-    yield from row.notes
-    if why and row.would_be not in (State.ACTIVE, State.OBSERVING) and not row.notes:
-        yield f"{row.would_be.value}: {row.reason}"
-    if verbose or row.diagnosis.verdict is Verdict.UNRECOGNISED:
-        place = f" ({row.diagnosis.where})" if row.diagnosis.where else ""
-        yield f"{row.diagnosis.verdict.value}: {row.diagnosis.reason}{place}"
-    if row.diagnosis.tree:
-        yield f"run it: vllm-graphfix verify {row.fix.name} --device cpu, which says how to patch this very code"
-    if verbose:
-        yield f"by default {by_default(row.fix)}"
 
 
 def _plain(text: str) -> str:
