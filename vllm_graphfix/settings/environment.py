@@ -18,6 +18,7 @@ from vllm_graphfix.settings.shadow_rate import Action, MarksAction
 from vllm_graphfix.text import brief_repr
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Enum)
 
 PREFIX = _variable_names.PREFIX
 ROLLOUT = _variable_names.ROLLOUT
@@ -116,72 +117,59 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     *fixes* are the names of all fixes; those in *observed* are observed unless a variable says otherwise.
     """
     fixes = tuple(fixes)
-    problems: list[str] = []
-    values = _Values(environment, problems)
-    master = values.one_of(PREFIX, {m.value: m for m in Master}, Master.ON, Master.OFF, "Nothing is patched")
+    values = _Values(environment)
+    master = values.one_of(PREFIX, Master, Master.ON, Master.OFF, "Nothing is patched")
     if values.report_unknown(names(fixes)):
         master = Master.OFF
     modes, trees = values.modes(fixes, observed, master)
-    shadow = values.parsed(
-        SHADOW, shadow_rate.normal, shadow_rate.OFF, f"valid: {shadow_rate.VALID}. The shadow check is off"
-    )
-    actions = {a.value: a for a in Action}
-    action = values.one_of(SHADOW_ACTION, actions, Action.REPORT, Action.REPORT, f"It counts as {Action.REPORT.value}")
-    watches = {a.value: a for a in Addresses}
-    addresses = values.one_of(ADDRESSES, watches, Addresses.REPORT, Addresses.OFF, "No address is watched")
-    kv_marks = values.parsed(
-        KV_MARKS,
-        shadow_rate.normal_fraction,
-        shadow_rate.OFF,
-        f"valid: {shadow_rate.VALID_FRACTION}. No cache block is marked",
-    )
-    marks_actions = {a.value: a for a in MarksAction}
-    marks_action = values.one_of(
-        KV_MARKS_ACTION, marks_actions, MarksAction.REPORT, MarksAction.REPORT, f"It counts as {Action.REPORT.value}"
-    )
     default_timeout = _default_timeout(environment)
-    timeout = values.parsed(
-        AGREEMENT_TIMEOUT,
-        seconds,
-        default_timeout,
-        f"valid: seconds, such as 900. Ranks wait {default_timeout:.0f} s",
-    )
-    explicit = frozenset(name for name in fixes if environment.get(variable(name), "").strip())
-    # Set and empty differs from unset: a pod label that has gone yields an empty value, which must not put every engine
-    # in the rollout.
-    rollout = environment[ROLLOUT].strip() if ROLLOUT in environment else None
-    key = environment.get(ROLLOUT_KEY, "").strip()
     return Settings(
-        master,
-        modes,
-        trees,
-        explicit,
-        tuple(problems),
-        rollout,
-        key,
-        shadow,
-        action,
-        timeout,
-        addresses,
-        kv_marks,
-        marks_action,
-        values.misconfigured,
+        master=master,
+        modes=modes,
+        trees=trees,
+        explicit=frozenset(name for name in fixes if environment.get(variable(name), "").strip()),
+        # Set and empty differs from unset: a pod label that has gone yields an empty value, which must not put every
+        # engine in the rollout.
+        rollout=environment[ROLLOUT].strip() if ROLLOUT in environment else None,
+        rollout_key=environment.get(ROLLOUT_KEY, "").strip(),
+        shadow=values.parsed(
+            SHADOW, shadow_rate.normal, shadow_rate.OFF, f"valid: {shadow_rate.VALID}. The shadow check is off"
+        ),
+        shadow_action=values.one_of(SHADOW_ACTION, Action, Action.REPORT, Action.REPORT, "It counts as report"),
+        addresses=values.one_of(ADDRESSES, Addresses, Addresses.REPORT, Addresses.OFF, "No address is watched"),
+        kv_marks=values.parsed(
+            KV_MARKS,
+            shadow_rate.normal_fraction,
+            shadow_rate.OFF,
+            f"valid: {shadow_rate.VALID_FRACTION}. No cache block is marked",
+        ),
+        kv_marks_action=values.one_of(
+            KV_MARKS_ACTION, MarksAction, MarksAction.REPORT, MarksAction.REPORT, "It counts as report"
+        ),
+        agreement_timeout=values.parsed(
+            AGREEMENT_TIMEOUT,
+            seconds,
+            default_timeout,
+            f"valid: seconds, such as 900. Ranks wait {default_timeout:.0f} s",
+        ),
+        # Last, since parsing the values above collects both.
+        problems=tuple(values.problems),
+        misconfigured=values.misconfigured,
     )
 
 
 class _Values:
     """Parses one variable after another, and collects invalid values."""
 
-    def __init__(self, environment: Mapping[str, str], problems: list[str]) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = environment
-        self._problems = problems
+        self.problems: list[str] = []
         self.misconfigured: dict[str, str] = {}
 
     def modes(
         self, fixes: Iterable[str], observed: Container[str], master: Master
     ) -> tuple[dict[str, Mode], dict[str, str]]:
         """Return the mode of each fix, and the tree of those that ``on:TREE`` switches on."""
-        choices = {m.value: m for m in Mode}
         modes: dict[str, Mode] = {}
         trees: dict[str, str] = {}
         for name in fixes:
@@ -189,13 +177,13 @@ class _Values:
                 modes[name], trees[name] = Mode.ON, on_tree[1]
                 continue
             default = Mode.OBSERVE if name in observed else Mode.AUTO
-            modes[name] = self.one_of(variable(name), choices, default, Mode.OFF, f"{name} is off")
+            modes[name] = self.one_of(variable(name), Mode, default, Mode.OFF, f"{name} is off")
             if master is Master.OBSERVE and modes[name] is Mode.AUTO:
                 modes[name] = Mode.OBSERVE
         return modes, trees
 
-    def one_of(self, key: str, values: Mapping[str, T], default: T, on_invalid: T, consequence: str) -> T:
-        """Look the value of *key* up in *values*: *default* if it is not set, *on_invalid* if it is not among them.
+    def one_of(self, key: str, choices: type[E], default: E, on_invalid: E, consequence: str) -> E:
+        """Parse the value of *key* as one of *choices*: *default* if it is not set, *on_invalid* if it is none of them.
 
         *consequence* ends the message about an invalid value.
         """
@@ -203,6 +191,7 @@ class _Values:
         word = text.lower()
         if not word:
             return default
+        values = {each.value: each for each in choices}
         value = values.get(_SAME.get(word, word))
         if value is not None:
             return value
@@ -242,9 +231,9 @@ class _Values:
                 else "It has no effect"
             )
             nearest = _nearest(after_prefix(key), endings)
-            self._problems.append(f"{label} is not a variable of vllm-graphfix{nearest} {consequence}")
+            self.problems.append(f"{label} is not a variable of vllm-graphfix{nearest} {consequence}")
         if len(ordered) > _MAX_REPORTED:
-            self._problems.append(
+            self.problems.append(
                 f"{len(ordered) - _MAX_REPORTED} more variables that begin with {PREFIX} are unknown and have no effect"
             )
         for key in ordered[:_MAX_PASSED_ON]:
@@ -255,7 +244,7 @@ class _Values:
 
     def _refuse(self, key: str, text: str, problem: str, on_invalid: T) -> T:
         self.misconfigured[key] = brief(text)
-        self._problems.append(f"{key}={brief_repr(text)} {problem} until this is corrected")
+        self.problems.append(f"{key}={brief_repr(text)} {problem} until this is corrected")
         return on_invalid
 
 
