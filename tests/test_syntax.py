@@ -107,6 +107,20 @@ def test_the_first_pattern_with_one_part_is_taken() -> None:
     assert function_body.find_first_unique(["a()", "d()"]) is None
 
 
+@pytest.mark.parametrize(
+    ("before", "is_always"),
+    [
+        ("b()", True),
+        ("if c:\n    return", False),
+        ("while c:\n    if d: return 1", False),
+        ("if known:\n    return 1", True),
+        ("def g():\n    return 1", True),
+    ],
+)
+def test_a_statement_behind_a_return_is_not_always_carried_out(before: str, *, is_always: bool) -> None:
+    assert body(before, "a = 1").always("a = 1", "if known: ...") is is_always
+
+
 def test_a_part_is_the_only_one_or_none() -> None:
     assert body("a()", "b()").find_unique("a()") is not None
     assert body("a()", "a()").find_unique("a()") is None

@@ -48,6 +48,8 @@ _DRAFTED = tuple(
 )
 """A draft's pass runs on its state."""
 _HANDED_ON = ("return forward_fn", "return forward_fn, ...(attn_metadata, slot_mappings)")
+_MICRO_BATCHES = "if desc.num_ubatches > 1: ..."
+"""They have a factory of their own (0.30.0+)."""
 _ASSERTED = ("assert attn_metadata is None", "assert (attn_metadata is not None) == self.use_breakable_cg")
 _CAPTURED = ("super().capture(create_forward_fn, ...)", "return super().capture(create_forward_fn, ...)")
 _PREPARED = ("attn_metadata = model_state.prepare_attn(...)", "attn_metadata = build_attn_metadata(...)")
@@ -221,10 +223,10 @@ def builds_each_state(source: Source) -> bool:
         target
         and factory
         and any(map(target.find_unique, _CAPTURED))
-        and factory.always(BUILT)
+        and factory.always(BUILT, _MICRO_BATCHES)
         and not any(map(factory.contains_name, factory.parameters[1:]))
         and sum(len(factory.find(entered)) for entered in ENTERED) == 1
-        and any(map(factory.always, _HANDED_ON))
+        and any(factory.always(each, _MICRO_BATCHES) for each in _HANDED_ON)
         and prepares_each_state(source)
     )
 

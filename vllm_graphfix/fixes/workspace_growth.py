@@ -96,6 +96,8 @@ def _place_behind(function: Function, condition: str, *captures: str) -> str | N
     captured = [call.lineno for call in function.find(*captures)]
     if locked is None or not captured or max(captured) > locked.lineno:
         return None
+    if function.returns(max(captured), locked.lineno):  # before it nothing is captured
+        return None
     body = function.node.body
     blocks = [body, *(part.body for part in function.find(condition) if isinstance(part, ast.If) and part in body)]
     always = any(isinstance(part, ast.Expr) and part.value is locked for block in blocks for part in block)

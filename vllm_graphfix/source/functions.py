@@ -148,9 +148,22 @@ class Function(NamedTuple):
                     known.update(map(id, here))
         return all(id(node) in known for node in _nodes_named(self._nodes, name))
 
-    def always(self, pattern: str) -> bool:
-        """Tell if the only statement that equals *pattern* runs whenever the function runs to its end."""
-        return self.find_unique(pattern) in self.node.body
+    def always(self, pattern: str, aside: str = "") -> bool:
+        """Tell if the only statement that equals *pattern* runs whenever the function is called.
+
+        A return before it counts, except in a statement that equals *aside*, a path of its own.
+        """
+        part = self.find_unique(pattern)
+        return part is not None and part in self.node.body and not self.returns(0, part.lineno, aside)
+
+    def returns(self, after: int, before: int, aside: str = "") -> bool:
+        """Tell if the function itself, not one inside it, may return between the lines *after* and *before*."""
+        excepted = self.find(aside) if aside else []
+        nodes: list[ast.AST] = [*self.node.body]
+        for node in nodes:
+            if not isinstance(node, DEFINITIONS) and node not in excepted:
+                nodes.extend(ast.iter_child_nodes(node))
+        return any(isinstance(node, ast.Return) and after < node.lineno < before for node in nodes)
 
     def contains_name(self, name: str) -> bool:
         """Tell if the body has a variable or an attribute of this name."""
