@@ -58,7 +58,7 @@ EDITS = (
         "            attn_metadata, slot_mappings = prepare_inputs_to_capture(self.input_buffers)\n"
         "            return lambda cg_mode: forward_fn(num_reqs, num_tokens, attn_metadata, slot_mappings, cg_mode)\n",
         Verdict.FIXED,
-        also=((EAGLE, r"^class PrefillEagleCudaGraphManager", "class PrefillsOfEagle"),),
+        also=((EAGLE, r"^class PrefillEagleCudaGraphManager(?:.|\n)*?(?=^class |\Z)", ""),),
     ),
     Edit(
         "states asked for in another way",

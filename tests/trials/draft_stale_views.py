@@ -41,7 +41,7 @@ EDITS = (
             "class SpeculatorCudaGraphManager",
             Verdict.FIXED,
             also=(
-                (DRAFT_MANAGERS[0], r"^class PrefillSpeculatorCudaGraphManager", "class PrefillsOfSpeculators"),
+                (DRAFT_MANAGERS[0], r"^class PrefillSpeculatorCudaGraphManager(?:.|\n)*?(?=^class |\Z)", ""),
                 (_SPECULATOR, r"(Prefill|Decode)SpeculatorCudaGraphManager", "SpeculatorCudaGraphManager"),
             ),
             remedy=True,

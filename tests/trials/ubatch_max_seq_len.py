@@ -23,7 +23,7 @@ fixed, affected, unrecognised = Verdict.FIXED, Verdict.AFFECTED, Verdict.UNRECOG
 
 EDITS = (
     Edit("the batch's longest length counts too", "0.20.2", now, own, longest, fixed),
-    Edit("the same in the first release", "0.14.1", earlier, own, longest, fixed),
+    Edit("the same in the first release", "0.14.1", earlier, own + r"(?= +num_computed)", longest, fixed),
     Edit("the batch's longest length is taken", "0.17.0", now, own, rf"\1{taken}", fixed),
     Edit("remedy cut out", "0.21.0", now, remedy, r"int(\1.max())", affected, runs=True),
     # Right elsewhere.

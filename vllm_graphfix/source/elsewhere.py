@@ -148,11 +148,11 @@ class Search:
         classes = {f"{part.place}." for part in parts if part.function}
         # Names such as `self` or `out` are too common.
         names_of_data = {name for part in data for name in part.names.split() if "_" in name or not name.islower()}
-        read = {part.path for part in data}
-        folders, everywhere = set(map(_folder, read)), _OWN_GRAPHS.union(distant.split())
+        folders, everywhere = {_folder(part.path) for part in data}, _OWN_GRAPHS.union(distant.split())
         for path, names in self.names.items():
-            is_near = _folder(path) in folders and path not in read
-            wanted = everywhere | (names_of_data if is_near else set())
+            # Statements that a slice of the whole file has are judged with it.
+            sliced = {name for part in parts if part.place == f"{path}::" for name in part.names.split()}
+            wanted = everywhere | (names_of_data - sliced if _folder(path) in folders else set())
             if names is None or not (_may_reach(reach, names, self.words(path)) or wanted & self.words(path)):
                 continue
             if self._tree(path) is None:
