@@ -112,6 +112,19 @@ def test_an_all_clear_is_refused_where_another_file_replaces_what_it_rests_on() 
     assert "by a file that cannot be parsed" in unreadable.reason
 
 
+@pytest.mark.parametrize(
+    ("change", "is_known"),
+    [
+        (lambda text: f"# Copyright of a company\n{text}", True),
+        (lambda text: f"{text}\n\ndef own():\n    pass\n", False),
+    ],
+)
+def test_no_release_is_known_by_an_inspected_file_that_was_edited(change: Change, is_known: bool) -> None:
+    path = "vllm/v1/worker/workspace.py"
+    found = manifest.diagnose(BY_NAME["workspace-growth"], edited_source(release_root("0.33.0"), {path: change}))
+    assert (found.verdict, found.known) == (Verdict.FIXED, is_known)
+
+
 def appended(code: str) -> Change:
     return lambda text: f"{text}\n{code}\n"
 

@@ -88,6 +88,8 @@ def diagnose(fix: Patchable, source: Source) -> Diagnosis:
             diagnosis = _acted_on_elsewhere(fix, source, diagnosis) or diagnosis
             if diagnosis.known and _is_named_elsewhere(fix, source):
                 diagnosis = diagnosis._replace(known=False)
+        if diagnosis.known and _is_edited(fix, source):
+            diagnosis = diagnosis._replace(known=False)
         return diagnosis._replace(tree=tree_of(fix, source, diagnosis.shape)) if diagnosis.defect_seen else diagnosis
     except RecursionError as error:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
@@ -128,6 +130,13 @@ def _acted_on_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) ->
             reason = f"{diagnosis.reason}; but code of no known release may act on it, by {name}"
             return Diagnosis(Verdict.UNRECOGNISED, reason, where, diagnosis.shape if seen else "", defect_seen=seen)
     return None
+
+
+def _is_edited(fix: Patchable, source: Source) -> bool:
+    """Tell if a file that *fix* reads is of no known release."""
+    search = _search(source)
+    edited = (path for path in search.paths if path in fix.inspected_files and not search.has_known_code(path))
+    return any(edited)
 
 
 def _is_named_elsewhere(fix: Patchable, source: Source) -> bool:

@@ -88,7 +88,7 @@ class Search:
             raise SourceError(f"the code of {source.label} is larger than that of any vLLM; is it the right one?")
         self.is_fork = self._are_few()
         if not self.is_fork and paths is None:
-            self.paths = tuple(path for path in self.paths if not self._has_known_code(path))
+            self.paths = tuple(path for path in self.paths if not self.has_known_code(path))
             self.is_fork = self._are_few()
         self.is_like_no_release = len(self.paths) > _MOST_NEW * len(source.sizes)
         self._trees: dict[str, ast.Module | None] = {}
@@ -96,7 +96,8 @@ class Search:
     def _are_few(self) -> bool:
         return len(self.paths) * _FORK < len(self._source.sizes)
 
-    def _has_known_code(self, path: str) -> bool:
+    def has_known_code(self, path: str) -> bool:
+        """Tell if the file is, but for comments, one of a known release."""
         try:
             return code_digest(path, self._source.read(path) or b"") in known(KNOWN_CODE)
         except SourceError:
