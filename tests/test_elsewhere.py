@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import zipfile
+from pathlib import Path
+
 import pytest
 
 from edited import Change, before, edited_source, stock_source, swap
+from make_manifest import extension_modules
 from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Slice, Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.elsewhere import Search
-from vllm_graphfix.source.files import Source, SourceError
+from vllm_graphfix.source.files import Source, SourceError, open_source
 from vllm_graphfix.source.known_code import KNOWN_FILES, code_digest, digest, known
 
 OWN = "vllm/workspace.py"
@@ -110,6 +114,52 @@ def test_an_all_clear_is_refused_where_another_file_replaces_what_it_rests_on() 
     unreadable = manifest.diagnose(fix, with_file("lock_workspace(\n"))
     assert unreadable.verdict is Verdict.UNRECOGNISED
     assert "by a file that cannot be parsed" in unreadable.reason
+
+
+def test_the_extension_modules_of_every_wheel_are_usual(release: str) -> None:
+    modules = [f"{module}.abi3.so" for module in extension_modules(release_root(release))]
+    assert "vllm/cumem_allocator.abi3.so" in modules
+    assert Search(with_files(stock_source(release_root(release)), *modules)).without_source is None
+
+
+@pytest.mark.parametrize(
+    "path", ["vllm/_rocm_C.abi3.so", "vllm/_C_AVX512.cpython-312-x86_64-linux-gnu.so", "vllm/_C.pyd"]
+)
+def test_the_extension_modules_of_other_builds_are_usual(path: str) -> None:
+    assert Search(with_files(stock_source(release_root("0.33.0")), path)).without_source is None
+
+
+@pytest.mark.parametrize(
+    ("path", "is_refused"),
+    [
+        ("vllm/v1/worker/workspace.cpython-312-x86_64-linux-gnu.so", True),
+        ("vllm/v1/worker/__init__.abi3.so", True),
+        ("vllm/v1/worker/workspace.pyd", True),
+        ("vllm/own.so", True),
+        ("vllm/own.pyc", True),
+        ("vllm/v1/worker/workspace.pyc", False),  # Python takes the source
+    ],
+)
+def test_code_without_source_is_no_all_clear(path: str, is_refused: bool) -> None:
+    found = manifest.diagnose(BY_NAME["workspace-growth"], with_files(stock_source(release_root("0.33.0")), path))
+    assert (found.verdict is Verdict.UNRECOGNISED) is is_refused
+    assert found.known is not is_refused
+
+
+def test_code_without_source_is_listed_in_a_folder_and_in_a_wheel(tmp_path: Path) -> None:
+    files = ["vllm/__init__.py", "vllm/_C.abi3.so", "vllm/own.pyc", "vllm/__pycache__/own.cpython-312.pyc"]
+    for path in files:
+        (tmp_path / path).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / path).touch()
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
+        for path in files:
+            wheel.write(tmp_path / path, path)
+    for source in (open_source(tmp_path), open_source(tmp_path / "vllm.whl")):
+        assert (list(source.sizes), sorted(source.compiled)) == (files[:1], files[1:3])
+
+
+def with_files(stock: Source, *paths: str) -> Source:
+    return Source("test", stock.read, lambda: None, list_sizes=lambda: stock.sizes | dict.fromkeys(paths, 4))
 
 
 @pytest.mark.parametrize(

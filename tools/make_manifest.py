@@ -16,7 +16,7 @@ import json
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
 from vllm_graphfix.source.elsewhere import Reach, Search, reach_of
 from vllm_graphfix.source.files import Source, SourceError, open_source
-from vllm_graphfix.source.known_code import KNOWN_CODE, KNOWN_FILES, KNOWN_FUNCTIONS, code_digest, known
+from vllm_graphfix.source.known_code import KNOWN_CODE, KNOWN_FILES, KNOWN_FUNCTIONS, code_digest, known, module_path
 from vllm_graphfix.source.known_code import digest as digest_of
 from vllm_graphfix.source.replacements import family
 
@@ -77,6 +77,13 @@ def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str,
             "slices": evidence.slices,
         }
     return {"files": files, "fixes": verdicts}
+
+
+def extension_modules(root: Path) -> Iterator[str]:
+    """The extension modules that the wheel had, by its list of files: the cache has none of them."""
+    for listed in root.glob("vllm-*.dist-info/RECORD"):
+        paths = (line.partition(",")[0] for line in listed.read_text().splitlines())
+        yield from (module_path(path) for path in paths if path.startswith("vllm/") and path.endswith(".so"))
 
 
 def search_all(
@@ -216,6 +223,7 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False,
     made = merged(looked_at, older) | {"elsewhere": replaced, "subclasses": subclasses, "reach": reach}
     manifest.PATH.write_text(json.dumps(made, indent=1) + "\n")
     digests[KNOWN_FILES] = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
+    digests[KNOWN_FILES] |= {digest_of(each, 0) for folder in folders.values() for each in extension_modules(folder)}
     for path, new in digests.items():
         path.write_bytes(b"".join(sorted(new | (frozenset() if afresh else known(path)))))
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")

@@ -100,6 +100,9 @@ def _replaced_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) ->
     if fix.name not in BY_NAME:
         return None
     search, recorded = _search(source), load()["elsewhere"].get(fix.name, {})
+    if search.without_source is not None:
+        reason = f"{diagnosis.reason}; but there is code without source that no known release has"
+        return Diagnosis(Verdict.UNRECOGNISED, reason, f"{search.without_source}:1")
     if not search.paths:
         return None
     if search.is_like_no_release:
@@ -133,10 +136,10 @@ def _acted_on_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) ->
 
 
 def _is_edited(fix: Patchable, source: Source) -> bool:
-    """Tell if a file that *fix* reads is of no known release."""
+    """Tell if a file that *fix* reads is of no known release, or may not be what is imported."""
     search = _search(source)
     edited = (path for path in search.paths if path in fix.inspected_files and not search.has_known_code(path))
-    return any(edited)
+    return search.without_source is not None or any(edited)
 
 
 def _is_named_elsewhere(fix: Patchable, source: Source) -> bool:

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from vllm_graphfix.source import slices
 from vllm_graphfix.source.files import SourceError
 from vllm_graphfix.source.functions import DEFINITIONS, Function
-from vllm_graphfix.source.known_code import DIGEST, KNOWN_CODE, KNOWN_FILES, code_digest, digest, known
+from vllm_graphfix.source.known_code import (
+    DIGEST,
+    KNOWN_CODE,
+    KNOWN_FILES,
+    code_digest,
+    digest,
+    is_known_extension,
+    known,
+    module_path,
+)
 from vllm_graphfix.source.patterns import canonical
 from vllm_graphfix.source.replacements import (
     WORD,
@@ -104,6 +113,20 @@ class Search:
             return False
 
     @functools.cached_property
+    def without_source(self) -> str | None:
+        """The path of code without source that may run in place of other code, or that no known release has."""
+        for path in self._source.compiled:
+            has_source = f"{module_path(path)}.py" in self._source.sizes
+            if path.endswith(".pyc"):
+                is_foreign = not has_source  # which Python takes first
+            else:
+                # A new release may have one more.
+                is_foreign = has_source or (self.is_fork and not is_known_extension(path))
+            if is_foreign:
+                return path
+        return None
+
+    @functools.cached_property
     def names(self) -> dict[str, Names | None]:
         """The names that each file binds; None for a file that cannot be read."""
         return {path: self._names(path) for path in self.paths}
@@ -141,8 +164,8 @@ class Search:
         """Yield the functions, and other statements of classes and modules, that act on *parts*, of this *reach*.
 
         Each comes as the name by which it acts, its place ``path:line``, and a digest that is independent of the place.
-        A function acts, too, if it mentions a name of *data* in another file of the folders of these slices, or a name
-        in *distant* anywhere; so does an import that renames one. Functions of *parts* themselves, and methods of a
+        A function acts, too, if it mentions a name of *data* in a file of the folders of these slices, or a name in
+        *distant* anywhere; so does an import that renames one. Functions of *parts* themselves, and methods of a
         class that is one of them, count only if *distant* names them.
         """
         places = {each.place for part in parts for each in _functions_of(self._source, part)}

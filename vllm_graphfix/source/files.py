@@ -29,6 +29,7 @@ _MOST_ENTRIES = 60_000
 _MOST_BRACES = 10_000
 """Up to Python 3.11, parsing an f-string takes quadratic time in its fields; vLLM's files have 100 braces at most."""
 _LONGEST_VERSION_FILE = 64 * 1024
+_IMPORTED = (".py", ".pyc", ".so", ".pyd")
 _ENCODINGS = frozenset({"utf-8", "utf-8-sig"})
 """Some of Python's codecs take hours to decode a few megabytes."""
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.!+_-]{0,99}")
@@ -79,6 +80,15 @@ class Source:
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """Bytes of each Python file of the package, by its path. Raises `SourceError` where these are too many."""
+        return {path: size for path, size in self._listing.items() if path.endswith(".py")}
+
+    @functools.cached_property
+    def compiled(self) -> list[str]:
+        """Paths of what else can be imported from the package: extension modules, and bytecode beside its source."""
+        return [path for path in self._listing if not path.endswith(".py")]
+
+    @functools.cached_property
+    def _listing(self) -> dict[str, int]:
         return self._list_sizes()
 
     def read(self, path: str) -> bytes | None:
@@ -262,7 +272,7 @@ def _directory(root: Path) -> Source:
 
 
 def _sizes_below(root: Path) -> dict[str, int]:
-    """Return the bytes of each Python file of the package in *root*, except in folders that cannot be listed."""
+    """Return the bytes of each file in *root* that the package imports, except in folders that cannot be listed."""
     prefix, folders = f"{root}/", [f"{root}/vllm"]
     sizes: dict[str, int] = {}
     seen: set[tuple[int, int]] = set()
@@ -279,7 +289,7 @@ def _sizes_below(root: Path) -> dict[str, int]:
                     remaining -= 1
                     if remaining < 0:  # links to folders are followed, and one may lead to a whole disk
                         raise SourceError(f"{root / 'vllm'} has more files than any vLLM; is {root} the right folder?")
-                    if entry.name.endswith(".py") and entry.is_file():
+                    if entry.name.endswith(_IMPORTED) and entry.is_file():
                         sizes[entry.path[len(prefix) :]] = entry.stat().st_size
                     elif entry.is_dir() and entry.name != "__pycache__":
                         folders.append(entry.path)
@@ -341,7 +351,8 @@ def _wheel(path: Path) -> Source:
 
     def sizes() -> dict[str, int]:
         sizes_by_name = {name: info.file_size for name, info in members.items() if name.startswith("vllm/")}
-        return {name: size for name, size in sizes_by_name.items() if name.endswith(".py")}
+        imported = (name for name in sizes_by_name if name.endswith(_IMPORTED) and "/__pycache__/" not in name)
+        return {name: sizes_by_name[name] for name in imported}
 
     return Source(str(path), read, version, list_sizes=sizes)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 KNOWN_FILES = Path(__file__).parents[1] / "known_files.bin"
 """Digests of path and size of each Python file of the known releases, sorted. Changes that keep the size go
-unnoticed."""
+unnoticed. Also of each extension module, without suffix, by size 0."""
 KNOWN_CODE = KNOWN_FILES.with_name("known_code.bin")
 """Digests of path and code without comments. Read where many sizes are new, as with a licence in each file."""
 KNOWN_FUNCTIONS = KNOWN_FILES.with_name("known_functions.bin")
@@ -19,11 +19,25 @@ DIGEST = 5
 _COMMENT = re.compile(rb"(?m)[ \t]*(?:#[^\n]*)?$")
 """The end of a line, blanks and a comment; also a whole line of a header."""
 _BLANK_LINES = re.compile(rb"\n+")
+_USUAL_EXTENSION = re.compile(r"(?:\w*_)?C(?:_\w+)?")
+"""Names of extension modules of vLLM's builds, other platforms' included: ``_C``, ``_rocm_C``."""
 
 
 def digest(path: str, size: int) -> bytes:
     """Hash the path and the *size*, in bytes, of one file."""
     return hashlib.blake2b(f"{path} {size}".encode(), digest_size=DIGEST).digest()
+
+
+def module_path(path: str) -> str:
+    """Return the *path* of an extension module without the suffixes for Python, ABI and platform."""
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/{name.partition('.')[0]}"
+
+
+def is_known_extension(path: str) -> bool:
+    """Tell if the extension module at *path* has a name of a known release, or a usual one."""
+    module = module_path(path)
+    return bool(_USUAL_EXTENSION.fullmatch(module.rpartition("/")[2])) or digest(module, 0) in known(KNOWN_FILES)
 
 
 def code_digest(path: str, content: bytes) -> bytes:
