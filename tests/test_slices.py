@@ -107,6 +107,33 @@ def test_what_is_recognised_is_left_out_once() -> None:
     assert fingerprint(twice, MARKS, cleared) != STOCK
 
 
+@pytest.mark.parametrize(
+    ("statement", "is_seen"),
+    [
+        ("marks -= 1", True),
+        ("marks[0] = 1", True),
+        ("marks = marks - 1", True),
+        ("marks = marks.clamp(min=1)", True),
+        ("marks.zero_()", True),
+        ("marks = self.share(marks)", False),
+        ("marks = self.others", False),
+        ("self.log(marks)", False),
+    ],
+)
+def test_what_changes_the_data_in_a_recognised_branch_is_seen(statement: str, *, is_seen: bool) -> None:
+    branch = "        if self.is_odd:\n            counted += 1\n"
+    changed = CODE.replace(branch, f"{branch}            {statement}\n")
+    assert (fingerprint(changed, MARKS, "if self.is_odd:\n    ...") != STOCK) is is_seen
+
+
+def test_a_way_out_before_the_first_use_counts_where_a_slice_asks_for_it() -> None:
+    early = CODE.replace("        marks = ", "        if self.off:\n            return 0\n        marks = ")
+    late = CODE.replace("        self.log(counted)", "        if self.off:\n            return 0")
+    part = MARKS._replace(names=f"return {MARKS.names}")
+    assert fingerprint(early) == STOCK
+    assert fingerprint(early, part) != fingerprint(CODE, part) == fingerprint(late, part)
+
+
 def test_a_whole_file_is_all_statements_that_name_the_data() -> None:
     whole = Slice(PATH, "", "marks make_marks")
     assert fingerprint(CODE, whole) != fingerprint(CODE.replace("as make_marks", "as made"), whole)

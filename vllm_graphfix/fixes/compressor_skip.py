@@ -222,11 +222,14 @@ FIX = fix(
     diagnose=diagnose,
     surroundings=(
         # Saving states and writing entries, now and up to 0.21.0
-        Slice(_COMPRESSOR, _TARGET, "save_partial_states _SAVE_PARTIAL_STATES_KERNEL"),
+        Slice(_COMPRESSOR, _TARGET, "return save_partial_states _SAVE_PARTIAL_STATES_KERNEL"),
         Slice(
-            _COMPRESSOR, "DeepseekCompressor._compress_norm_rope_store", "compress_norm_rope_store_fn", Verdict.FIXED
+            _COMPRESSOR,
+            "DeepseekCompressor._compress_norm_rope_store",
+            "return compress_norm_rope_store_fn",
+            Verdict.FIXED,
         ),
-        Slice(_COMPRESSOR_BEFORE, _TARGET, "_save_partial_states_kernel c128_boundary"),
+        Slice(_COMPRESSOR_BEFORE, _TARGET, "return _save_partial_states_kernel c128_boundary"),
         # Every use of the mark of a step that completes no group
         Slice(_COMPRESSOR, _BUILD, "c128_boundary"),
         Slice(_COMPRESSOR, "", "c128_boundary"),

@@ -350,7 +350,7 @@ FIX = fix(
     diagnose=diagnose,
     surroundings=(
         # The requests of rows, and of rows behind the batch
-        Slice(_BASE, "DraftModelSpeculator._copy_request_inputs", "idx_mapping"),
+        Slice(_BASE, "DraftModelSpeculator._copy_request_inputs", "return idx_mapping"),
         Slice(_EAGLE, "EagleSpeculator.propose", "idx_mapping"),
         Slice(_DFLASH, "_prepare_dflash_inputs_kernel", "out_sample_idx_mapping_ptr"),
         # The store of logits

@@ -379,7 +379,9 @@ FIX = fix(
         Slice(_RUNNER_V2, "", "get_dummy_block_tables get_dummy_slot_mappings prepare_dummy_attn", Verdict.FIXED),
         Slice(_RUNNER_V2, "GPUModelRunner._dummy_run", "skip_attn dummy_run", Verdict.FIXED),
         Slice(_AUTOREGRESSIVE_V2, "", "_copy_request_inputs", Verdict.FIXED),
-        Slice(_SPECULATOR_V2, "DraftModelSpeculator._copy_request_inputs", "idx_mapping dummy_run", Verdict.FIXED),
+        Slice(
+            _SPECULATOR_V2, "DraftModelSpeculator._copy_request_inputs", "return idx_mapping dummy_run", Verdict.FIXED
+        ),
         NULL_BLOCK,
     ),
     wordings=(

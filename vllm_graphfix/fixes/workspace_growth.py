@@ -264,7 +264,10 @@ def needs() -> tuple[Need, ...]:
     return (needs.RUNNER_V2, needs.GRAPHS, unseen("layers that use the workspace", layers))
 
 
-_LOCKS = "lock_workspace unlock_workspace lock unlock current_workspace_manager reset_workspace_manager"
+_LOCKS = (
+    "lock_workspace unlock_workspace lock unlock current_workspace_manager reset_workspace_manager "
+    "init_workspace_manager WorkspaceManager _manager"
+)
 
 FIX = fix(
     "workspace-growth",
@@ -273,6 +276,7 @@ FIX = fix(
     surroundings=(
         # The slots, every use of their workspaces, and the lock
         Slice(_WORKSPACE, "", "_current_workspaces current_workspace _locked lock unlock"),
+        Slice(_WORKSPACE, "lock_workspace", "return lock", Verdict.FIXED),
         # Code that locks or unlocks, or makes another manager
         Slice(_RUNNER, "", _LOCKS),
         Slice(_GRAPHS, "", _LOCKS),
@@ -293,6 +297,7 @@ FIX = fix(
         _APPENDED,
         _LOCK,
         f"if not profile_only: {_LOCK}",
+        "init_workspace_manager(...)",  # once
         *_IMPORTED,
     ),
     corrections=patches,

@@ -17,7 +17,7 @@ class Slice(NamedTuple):
     """Function, ``Class.method`` or class; "" for the whole file."""
     names: str = ""
     """Variables, attributes, functions and keywords, separated by blanks: the slice is the statements that mention one
-    of them. "" for all statements."""
+    of them. "" for all statements. ``return`` adds the exits before the first of them, for a step of a remedy."""
     only_for: str | None = None
     """The `Verdict` that rests on it; None for each. Readers of a value do not matter where a remedy corrects it."""
 

@@ -89,7 +89,7 @@ class _Slicer:
     def lines(self, function: Function) -> list[str]:
         named = filter(self._mentions, _parameters(function.node))
         parts = [("", False, self._pruned(argument)) for argument in named] + self._block(function.node.body)
-        return [f"{where}{text}" for where, _, text in _between_uses(parts)]
+        return [f"{where}{text}" for where, _, text in _between_uses(parts, from_start="return" in self._names)]
 
     def _block(self, statements: list[ast.stmt]) -> list[tuple[str, bool, str]]:
         return [line for statement in statements for line in self._statement(statement)]
@@ -100,6 +100,8 @@ class _Slicer:
         if recognised is not None:
             # Once: a second pass, or a remedy that stands twice, is more than was recognised.
             self._excluded.remove(recognised)
+            if recognised.endswith(":\n    ..."):  # the pattern matches whatever body it has
+                yield from (("", False, self._pruned(each)) for each in ast.walk(node) if self._changes(each))
             return
         blocks = [(name, block) for name in _BLOCKS if isinstance(block := getattr(node, name, None), list) and block]
         if not blocks:
@@ -134,6 +136,23 @@ class _Slicer:
             keywords = [each for each in call.keywords if each.arg is None or self._mentions(each)]
             return ",".join(map(canonical, (call.func, call.args, keywords, named)))
         return canonical(node)
+
+    def _changes(self, node: ast.AST) -> bool:
+        """Tell if the statement *node* changes the data, in place or by an expression of them.
+
+        A call with them as arguments that assigns its result to them does not count: the pattern stands for it.
+        """
+        if isinstance(node, ast.AugAssign):
+            return self._mentions(node.target)
+        if not isinstance(node, (ast.Assign, ast.Expr)):
+            return False
+        value = node.value.func if isinstance(node.value, ast.Call) else node.value
+        if isinstance(node, ast.Expr):
+            return isinstance(value, ast.Attribute) and value.attr.endswith("_") and self._mentions(value.value)
+        return any(
+            self._mentions(target) and (isinstance(target, ast.Subscript) or self._mentions(value))
+            for target in node.targets
+        )
 
     def _mentions(self, node: ast.AST) -> bool:
         return not self._names.isdisjoint(_names_below(node))
@@ -186,10 +205,13 @@ def _is_constant(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant))
 
 
-def _between_uses(lines: list[tuple[str, bool, str]]) -> list[tuple[str, bool, str]]:
-    """Drop the exits of a function before its first use of the data and after its last: they separate no uses."""
+def _between_uses(lines: list[tuple[str, bool, str]], *, from_start: bool = False) -> list[tuple[str, bool, str]]:
+    """Drop the exits of a function before its first use of the data and after its last: they separate no uses.
+
+    With *from_start* those before the first stay: it may not be reached.
+    """
     uses = [number for number, (_, leaves, _) in enumerate(lines) if not leaves]
-    return lines[uses[0] : uses[-1] + 1] if uses else []
+    return lines[0 if from_start else uses[0] : uses[-1] + 1] if uses else []
 
 
 def _parameters(node: Definition) -> list[ast.arg]:
