@@ -12,6 +12,7 @@ digests, in known_files.bin, known_code.bin and known_functions.bin.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
 import traceback
@@ -33,7 +34,8 @@ from vllm_graphfix.source.known_code import digest as digest_of
 from vllm_graphfix.source.replacements import family
 
 COMMON = 20
-"""A name that more files define, in all releases together, does not identify a function."""
+"""A name that more files define, in all releases together, does not identify a function. In the condition of recognised
+code it decides all the same."""
 
 NOTHING = Reach(*4 * (frozenset(),))
 
@@ -158,8 +160,22 @@ def reaches_of(
         for name, fix in fixes.items():
             basis = manifest.basis_of_all_clear(fix)
             users = [part for part in fix.surroundings if part not in basis]
-            reaches[name] = _together([reaches[name], reach_of(afresh, basis, users, ancestors, files_of, common)])
+            common_here = common - deciding_methods(fix)
+            reach = reach_of(afresh, basis, users, ancestors, files_of, common_here)
+            reaches[name] = _together([reaches[name], reach])
     return reaches
+
+
+def deciding_methods(fix: Fix) -> set[str]:
+    """The methods of vLLM's own objects, as ``current_platform.is_cuda()``, that conditions of recognised code call."""
+    others = {"self", "torch"}.union(*(part.names.split() for part in fix.surroundings))
+    conditions = (node.test for text in fix.wordings for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If))
+    called = (node.func for test in conditions for node in ast.walk(test) if isinstance(node, ast.Call))
+    return {
+        each.attr
+        for each in called
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id not in others
+    }
 
 
 def _together(reaches: Iterable[Reach]) -> Reach:
