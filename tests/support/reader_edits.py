@@ -105,6 +105,70 @@ def _kernel_called_by_a_model(tree: ForkTree) -> None:
     tree.put(path, f"from vllm.vllm_flash_attn import flash_attn_varlen_func as kernel\n{tree.text(path)}")
 
 
+def _marks_of_its_own(tree: ForkTree) -> None:
+    path, place = (
+        "vllm/v1/worker/gpu_model_runner.py",
+        "        if self.dcp_world_size > 1:\n            self.dcp_local_seq_lens.cpu",
+    )
+    tree.replace(path, place, f"        self._note_resumed(cm_base)\n\n{place}")
+    tree.replace(
+        path,
+        "    def _build_attention_metadata(\n",
+        "    def _note_resumed(self, metadata):\n"
+        "        rows = slice(metadata.num_reqs)\n"
+        "        resumed = torch.from_numpy(self.input_batch.num_tokens_no_spec[rows] - 1)\n"
+        "        metadata.is_prefilling = self.input_batch.num_computed_tokens_cpu_tensor[rows] < resumed\n\n"
+        "    def _build_attention_metadata(\n",
+    )
+
+
+def _written_without_the_operator(tree: ForkTree) -> None:
+    path = f"{_MODELS}/extract_hidden_states.py"
+    tree.replace(
+        path,
+        "        _ = self.cache_only_layers[str(self.target_num_hidden_layers)](hidden_states)\n",
+        "        self._store(hidden_states)\n",
+    )
+    tree.replace(
+        path,
+        '    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:\n        """No weights',
+        "    def _store(self, hidden_states):\n"
+        "        layer = next(iter(self.cache_only_layers.values()))\n"
+        "        slots = get_forward_context().slot_mapping.get(layer.layer_name)\n"
+        "        layer.kv_cache.flatten(0, 1)[slots] = hidden_states\n\n"
+        '    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:\n        """No weights',
+    )
+
+
+def _a_group_less(tree: ForkTree) -> None:
+    path = f"{_BACKENDS}/mla/indexer.py"
+    divided = "                    seq_lens //= self.compress_ratio\n"
+    tree.replace(path, divided, f"{divided}                    seq_lens -= 1\n")
+
+
+def _a_platform_that_is_less(tree: ForkTree) -> None:
+    path = "vllm/platforms/interface.py"
+    is_it = "        return self._enum == PlatformEnum.CUDA\n"
+    tree.replace(path, is_it, f"{is_it.rstrip()} and not self.is_compatible_only\n")
+
+
+def _compiled(path: str, imported_by: str = "") -> Edit:
+    def edit(tree: ForkTree) -> None:
+        tree.changed[path] = "\x7fELF"
+        if imported_by:
+            tree.put(imported_by, f"from . import fast_paths\n{tree.text(imported_by)}")
+
+    return edit
+
+
+_IF_LOCKED = 'if os.environ.get("VLLM_LOCK_WORKSPACE") != "1":'
+_COMPLETES = 'get_forward_context().additional_kwargs.get("completes_group", True)'
+_SLOTS = (
+    "        token_to_req_indices = state_metadata.token_to_req_indices\n"
+    "        slot_mapping = state_metadata.slot_mapping\n"
+)
+_FREE = "            end_free_gpu_memory = torch.accelerator.get_memory_info()[0]\n\n"
+
 EDITS: dict[str, tuple[str, tuple[str, ...], Edit]] = {
     "a backend of one's own in the registry": ("0.21.0", ("triton-mla-padding",), _own_backend_in_the_registry),
     "a builder of one's own for an indexer": ("0.30.0", ("indexer-padding",), _own_builder_of_an_indexer),
@@ -153,6 +217,74 @@ EDITS: dict[str, tuple[str, tuple[str, ...], Edit]] = {
             "        self.num_free_blocks = len(blocks)\n",
             "        self.num_free_blocks = len(blocks)\n        blocks = blocks[::-1]\n",
         ),
+    ),
+    "marks of prefills written again in another function": ("0.22.0", ("mamba-padding",), _marks_of_its_own),
+    "hidden states written without the operator": (
+        "0.25.0",
+        ("hidden-states-padding",),
+        _written_without_the_operator,
+    ),
+    "another workspace manager after sleep": (
+        "0.33.0",
+        ("workspace-growth",),
+        _replaced(
+            "vllm/v1/worker/gpu_worker.py",
+            "        self.synchronize_device()\n\n    def discard(self",
+            "        init_workspace_manager(self.device)\n        self.synchronize_device()\n\n    def discard(self",
+        ),
+    ),
+    "a lock that an environment variable allows": (
+        "0.33.0",
+        ("workspace-growth",),
+        _replaced(
+            "vllm/v1/worker/workspace.py",
+            "        self._locked = True\n",
+            f"        {_IF_LOCKED}\n            return\n        self._locked = True\n",
+        ),
+    ),
+    "the same in the function that calls it": (
+        "0.33.0",
+        ("workspace-growth",),
+        _replaced(
+            "vllm/v1/worker/workspace.py",
+            "    current_workspace_manager().lock()\n",
+            f"    {_IF_LOCKED}\n        return\n    current_workspace_manager().lock()\n",
+        ),
+    ),
+    "a capture that may return before the lock": (
+        "0.33.0",
+        ("workspace-growth",),
+        _replaced(
+            f"{_V2}/model_runner.py",
+            f"{_FREE}        if not profile_only:\n            # Lock",
+            f"{_FREE}        if self.vllm_config.parallel_config.enable_eplb:\n            return 0\n\n"
+            "        if not profile_only:\n            # Lock",
+        ),
+    ),
+    "entries that a mark in the forward context leaves out": (
+        "0.33.0",
+        ("compressor-skip",),
+        _replaced(
+            "vllm/models/deepseek_v4/compressor.py",
+            f"{_SLOTS}        num_actual",
+            f"        if not {_COMPLETES}:\n            return\n{_SLOTS}        num_actual",
+        ),
+    ),
+    "lengths that lack a group": ("0.28.0", ("indexer-padding",), _a_group_less),
+    "a platform that is CUDA in name alone": (
+        "0.33.0",
+        ("compressor-skip", "encoder-padding"),
+        _a_platform_that_is_less,
+    ),
+    "a module compiled beside its source": (
+        "0.33.0",
+        ("workspace-growth",),
+        _compiled("vllm/v1/worker/workspace.cpython-312-x86_64-linux-gnu.so"),
+    ),
+    "a compiled module that a package imports": (
+        "0.33.0",
+        ("compressor-skip",),
+        _compiled("vllm/models/deepseek_v4/fast_paths.abi3.so", "vllm/models/deepseek_v4/__init__.py"),
     ),
 }
 """By what it does: the release, the fixes of which the verdict would be wrong, and the edit."""
