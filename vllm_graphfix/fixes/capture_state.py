@@ -14,6 +14,7 @@ from vllm_graphfix.fixes._capture_source import (
     BUILDING,
     BUILT,
     DRAFTS,
+    EAGLE,
     ENTERED,
     MANAGER,
     TARGET,
@@ -296,6 +297,10 @@ FIX = fix(
         *BUILDING,
         *TARGET,
         *DRAFTS,
+        # A draft's prefills, which take the target's states
+        Slice(
+            EAGLE, "PrefillEagleCudaGraphManager.capture", "create_forward_fn attn_metadata attn_state", Verdict.FIXED
+        ),
         # The modes that are captured
         *(
             Slice(_RUNNER, f"GPUModelRunner.{name}", "cudagraph_manager cudagraph_mode", Verdict.AFFECTED)
