@@ -323,12 +323,13 @@ def test_an_engine_that_one_process_decides_for_needs_no_key(decided: tuple[str,
 
 
 def test_a_front_end_knows_which_ranks_are_on_its_host_unless_somebody_else_places_them(
-    decided: tuple[str, list[list[Any]]],
+    decided: tuple[str, list[list[Any]]], request: pytest.FixtureRequest
 ) -> None:
-    somebody_else, two = ("Ray", "launcher"), ("tensor", "data parallelism on one node", "hybrid")
+    # Before 0.21.0 vLLM's CPU platform takes processes of its own in place of Ray.
+    on_ray = "Ray" if request.node.callspec.params["decided"] >= "0.21" else "on Ray"
     for name, *_, here in decided[1]:
-        known = 2 if name.startswith(two) else 1
-        assert here == (None if any(each in name for each in somebody_else) else known), name
+        known = 2 if name.startswith(("tensor", "data parallelism on one node", "hybrid", "Ray")) else 1
+        assert here == (None if on_ray in name or "launcher" in name else known), name
 
 
 def test_with_a_key_the_nodes_decide_alike(decided: tuple[str, list[list[Any]]]) -> None:
