@@ -92,7 +92,7 @@ class Engine:
     """Records of processes that may run, of which no more than the name can be read."""
     live: bool = field(init=False)
     wrong: tuple[str, ...] = field(init=False)
-    """What somebody has to see to."""
+    """Problems that somebody has to solve."""
     notes: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,17 +175,17 @@ class Engine:
 
     @property
     def graphs(self) -> bool | None:
-        """Whether its ranks capture CUDA graphs; None if none of them has said."""
-        said = [member.record.graphs for member in self.tellers if member.record.graphs is not None]
-        return any(said) if said else None
+        """True if its ranks capture CUDA graphs; None if none of them has reported it."""
+        values = [member.record.graphs for member in self.tellers if member.record.graphs is not None]
+        return any(values) if values else None
 
     def states(self, fix: str) -> dict[str, list[Member]]:
-        """State to the processes in it."""
-        found: dict[str, list[Member]] = {}
+        """Return the processes in each state of *fix*."""
+        states: dict[str, list[Member]] = {}
         for member in self.tellers:
             if fix in member.record.fixes:
-                found.setdefault(member.record.fixes[fix].state, []).append(member)
-        return found
+                states.setdefault(member.record.fixes[fix].state, []).append(member)
+        return states
 
     def foremost(self, fix: str) -> FixReport:
         """The report of the first process in the state that matters most."""
@@ -195,14 +195,14 @@ class Engine:
 
     def counts(self, fix: str) -> dict[str, int]:
         """Add up each event of *fix* over the ranks; aborted requests are counted by the scheduler's process."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for member in self.tellers:
             for event, count in member.record.events.get(fix, {}).items():
-                found[event] = found.get(event, 0) + count
+                counts[event] = counts.get(event, 0) + count
         schedulers = [member for member in self.members if self.ranked and member.record.rank is None]
         if aborted := sum(member.record.events.get(fix, {}).get("aborted", 0) for member in schedulers):
-            found["aborted"] = found.get("aborted", 0) + aborted
-        return found
+            counts["aborted"] = counts.get("aborted", 0) + aborted
+        return counts
 
     @property
     def fixes(self) -> tuple[str, ...]:
@@ -221,14 +221,14 @@ class Engine:
 
     def missing(self) -> list[tuple[list[int], bool]]:
         """Ranks without a record, of each world, and whether the ranks that have one agreed with them."""
-        found = []
+        missing = []
         for members, size in self._worlds().values():
             there = {member.record.rank.rank for member in members if member.record.rank is not None}
             compared = [member.record.agreement for member in members if member.record.agreement is not None]
             absent = list(islice((rank for rank in range(size) if rank not in there), _MOST_MISSING))
             if absent:
-                found.append((absent, any(agreement.agreeing == agreement.world_size for agreement in compared)))
-        return found
+                missing.append((absent, any(agreement.agreeing == agreement.world_size for agreement in compared)))
+        return missing
 
     @property
     def unrecorded(self) -> int:
@@ -251,17 +251,17 @@ class Engine:
         # be.
         uncompared = [rank.rank for member, rank in ranked if member.record.agreement is None]
         split = len(set(uncompared)) < len(uncompared)
-        found: dict[tuple[str, int], tuple[list[Member], int]] = {}
+        worlds: dict[tuple[str, int], tuple[list[Member], int]] = {}
         for member, rank in ranked:
             apart = split and member.record.agreement is None
             key = (member.world, rank.data_parallel_rank if apart else 0)
-            members, size = found.get(key, ([], 0))
-            found[key] = ([*members, member], max(size, rank.world_size))
-        return found
+            members, size = worlds.get(key, ([], 0))
+            worlds[key] = ([*members, member], max(size, rank.world_size))
+        return worlds
 
 
 def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
-    """What somebody has to see to, and what is worth knowing, of one engine."""
+    """Return the problems of one engine that somebody has to solve, and notes on it."""
     wrong: list[str] = []
     notes: list[str] = []
     stops: dict[tuple[bool, str], list[Member]] = {}
@@ -370,16 +370,16 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
             "`vllm-graphfix status` says more"
         )
     _judge_detectors(engine, wrong, notes)
-    if (found := engine.counts("shadow")).get("mismatches"):
-        given_up = found.get("quarantines-given-up", 0)
+    if (events := engine.counts("shadow")).get("mismatches"):
+        restored = events.get("quarantines-given-up", 0)
         stopped = (
-            f"; graphs no longer replayed: {out}" if (out := found.get("quarantined-graphs", 0) - given_up) else ""
+            f"; graphs no longer replayed: {out}" if (out := events.get("quarantined-graphs", 0) - restored) else ""
         )
-        if given_up:  # their steps cannot be run without them
-            stopped += f"; graphs replayed again, wrong or not, after they had been taken out: {given_up}"
+        if restored:  # their steps cannot be run without them
+            stopped += f"; graphs replayed again, wrong or not, after they had been taken out: {restored}"
         wrong.append(
-            f"the shadow check found wrong CUDA graph replays, {found['mismatches']} in {found.get('checks', 0)} checks"
-            f"{stopped}. `vllm-graphfix report` writes the bug report for vLLM"
+            f"the shadow check found wrong CUDA graph replays, {events['mismatches']} in {events.get('checks', 0)} "
+            f"checks{stopped}. `vllm-graphfix report` writes the bug report for vLLM"
         )
     elsewhere = [moved for member in engine.tellers for moved in member.record.moved if moved.outcome != "repaired"]
     if elsewhere:
@@ -404,9 +404,9 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
         notes.append("addresses are not compared any more: the log of its ranks says why")
     live = [member for member in engine.members if member.live]
     wrong += [
-        f"misconfigured: {variable}={given} means nothing: what it is for is off, or at its default, "
+        f"misconfigured: {variable}={value} means nothing: what it is for is off, or at its default, "
         "until it is corrected and the engine restarted"
-        for variable, given in engine.misconfigured.items()
+        for variable, value in engine.misconfigured.items()
     ]
     for what, value in (
         ("vLLM", lambda record: record.vllm),

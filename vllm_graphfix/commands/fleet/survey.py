@@ -86,13 +86,13 @@ def look(folder: Path | None = None) -> Fleet:
     dated = by_this_clock(reading.found, now, here)
     members = [
         Member(
-            found,
+            file,
             state,
-            max(now - found.heartbeat, 0.0),
-            visible(found.record, here),
-            max(found.heartbeat - now, 0.0),
+            max(now - file.heartbeat, 0.0),
+            visible(file.record, here),
+            max(file.heartbeat - now, 0.0),
         )
-        for found, state in zip(dated, all_liveness(dated, now, here), strict=True)
+        for file, state in zip(dated, all_liveness(dated, now, here), strict=True)
     ]
     unrecorded, notes = without_record(base, here, members, now)
     notes += tuple(_about_clocks(members))
@@ -187,8 +187,8 @@ def _engines(
         place = one.path.parent
         broken.setdefault((place, leaders.get((place, one.engine)) or one.engine), []).append(one)
     engines = [
-        Engine(place[1], tuple(sorted(found, key=_order)), tuple(broken.get(place, ())))
-        for place, found in joined.items()
+        Engine(place[1], tuple(sorted(members_there, key=_order)), tuple(broken.get(place, ())))
+        for place, members_there in joined.items()
     ]
     live = {(engine.members[0].found.path.parent, engine.name) for engine in engines if engine.live}
     lost = {place: files for place, files in broken.items() if place not in live}

@@ -60,18 +60,18 @@ def render(fleet: Fleet, *, everything: bool = False, engine: str | None = None)
     from rich.console import Group
 
     if engine is not None:
-        found = [each for each in fleet.engines if each.name.startswith(engine)]
-        if not found:
+        engines = [each for each in fleet.engines if each.name.startswith(engine)]
+        if not engines:
             there = ", ".join(each.name for each in fleet.engines[:5]) or "none"
             raise FleetError(f"no engine whose name begins with {engine!r}; there are: {there}")
-        return Group(*(part for each in found for part in _engine_details(each)))
+        return Group(*(part for each in engines for part in _engine_details(each)))
     if everything or len(fleet.engines) < _SEVERAL:
         return Group(*_verdict(fleet), _details(fleet))
     return Group(*_verdict(fleet), *_summary_lines(fleet))
 
 
 def _verdict(fleet: Fleet) -> list[RenderableType]:
-    """How many engines there are, and how many of them have the fixes."""
+    """Count the engines, and those that have the fixes."""
     from rich.text import Text
 
     if not fleet.engines:
@@ -107,7 +107,7 @@ def _counted_noun(number: int, what: str) -> str:
 
 
 def kind(engine: Engine) -> str:
-    """What an engine is to its operator, in a word or two."""
+    """Sum an engine up for its operator, in a word or two."""
     if engine.status in ("not in order", "stopped") or (engine.wrong and not engine.live):
         return _WRONG
     if not engine.live:
@@ -130,20 +130,20 @@ _SINCE = re.compile(
 
 
 def _summary_lines(fleet: Fleet) -> list[RenderableType]:
-    """A line for each thing that is wrong or worth knowing, with the engines that it is said of."""
+    """Return a line for each problem and each note, with the engines that have it."""
     from rich.text import Text
 
-    said: dict[tuple[str, str], list[tuple[Engine, str]]] = {}
+    engines_of: dict[tuple[str, str], list[tuple[Engine, str]]] = {}
     for engine in fleet.engines:
         for what in engine.wrong:
-            said.setdefault(("✗", _SINCE.sub(lambda match: match["state"] or match["stop"], what)), []).append(
+            engines_of.setdefault(("✗", _SINCE.sub(lambda match: match["state"] or match["stop"], what)), []).append(
                 (engine, what)
             )
     for engine in fleet.engines:
         for what in engine.notes if engine.live else ():
-            said.setdefault(("!", what), []).append((engine, what))
+            engines_of.setdefault(("!", what), []).append((engine, what))
     lines: list[RenderableType] = []
-    for (mark, alike), of_each in said.items():
+    for (mark, alike), of_each in engines_of.items():
         (engine, what), *others = of_each
         text = f"{len(of_each)} engines: {alike}" if others else f"{_engine_label(engine)}: {what}"
         lines.append(Text(f"{mark} {text}", style="red" if mark == "✗" else "yellow"))
@@ -242,12 +242,12 @@ def _engine_details(engine: Engine) -> list[RenderableType]:
     parts += [Padding(Text.from_markup(f"[yellow]![/] {escape(what)}"), (0, 0, 0, 2)) for what in engine.notes]
     if not engine.live:
         for what in (Liveness.DEAD, Liveness.SILENT):
-            if left := [member for member in engine.members if member.liveness is what]:
-                heard = [m.age for m in left if m.record.kept or m.record.rank is not None]
-                told = f"{what.value}: {engine.several(left)}" + (
+            if members := [member for member in engine.members if member.liveness is what]:
+                heard = [m.age for m in members if m.record.kept or m.record.rank is not None]
+                line = f"{what.value}: {engine.several(members)}" + (
                     f", last heard from {ago(min(heard))}" if heard else ""
                 )
-                parts.append(Padding(Text(told, style="dim"), (0, 0, 0, 2)))
+                parts.append(Padding(Text(line, style="dim"), (0, 0, 0, 2)))
         return parts
     processes = Table("process", "rank", "host", "pid", "", "last heard from", box=None, pad_edge=False)
     for member in engine.members:
@@ -291,9 +291,9 @@ def _page(console: Console, what: RenderableType) -> RenderableType:
 
     lines = console.render_lines(what, pad=False)
     room = max(console.height - 1, 1)
-    shown_lines = lines if len(lines) <= room else lines[: room - 1]
-    segments = [segment for line in shown_lines for segment in (*line, Segment.line())]
-    more = [Text(f"… {len(lines) - len(shown_lines)} more lines: --all without --watch", style="dim")]
+    visible_lines = lines if len(lines) <= room else lines[: room - 1]
+    segments = [segment for line in visible_lines for segment in (*line, Segment.line())]
+    more = [Text(f"… {len(lines) - len(visible_lines)} more lines: --all without --watch", style="dim")]
     return Group(Segments(segments), *(more if len(lines) > room else []))
 
 

@@ -41,7 +41,7 @@ class Unrecorded:
 
 
 def _is_engine_command(command: Sequence[str]) -> bool:
-    """Whether a command line is that of a server of vLLM: `vllm serve`, or a module of its entry points."""
+    """Return True for the command line of a server of vLLM: `vllm serve`, or a module of its entry points."""
     if not command or not _PYTHON.fullmatch(Path(command[0]).name):
         return False
     rest = list(command) if Path(command[0]).name == "vllm" else list(command[1:])
@@ -92,7 +92,7 @@ def without_record(
         if foreign
         else ()
     )
-    found = []
+    unrecorded = []
     for process in mine:
         age = max(now - (process.info["create_time"] or now), 0.0)
         environment, command = _environment_and_command(process, processes)
@@ -107,12 +107,12 @@ def without_record(
         if others:
             users = sorted({user_name(m.found.owner) for m in others if m.found.owner is not None})
             reason += f"; a record of {', '.join(users)} names it, and is not its own"
-        told = _printable_and_cut(" ".join(process.info["cmdline"]))
+        command_line = _printable_and_cut(" ".join(process.info["cmdline"]))
         starting = reason.startswith(_JUST_STARTED)
-        found.append(
-            Unrecorded(process.pid, _user(process), told, age, _printable_and_cut(reason), elsewhere, starting)
+        unrecorded.append(
+            Unrecorded(process.pid, _user(process), command_line, age, _printable_and_cut(reason), elsewhere, starting)
         )
-    return tuple(found), notes
+    return tuple(unrecorded), notes
 
 
 def _is_own(member: Member, process: psutil.Process) -> bool:
@@ -121,22 +121,22 @@ def _is_own(member: Member, process: psutil.Process) -> bool:
 
 
 def _is_vllm(command: Sequence[str]) -> bool:
-    told = " ".join(command)
-    return not _NO_PLUGINS.search(told) and (bool(_TITLE.match(told)) or _is_engine_command(command))
+    text = " ".join(command)
+    return not _NO_PLUGINS.search(text) and (bool(_TITLE.match(text)) or _is_engine_command(command))
 
 
 def _own_view(pid: int, here: Identity) -> tuple[str, int]:
     """A process as it sees itself: its namespace of process ids, and its id there."""
     try:
         namespace = str(Path(f"/proc/{pid}/ns/pid").readlink())
-        told = re.search(r"^NSpid:.*\s(\d+)$", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
+        match = re.search(r"^NSpid:.*\s(\d+)$", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, ValueError):
         return here.pid_namespace, pid
-    return namespace, int(told[1]) if told else pid
+    return namespace, int(match[1]) if match else pid
 
 
 def _reason(pid: int, environment: Mapping[str, str], command: Sequence[str], age: float) -> str:
-    """Why the process *pid* has no record, as far as can be seen from outside."""
+    """Return why the process *pid* has no record, as far as that shows from outside."""
     from vllm_graphfix.commands.status import why_not_loaded
 
     filtered = why_not_loaded(environment)
@@ -192,7 +192,7 @@ def _resolved(path: Path) -> Path:
 
 
 def _lacks_plugin(python: Path) -> bool:
-    """Whether the installation of *python* can be looked at and this package is not in it."""
+    """Return True if the installation of *python* can be read and lacks this package."""
     prefix = python.parent.parent
     if not python.is_absolute() or prefix == Path(sys.prefix):
         return False
@@ -215,5 +215,5 @@ def _user(process: psutil.Process) -> str:
 
 
 def _printable_and_cut(command: str) -> str:
-    told = "".join(letter if letter.isprintable() else "?" for letter in command)
-    return told if len(told) <= 200 else f"{told[:199]}…"
+    text = "".join(letter if letter.isprintable() else "?" for letter in command)
+    return text if len(text) <= 200 else f"{text[:199]}…"
