@@ -569,7 +569,7 @@ def test_records_of_other_engines_are_never_opened(
     read: list[str] = []
     real = reading._read_record
 
-    def noted(folder: int, path: Path, name: str, uid: int) -> reading.Found:
+    def noted(folder: int, path: Path, name: str, uid: int) -> reading.StoredRecord:
         read.append(name)
         return real(folder, path, name, uid)
 

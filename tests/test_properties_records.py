@@ -19,8 +19,8 @@ from vllm_graphfix.records import (
     FILES,
     AgreementReport,
     FixReport,
-    Found,
     Liveness,
+    StoredRecord,
     base_folder,
     identity,
     liveness_of,
@@ -196,7 +196,7 @@ def test_any_command_line_and_environment_of_another_process_is_judged(
 @given(st.integers(0, 2**63 - 1))
 def test_any_process_id_in_a_record_is_alive_dead_or_silent(pid: int) -> None:
     one = record(identity()._replace(pid=pid))
-    assert liveness_of(Found(one, 0.0, Path()), 1e9, identity()) in Liveness
+    assert liveness_of(StoredRecord(one, 0.0, Path()), 1e9, identity()) in Liveness
 
 
 def test_the_watch_notices_time_memory_and_writes(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from records import only as only_record
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.records import (
     CLOCKS_DIFFER,
-    Found,
     HeartbeatWatch,
     Liveness,
     Record,
     Reporter,
+    StoredRecord,
     clock,
     own_folder,
     prune,
@@ -160,7 +160,7 @@ def test_a_heartbeat_that_changes_is_heard_of_whatever_its_clock(clocks: Clock, 
     watch, one = HeartbeatWatch(), record(elsewhere(1), 0)
 
     def age(heartbeat: float) -> float:
-        (dated,) = watch.by_this_clock([Found(one, heartbeat, Path("folder", one.file_name))], clocks.now)
+        (dated,) = watch.by_this_clock([StoredRecord(one, heartbeat, Path("folder", one.file_name))], clocks.now)
         return clocks.now - dated.heartbeat
 
     beat = clocks.now + ahead

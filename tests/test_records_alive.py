@@ -25,11 +25,11 @@ from records import (
     record,
 )
 from vllm_graphfix.records import (
-    Found,
     Identity,
     Liveness,
     Rank,
     Record,
+    StoredRecord,
     identity,
     liveness_of,
     own_folder,
@@ -46,8 +46,8 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def judged(one: Record, heartbeat: float = 0.0, among: tuple[Found, ...] = ()) -> Liveness:
-    found = Found(one, time.time() - heartbeat, Path("folder", one.file_name))
+def judged(one: Record, heartbeat: float = 0.0, among: tuple[StoredRecord, ...] = ()) -> Liveness:
+    found = StoredRecord(one, time.time() - heartbeat, Path("folder", one.file_name))
     return liveness_of(found, time.time(), identity(), among)
 
 
@@ -103,9 +103,9 @@ def test_a_process_that_could_not_tell_where_it_is_goes_by_its_heartbeat() -> No
 
 
 def test_elsewhere_a_process_without_a_heartbeat_is_as_alive_as_its_engine_on_its_host() -> None:
-    def rank(host: str = "node-b", engine: str = ENGINE) -> tuple[Found, ...]:
+    def rank(host: str = "node-b", engine: str = ENGINE) -> tuple[StoredRecord, ...]:
         one = record(elsewhere(2, host), rank=0, engine=engine)
-        return (Found(one, time.time(), Path("folder", one.file_name)),)
+        return (StoredRecord(one, time.time(), Path("folder", one.file_name)),)
 
     front_end = record(elsewhere(1))
     assert judged(front_end, AN_HOUR, rank()) is Liveness.ALIVE

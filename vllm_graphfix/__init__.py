@@ -1,7 +1,7 @@
 """CUDA-graph correctness fixes of vLLM for stock wheels, applied at run time.
 
-vLLM calls `register` in each of its processes (entry point group ``vllm.general_plugins``). `states` says what came of
-it, `events` how often it mattered.
+vLLM calls `register` in each of its processes (entry point group ``vllm.general_plugins``). `states` returns the
+state of each fix, `events` counts its effects.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ __all__ = ["__version__", "events", "register", "registered", "states"]
 
 
 def register() -> None:
-    """Engages the fixes that this vLLM needs, as the environment says.
+    """Engage the fixes that this vLLM needs, according to the environment.
 
-    Never raises; calling it again changes nothing.
+    A second call changes nothing. Raises RuntimeError only if the plugin cannot start although the environment insists
+    on a fix.
     """
     try:
         _this_process().start()
@@ -41,56 +42,56 @@ def register() -> None:
 
 
 def states() -> dict[str, FixState]:
-    """Mode, diagnosis, state and reason of every fix in this process, by name; of `shadow`, too, where it is on.
+    """Return mode, diagnosis, state and reason of every fix in this process, by name; also of `shadow` if it is on.
 
-    Before `register` was called here every fix is as the environment wants it and `waiting`.
+    Before `register` was called, every fix has the mode that the environment sets, and is `waiting`.
     """
     return _this_process().states()
 
 
 def registered() -> bool:
-    """Whether `register` has run in this process; where it has not, vLLM does not load the plugin (VLLM_PLUGINS?)."""
+    """Tell if `register` has run in this process; if not, vLLM does not load the plugin (VLLM_PLUGINS?)."""
     return _this_process().started
 
 
 def events() -> dict[str, dict[str, int]]:
-    """How often each fix acted, or met its defect, in this process, by its name and that of the event.
+    """Count how often each fix acted, or met its defect, in this process: by name of the fix and of the event.
 
-    `shadow` is among them where the shadow check is on: its checks and mismatches, say.
+    If the shadow check is on, `shadow` is among the names, with its checks and mismatches.
     """
     return _this_process().events()
 
 
 def _report_and_take_back(error: Exception) -> None:
-    """Says that the plugin could not start, and sees to it that this is so: a part of it may have."""
+    """Log that the plugin could not start, and revert the part of it that did."""
     try:
         import logging
 
         logging.getLogger("vllm.graphfix").error(
             "graphfix: could not start; vLLM runs without the plugin", exc_info=error
         )
-    except Exception:  # noqa: S110 - the log is not ours
+    except Exception:  # noqa: S110 - a logging handler of somebody else may raise
         pass
     try:  # noqa: SIM105 - a context manager is one more thing that may be broken
         _this_process().manager.give_up(error)
-    except Exception:  # noqa: S110 - what is broken is broken here too, and nothing was patched
+    except Exception:  # noqa: S110 - the same defect stops this too; then nothing was patched
         pass
 
 
 def _requires_a_fix() -> bool:
-    """Whether the environment says strict, or on for a fix.
+    """Tell if the environment sets `strict`, or `on` for a fix.
 
-    It is read without any module that this one has not imported, because one of them may be what is broken.
+    Reads it with nothing but the modules imported above: any other module may be the broken one.
     """
-    told = {name: value.strip().lower() for name, value in os.environ.items() if name.startswith(PREFIX)}
-    master = told.get(PREFIX, "")
+    variables = {name: value.strip().lower() for name, value in os.environ.items() if name.startswith(PREFIX)}
+    master = variables.get(PREFIX, "")
     if master not in ("", "on", "1", "true", "yes", "observe", "strict"):
         return False  # off, or a value that means nothing
-    if not re.fullmatch(r"100(?:\.0{1,6})?\s*%?", told.get(ROLLOUT, "100")):
+    if not re.fullmatch(r"100(?:\.0{1,6})?\s*%?", variables.get(ROLLOUT, "100")):
         return False  # an engine may be outside the rollout, and nobody insists there
     if any(asks_for_less(name, value) for name, value in os.environ.items()):
         return False  # a mistyped name counts as off
-    on = [name for name, value in told.items() if re.fullmatch("on|1|true|yes|on:[0-9a-f]{16}", value)]
+    on = [name for name, value in variables.items() if re.fullmatch("on|1|true|yes|on:[0-9a-f]{16}", value)]
     return master == "strict" or any(map(_is_a_fix, on))
 
 
@@ -104,16 +105,15 @@ def _is_a_fix(variable: str) -> bool:
 
 
 def _starts_no_engine() -> bool:
-    """Whether this process only tells of vLLM: its help, or the inspection of a model for another process."""
+    """Tell if this process starts no engine: it prints help, or inspects a model for another process."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    asked = any(
-        word in ("-h", "--help") for word in getattr(sys, "argv", ())
-    )  # not of `role`, which may be what is broken
-    return asked or getattr(main, "name", "") == "vllm.model_executor.models.registry"
+    # Not by `role.prints_help`: that module may be the broken one.
+    prints_help = any(word in ("-h", "--help") for word in getattr(sys, "argv", ()))
+    return prints_help or getattr(main, "name", "") == "vllm.model_executor.models.registry"
 
 
 _lock = threading.RLock()
-"""`functools.cache` would let two threads make one each."""
+"""Without it `functools.cache` would let two threads make one `EngineProcess` each."""
 
 
 def _this_process() -> EngineProcess:
@@ -130,7 +130,7 @@ def _engine_process() -> EngineProcess:
 
 
 def _report() -> str:
-    """What `vllm-graphfix doctor` says, for the end of vLLM's own report."""
+    """Return the report of `vllm-graphfix doctor`, for the end of vLLM's own report."""
     from vllm_graphfix.commands.doctor import beside_vllms_own
 
     return beside_vllms_own()

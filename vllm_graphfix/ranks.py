@@ -1,7 +1,4 @@
-"""What torch.distributed knows of the ranks of an engine.
-
-It knows how many there are, where they run, and the store that they share.
-"""
+"""Facts of torch.distributed about the ranks of an engine: their number, their hosts and the store that they share."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 
 
 def world() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """Return this rank and the number of ranks; (0, 1) where torch.distributed is not initialized."""
     from torch import distributed
 
     known = distributed.is_available() and distributed.is_initialized()
@@ -18,9 +15,9 @@ def world() -> tuple[int, int]:
 
 
 def common_store() -> Any:
-    """The store that torch.distributed has for all ranks, in a namespace of this package.
+    """Return the store that torch.distributed has for all ranks, in a namespace of this package.
 
-    Raises ValueError where there is none.
+    Raises ValueError if there is none.
     """
     from torch.distributed import distributed_c10d
 
@@ -28,12 +25,10 @@ def common_store() -> Any:
 
 
 def host_in(store: Any, rank: int, world_size: int) -> str | None:
-    """The host name that *rank* gave to gloo; None if it cannot be told.
+    """Return the host name that *rank* passed to gloo; None if that is not known.
 
-    Every vLLM engine makes one gloo group of all ranks.
-
-    For a rank that says nothing this is the only word of where it runs. Gloo leaves it under a key that ends in the
-    rank: its length (u64, little-endian), then the name.
+    Every vLLM engine makes one gloo group of all ranks. For a rank that does not report, this is the only source of its
+    host. Gloo stores it under a key that ends in the rank: the length of the name (u64, little-endian), then the name.
     """
     try:
         while hasattr(store, "underlying_store"):
@@ -41,8 +36,8 @@ def host_in(store: Any, rank: int, world_size: int) -> str | None:
         keys = set(store.list_keys())
         for group in {key.rpartition("/")[0] for key in keys if "/cpu/" in key}:
             if all(f"{group}/{other}" in keys for other in range(world_size)):
-                left = store.get(f"{group}/{rank}")
-                host = left[8 : 8 + int.from_bytes(left[:8], "little")].decode("ascii")
+                stored = store.get(f"{group}/{rank}")
+                host = stored[8 : 8 + int.from_bytes(stored[:8], "little")].decode("ascii")
                 return host if re.fullmatch(r"[A-Za-z0-9._-]{1,255}", host) else None
     except Exception:
         return None

@@ -17,10 +17,10 @@ from vllm_graphfix.records import (
     AgreementReport,
     Decided,
     FixReport,
-    Found,
     Identity,
     Rank,
     Record,
+    StoredRecord,
     identity,
     own_folder,
     read,
@@ -75,7 +75,7 @@ def names(base: Path) -> list[str]:
     return sorted(path.name for path in own_folder(base).iterdir())
 
 
-def only(base: Path) -> Found:
+def only(base: Path) -> StoredRecord:
     found = read(base)
     assert found.problems == ()
     (one,) = found.found

@@ -1,17 +1,17 @@
-"""Status records: one small file a process, and reading those of all processes together.
+"""Status records: one small file for each process, and reading those of all processes.
 
-A folder may be hostile, full, gone or hanging. Writing raises `OSError`, reading turns what is wrong into text, and
-`Reporter` does both without its caller ever waiting.
+A folder may be hostile, full, gone or hanging. Writing raises `OSError`, reading turns errors into text, and `Reporter`
+writes without its caller waiting for the disk.
 """
 
 from __future__ import annotations
 
 from vllm_graphfix.records.clock import CLOCKS_DIFFER, HeartbeatWatch, by_this_clock
-from vllm_graphfix.records.folder import base_folder, own_folder, shown_path
+from vllm_graphfix.records.folder import base_folder, own_folder, path_text
 from vllm_graphfix.records.liveness import Liveness, all_liveness, liveness_of, may_run, visible
 from vllm_graphfix.records.process_identity import Identity, exists, identity
 from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
-from vllm_graphfix.records.reading import FILES, Found, Reading, Unreadable, read
+from vllm_graphfix.records.reading import FILES, Reading, StoredRecord, Unreadable, read
 from vllm_graphfix.records.record import (
     LARGEST,
     MOST_FOLLOWERS,
@@ -38,7 +38,6 @@ __all__ = [
     "AgreementReport",
     "Decided",
     "FixReport",
-    "Found",
     "HeartbeatWatch",
     "Identity",
     "Liveness",
@@ -49,6 +48,7 @@ __all__ = [
     "Record",
     "RecordError",
     "Reporter",
+    "StoredRecord",
     "Unreadable",
     "Wrong",
     "all_liveness",
@@ -59,10 +59,10 @@ __all__ = [
     "liveness_of",
     "may_run",
     "own_folder",
+    "path_text",
     "prune",
     "read",
     "remove",
-    "shown_path",
     "touch",
     "touch_outdated",
     "visible",

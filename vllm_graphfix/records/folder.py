@@ -1,6 +1,6 @@
 """The folder of this user's records, which nobody else may write to.
 
-It is found, made, opened and looked at before it is used.
+Owner and mode are checked on an opened descriptor before the folder is used.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.text import printable
 
-DEFAULT_FOLDER = "/tmp"  # noqa: S108  # the folder in it is ours alone, and looked at before it is used
+DEFAULT_FOLDER = "/tmp"  # noqa: S108  # the folder in it is ours alone, and checked before it is used
 ENTRIES = 16 * 4096
-"""Names that are looked at in one folder: sixteen times the records that are read."""
+"""Limit of names that are scanned in one folder."""
 _PATH = 300
-"""Characters of a folder's path, in what is said about it."""
+"""Characters of a path in a message."""
 _BY_FS_GROUP = 0o2770
 """The mode that a folder of mode 700 gets where Kubernetes gives a volume to the `fsGroup` of a pod."""
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -35,10 +35,10 @@ def own_folder(base: Path) -> Path:
 
 @contextmanager
 def opened(base: Path, doing: str, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of our folder, which cannot be exchanged for another one while it is used."""
+    """Yield a descriptor of our folder, which cannot be exchanged for another one while it is used. Raises OSError."""
     path = own_folder(base)
     try:
-        # Everything in it goes by this descriptor: the path may be exchanged for a link between two calls.
+        # Every access goes through this descriptor: the path may be replaced by a link between two calls.
         try:
             folder = os.open(path, OPEN_FOLDER)
         except FileNotFoundError:
@@ -54,30 +54,30 @@ def opened(base: Path, doing: str, *, make: bool = False) -> Iterator[int]:
         finally:
             os.close(folder)
     except OSError as error:
-        raise OSError(error.errno, f"cannot {doing} in {shown_path(path)}: {why(error)}") from error
+        raise OSError(error.errno, f"cannot {doing} in {path_text(path)}: {why(error)}") from error
 
 
 def close_to_group(folder: int) -> None:
-    """Make the opened *folder*, if it is this user's, mode 700 again where a pod's `fsGroup` has opened it to a group.
+    """Set the opened *folder* to mode 700, if it is this user's and a pod's `fsGroup` has opened it to a group.
 
-    Kubernetes does so with all that is in a volume, each time that it mounts it: a folder of a mode of its own, inside,
-    would be opened likewise. Nobody in the group gets at a record in it from here on, not even at one that was opened
-    with it. Any other mode is somebody's doing, and is refused. Never raises: `check_owner` says what is still wrong.
+    Kubernetes changes the mode of everything in a volume at each mount, so a subfolder would be opened as well. From
+    here on nobody in the group can reach a record in it, not even one whose own mode was opened. Any other mode was set
+    by somebody, and `check_owner` refuses it. Never raises.
     """
     with suppress(OSError):
-        found = os.fstat(folder)
-        if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == _BY_FS_GROUP:
+        status = os.fstat(folder)
+        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == _BY_FS_GROUP:
             os.fchmod(folder, 0o700)
 
 
 def check_owner(folder: int, owner: int) -> None:
-    """Raises OSError if the opened *folder* is not *owner*'s alone."""
-    found = os.fstat(folder)
-    if found.st_uid != owner:
-        raise PermissionError(errno.EPERM, f"it belongs to uid {found.st_uid}, not {owner}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    """Raise PermissionError if the opened *folder* is not *owner*'s, or others may write to it."""
+    status = os.fstat(folder)
+    if status.st_uid != owner:
+        raise PermissionError(errno.EPERM, f"it belongs to uid {status.st_uid}, not {owner}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            errno.EPERM, f"others may write to it (mode {stat.S_IMODE(found.st_mode):04o}): chmod 700"
+            errno.EPERM, f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o}): chmod 700"
         )
 
 
@@ -87,7 +87,7 @@ def why(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def shown_path(path: Path) -> str:
-    """For one line of a log."""
+def path_text(path: Path) -> str:
+    """Return *path* printable and shortened, for one line of a log."""
     text = printable(str(path))
     return text if len(text) <= _PATH else f"{text[: _PATH // 2]}…{text[1 - _PATH // 2 :]}"

@@ -1,4 +1,4 @@
-"""Which process this is, and whether one of this machine runs."""
+"""The identity of this process, and the existence of others on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Identity(NamedTuple):
-    """Which process this is. Where there is no /proc, start_ticks is 0 and boot and pid_namespace are empty."""
+    """A process, unique despite PID reuse. Without /proc, start_ticks is 0, and boot and pid_namespace are empty."""
 
     host: str
     pid: int
@@ -31,16 +31,16 @@ def identity() -> Identity:
 
 
 class Seen(NamedTuple):
-    """A process as the system shows it."""
+    """A process as /proc describes it."""
 
     state: str
     """A letter: ``Z`` and ``X`` are dead."""
     start_ticks: int
-    """When it started, since the boot: the same ID belongs to another process later."""
+    """Clock ticks from the boot to its start: the same ID belongs to another process later."""
 
 
 def seen_by_system(pid: int) -> Seen | None:
-    """What /proc says of the process *pid*; None if it does not."""
+    """Return what /proc holds about the process *pid*; None if it holds nothing."""
     try:
         descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -56,9 +56,9 @@ def seen_by_system(pid: int) -> Seen | None:
 
 
 def owner_of(pid: int) -> int | None:
-    """The effective user of the process *pid*; None if /proc does not say.
+    """Return the effective user of the process *pid*; None if /proc does not say.
 
-    Who owns its folder in /proc is another matter: that is root's where a process cannot be dumped.
+    Not the owner of its folder in /proc, which is root if the process cannot be dumped.
     """
     with suppress(OSError, ValueError):
         match = re.search(r"^Uid:\s+\d+\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
@@ -67,7 +67,7 @@ def owner_of(pid: int) -> int | None:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is a process with this ID, also one that /proc hides (hidepid)."""
+    """Tell if there is a process with this ID, including one that /proc hides (hidepid)."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -78,5 +78,5 @@ def exists(pid: int) -> bool:
 
 
 def reduced(host: str) -> str:
-    """*host* as a part of the name of a file."""
+    """Return *host* as a part of the name of a file: at most 64 characters of `[A-Za-z0-9._-]`."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", host)[:64] or "unknown"

@@ -1,4 +1,4 @@
-"""Removes the records of processes that ended without doing so."""
+"""Removal of records whose processes ended without removing them."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from vllm_graphfix.records.process_identity import identity
 from vllm_graphfix.records.reading import read
 
 PRUNED_AFTER = 3600.0
+"""Seconds after the last heartbeat of a process that has ended."""
 _FORGOTTEN_AFTER = 7 * 24 * 3600.0
+"""Seconds after the last heartbeat of an engine whose processes may have ended."""
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[A-Za-z0-9._-]{1,64}-[0-9]{1,10}\.json\.[0-9a-f]{8}")
 
 
 def prune(base: Path, offset: float = 0.0) -> None:
-    """Removes what this user's ended processes have left.
+    """Remove records and temporary files of this user's ended processes. Never raises.
 
-    The clock that dates files there is *offset* seconds ahead of this machine's.
-    It goes an hour after they have ended, where it is sure that they have; else after a week. Never raises.
+    A record goes an hour after its process has ended, if that is certain, and after a week of silence otherwise.
+    *offset*: seconds that the clock which dates files there is ahead of this machine's.
     """
     with suppress(Exception):
-        # By the clock that dates these files: by one that is ahead, what is being written would look forgotten.
+        # By the clock that dates these files: against a clock ahead of it, a file that is being written would look old.
         now, here = time.time() + offset, identity()
-        found = read(base, own=True).found
+        records = read(base, own=True).found
         freshest: dict[str, float] = {}
-        for one in found:
+        for one in records:
             freshest[one.record.engine] = max(freshest.get(one.record.engine, 0.0), one.heartbeat)
         with opened(base, "remove status records") as folder:
-            for one, state in zip(found, all_liveness(found, now, here), strict=True):
+            for one, state in zip(records, all_liveness(records, now, here), strict=True):
                 rebooted = one.record.host == here.host and "" != one.record.boot != here.boot != ""
                 ended = state is Liveness.DEAD or (rebooted and freshest[one.record.engine] < now - PRUNED_AFTER)
                 forgotten = state is Liveness.SILENT and freshest[one.record.engine] < now - _FORGOTTEN_AFTER
@@ -43,7 +45,7 @@ def prune(base: Path, offset: float = 0.0) -> None:
             with os.scandir(folder) as entries:
                 names = [entry.name for entry in islice(entries, ENTRIES)]
             for name in names:
-                # A process ended while it wrote; nobody takes an hour for that.
+                # Its process ended while it wrote: no write takes an hour.
                 if _TEMPORARY.fullmatch(name):
                     with suppress(OSError):
                         if os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime < now - PRUNED_AFTER:

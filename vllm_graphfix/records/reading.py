@@ -1,4 +1,4 @@
-"""Reads the records of all processes: what is none is told, and never trusted."""
+"""Reads the records of all processes. Files that are not records are reported, and never trusted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_graphfix.records.folder import (
     check_owner,
     close_to_group,
     own_folder,
-    shown_path,
+    path_text,
     why,
 )
 from vllm_graphfix.records.record import LARGEST, Record, RecordError
@@ -26,30 +26,30 @@ from vllm_graphfix.records.writing import is_outdated
 from vllm_graphfix.text import printable
 
 FILES = 4 * 4096
-"""Records that are read at once."""
+"""Limit of records in one reading."""
 _FOLDER = re.compile(r"vllm-graphfix-(0|[1-9][0-9]{0,9})")
 _FILE = re.compile(r"([0-9a-f]{16})-([A-Za-z0-9._-]{1,64})-([0-9]{1,10})\.json")
 
 
-class Found(NamedTuple):
+class StoredRecord(NamedTuple):
     """A record that was read."""
 
     record: Record
     heartbeat: float
-    """When it was last written or touched, in seconds of the epoch."""
+    """The time of the last write or touch, in epoch seconds."""
     path: Path
     outdated: bool = False
-    """Its process could not renew it since `Record.written`: the heartbeat holds, the content may not."""
+    """Its process could not rewrite it since `Record.written`: the heartbeat is valid, the content may be old."""
 
     @property
     def owner(self) -> int | None:
-        """The user whose folder it is in, and who alone can have written it."""
+        """The user whose folder it is in, and who alone can have written it; None outside such a folder."""
         named = _FOLDER.fullmatch(self.path.parent.name)
         return int(named[1]) if named else None
 
 
 class Unreadable(NamedTuple):
-    """A file with the name of a record, of which nothing else is known."""
+    """A file that is named like a record and could not be read as one."""
 
     engine: str
     host: str
@@ -57,29 +57,27 @@ class Unreadable(NamedTuple):
     path: Path
     why: str
     heartbeat: float
-    """The date of the file, which its process renews without a look at it; infinite where that is not known."""
+    """The date of the file, which its process renews without reading it; infinite if that is not known."""
 
 
 class Reading(NamedTuple):
-    """What came of reading all folders."""
+    """The result of reading all folders."""
 
-    found: tuple[Found, ...]
+    found: tuple[StoredRecord, ...]
     problems: tuple[str, ...]
-    """What could not be read, a line for each folder."""
+    """Errors, a line for each folder."""
     skipped: int = 0
     """Files beyond `FILES`, and folders that are refused: engines may be missing."""
     unreadable: tuple[Unreadable, ...] = ()
 
 
 def read(base: Path, *, own: bool = False, engines: Collection[str] | None = None) -> Reading:
-    """The records in every `vllm-graphfix-<uid>` below *base* that this user may read, its own ones first.
+    """Read the records in every `vllm-graphfix-<uid>` below *base* that is readable, this user's first. Never raises.
 
-    Never raises.
-
-    With *own*, this user's only: nobody else can have written these. With *engines*, theirs only, by the names of the
-    files: no other file is opened, which on shared storage would be those of a whole fleet.
+    *own*: read only this user's, which nobody else can have written. *engines*: read only the records of these, by file
+    name, since opening all files on shared storage would read a whole fleet's.
     """
-    found: list[Found] = []
+    records: list[StoredRecord] = []
     problems: list[str] = []
     unreadable: list[Unreadable] = []
     skipped = 0
@@ -90,10 +88,10 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
             with os.scandir(base) as entries:
                 seen = [entry.name for entry in islice(entries, ENTRIES + 1)]
             if len(seen) > ENTRIES:
-                problems.append(f"{shown_path(base)}: only its first {ENTRIES} entries were examined")
+                problems.append(f"{path_text(base)}: only its first {ENTRIES} entries were examined")
             folders += sorted(base / name for name in seen if _FOLDER.fullmatch(name) and name != mine.name)
         except OSError as error:
-            problems.append(f"{shown_path(base)}: {why(error)}")
+            problems.append(f"{path_text(base)}: {why(error)}")
     closed: list[str] = []
     refused: list[str] = []
     for path in folders:
@@ -102,35 +100,35 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
         except FileNotFoundError:
             continue
         except PermissionError:
-            (refused if path == mine else closed).append(f"{shown_path(path)} cannot be read by this user")
+            (refused if path == mine else closed).append(f"{path_text(path)} cannot be read by this user")
             continue
         except OSError as error:
-            refused.append(f"{shown_path(path)}: {why(error)}")
+            refused.append(f"{path_text(path)}: {why(error)}")
             continue
         try:
             uid = int(path.name.rpartition("-")[2])
             close_to_group(folder)
             check_owner(folder, uid)
-            skipped += _read_folder(folder, path, uid, found, problems, unreadable, engines)
+            skipped += _read_folder(folder, path, uid, records, problems, unreadable, engines)
         except OSError as error:
-            refused.append(f"{shown_path(path)}: {why(error)}")
+            refused.append(f"{path_text(path)}: {why(error)}")
         finally:
             os.close(folder)
     for lines in (closed, refused):
         problems += _summed_in_one_line(lines, "folders")
-    return Reading(tuple(found), tuple(problems), skipped + len(refused), tuple(unreadable))
+    return Reading(tuple(records), tuple(problems), skipped + len(refused), tuple(unreadable))
 
 
 def _read_folder(
     folder: int,
     path: Path,
     uid: int,
-    found: list[Found],
+    records: list[StoredRecord],
     problems: list[str],
     unreadable: list[Unreadable],
     engines: Collection[str] | None,
 ) -> int:
-    """Reads the records in *folder* into *found*, and returns how many files it had to leave out."""
+    """Append the records in *folder* to *records*; return the number of files that it skipped."""
     wrong: list[tuple[str, str]] = []
     with os.scandir(folder) as entries:
         names = [
@@ -141,12 +139,12 @@ def _read_folder(
     names.sort()
     skipped = 0
     for number, name in enumerate(names):
-        if len(found) + len(wrong) >= FILES:
+        if len(records) + len(wrong) >= FILES:
             skipped = len(names) - number
-            problems.append(f"{shown_path(path)}: {skipped} files were skipped, since at most {FILES} are read")
+            problems.append(f"{path_text(path)}: {skipped} files were skipped, since at most {FILES} are read")
             break
         try:
-            found.append(_read_record(folder, path, name, uid))
+            records.append(_read_record(folder, path, name, uid))
         except FileNotFoundError:
             continue  # its process has ended since
         except RecordError as error:
@@ -154,7 +152,7 @@ def _read_folder(
         except OSError as error:
             wrong.append((name, why(error)))
     lines = [f"{printable(name)}: {reason}" for name, reason in wrong]
-    problems += [f"{shown_path(path)}: {line}" for line in _summed_in_one_line(lines, "files")]
+    problems += [f"{path_text(path)}: {line}" for line in _summed_in_one_line(lines, "files")]
     for name, reason in wrong:
         if parts := _FILE.fullmatch(name):
             unreadable.append(Unreadable(parts[1], parts[2], int(parts[3]), path / name, reason, _date(folder, name)))
@@ -174,10 +172,10 @@ def _summed_in_one_line(wrong: list[str], what: str) -> list[str]:
     return [f"{len(wrong)} {what} are not records or cannot be read; the first: {wrong[0]}"]
 
 
-def _read_record(folder: int, path: Path, name: str, uid: int) -> Found:
+def _read_record(folder: int, path: Path, name: str, uid: int) -> StoredRecord:
     if not _FILE.fullmatch(name):
         raise RecordError("its name is not a record's")
-    # Not blocking: the other end of a FIFO may never come.
+    # Not blocking: nobody may ever open the other end of a FIFO.
     descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=folder)
     try:
         about = os.fstat(descriptor)
@@ -198,4 +196,4 @@ def _read_record(folder: int, path: Path, name: str, uid: int) -> Found:
         raise RecordError(f"it is not JSON ({type(error).__name__})") from error
     if record.file_name != name:
         raise RecordError("its content belongs to another record")
-    return Found(record, about.st_mtime, path / name, is_outdated(about.st_mode))
+    return StoredRecord(record, about.st_mtime, path / name, is_outdated(about.st_mode))

@@ -1,4 +1,4 @@
-"""A record: what one process says of itself, and its form as JSON."""
+"""The status record of one process, and its JSON form."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CODES = frozenset(code.value for code in Code)
 
 
 class RecordError(ValueError):
-    """What is not a status record, and why."""
+    """Data is not a status record; the text gives the reason."""
 
 
 class Rank(NamedTuple):
@@ -80,7 +80,7 @@ class Wrong(NamedTuple):
     noise: str
     """The largest error of runs without the graph among themselves."""
     layer: str
-    """The first whose cache differs; empty if that is not known."""
+    """The first layer whose cache differs; empty if that is not known."""
     check: int
 
 
@@ -90,7 +90,7 @@ class MovedTensor(NamedTuple):
     name: str
     kind: str
     after: str
-    """What had been called when it was noticed."""
+    """The function after whose call the move was noticed."""
     outcome: str
     """``reported``, ``repaired``, or why it was not."""
 
@@ -101,14 +101,14 @@ class OverwrittenBlock(NamedTuple):
     block: int
     group: int
     place: int
-    """The number of blocks before it of its request, whose name is in the log alone: a client may have chosen it."""
+    """The number of blocks of its request before it. Its name is in the log only: a client may have chosen it."""
     layers: str
     ran: str
-    """What ran between the last time that it was as it should be and the first time that it was not."""
+    """The steps between the last check that it passed and the first that it failed."""
 
 
 class AgreementReport(NamedTuple):
-    """What the comparison before the first capture came to."""
+    """The result of comparing the ranks before the first capture."""
 
     group: str
     world_size: int
@@ -117,7 +117,7 @@ class AgreementReport(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What one process says of itself, for one engine."""
+    """The status of one process, for one engine."""
 
     graphfix: str
     vllm: str
@@ -139,30 +139,30 @@ class Record(NamedTuple):
     unchecked: str | None = None
     """The reason for which this rank was not checked before its capture, or after it; the engine has gone on."""
     serves_metrics: bool = False
-    """Whether /metrics of this process tells of its engine."""
+    """/metrics of this process covers its engine."""
     ranks_here: int | None = None
-    """The number of ranks that the engine which this process has configured starts on its host; None where that is not
-    known, and in a process that has configured none."""
+    """Ranks that the engine configured by this process starts on its host; None if that is not known, and in a process
+    that has configured none."""
     wrong: tuple[Wrong, ...] = ()
     moved: tuple[MovedTensor, ...] = ()
     overwritten: tuple[OverwrittenBlock, ...] = ()
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing, and names that do, each with that value: a field, not a state, which older
-    readers would refuse."""
+    """Variables with an invalid value or an unknown name, each with its value. Not a state, since older readers refuse
+    an unknown one."""
     graphs: bool | None = None
-    """Whether this rank captures CUDA graphs; None as long as that is not known, and in a process that is no rank."""
+    """This rank captures CUDA graphs; None until that is known, and in a process that is no rank."""
     starting: bool = False
-    """The part of the engine that this process runs is not up yet."""
+    """This process's part of the engine is not up yet."""
     in_step_since: float | None = None
-    """When its present step began, in seconds of the epoch, if that lasts so long that it may never end: a heartbeat
-    is a thread of its own, and goes on."""
+    """Start of its present step, in epoch seconds, if the step lasts so long that it may never end. Heartbeats do not
+    show that: they come from a thread of their own."""
     followers: tuple[str, ...] = ()
-    """On rank 0: the engines of nodes that started on their own and follow it, at most `MOST_FOLLOWERS`. By them its
-    front-end knows the files that it has to read."""
+    """On rank 0: the engines of nodes that started on their own and follow it, at most `MOST_FOLLOWERS`. Its front-end
+    reads the files of these engines, too."""
     clock_offset: float | None = None
-    """Seconds that the clock which dates this file is ahead of this process's, where they differ. `Reporter` knows."""
+    """Seconds by which the clock that dates this file is ahead of this process's; None if equal. Set by `Reporter`."""
     kept: bool = False
-    """A thread of this process touches the record every few seconds. `Reporter` knows, and says so."""
+    """A thread of this process touches the record every few seconds. Set by `Reporter`."""
     written: float = 0.0
 
     @property
@@ -170,7 +170,7 @@ class Record(NamedTuple):
         return f"{self.engine}-{reduced(self.host)}-{self.pid}.json"
 
     def as_json(self, longest: int = LONGEST_TEXT) -> dict[str, Any]:
-        """The file's content; no text has more than *longest* characters."""
+        """Return the content of the file; no text has more than *longest* characters."""
         mistyped = {name: each for name, each in self.misconfigured.items() if not was_always_brief(name)}
         return {
             "schema": SCHEMA,
@@ -210,7 +210,7 @@ class Record(NamedTuple):
         }
 
     def encode(self) -> bytes:
-        """The file's bytes: at most `LARGEST`, whatever the texts are, since a rank that failed must be heard of."""
+        """Return the bytes of the file: at most `LARGEST`, however long the texts, so that readers never refuse it."""
         longest = LONGEST_TEXT
         while True:
             data = json.dumps(
@@ -222,10 +222,7 @@ class Record(NamedTuple):
 
     @classmethod
     def from_json(cls, value: object) -> Record:
-        """The record that *value* is, with its text made printable.
-
-        Raises RecordError; keys that this version does not know are left out.
-        """
+        """Return *value* as a record, with printable texts and without unknown keys. Raises RecordError."""
         try:
             return cls._parse(JsonObject(value, "the record"))
         except JsonError as error:
@@ -351,7 +348,7 @@ def _engines(fields: JsonObject, key: str) -> tuple[str, ...]:
 
 
 def _written(fix: FixReport, longest: int) -> dict[str, Any]:
-    """*fix* for the file: older readers refuse a state that they do not know, and skip a field."""
+    """Return *fix* for the file. `unknown` is a field, since older readers refuse an unknown state and skip a field."""
     fields = fix._replace(reason=_cut_to_fit(fix.reason, longest))._asdict()
     if fix.code == Code.NONE.value:
         del fields["code"]
@@ -364,7 +361,7 @@ def _state(fix: JsonObject) -> str:
 
 
 def _code(fix: JsonObject) -> str:
-    """The code of *fix*; that of a newer release, which is not known here, is none."""
+    """Return the code of *fix*; `Code.NONE` for one that only a newer release knows."""
     code = fix.text("code") if fix.has("code") else Code.NONE.value
     return code if code in _CODES else Code.NONE.value
 
@@ -384,7 +381,7 @@ def _cut_to_fit(text: str, longest: int) -> str: ...
 @overload
 def _cut_to_fit(text: str | None, longest: int) -> str | None: ...
 def _cut_to_fit(text: str | None, longest: int) -> str | None:
-    """*text* on one line, cut to *longest* characters: a record with a longer one would be refused whole."""
+    """Return *text* on one line of at most *longest* characters: readers refuse a record with a longer text."""
     if text is None:
         return None
     text = printable(text)

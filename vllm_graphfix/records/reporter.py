@@ -1,4 +1,4 @@
-"""Keeps this process's records on disk, without its caller ever waiting for that."""
+"""Writes this process's records to disk from threads of its own, so that no caller waits for the disk."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_graphfix.records.clock import OffsetMeter
-from vllm_graphfix.records.folder import own_folder, shown_path
+from vllm_graphfix.records.folder import own_folder, path_text
 from vllm_graphfix.records.pruning import prune
 from vllm_graphfix.records.record import Record
 from vllm_graphfix.records.writing import remove, touch, touch_outdated, write
 from vllm_graphfix.settings.environment import STATUS_DIR
 
 HEARTBEAT = 10.0
+"""Seconds between two heartbeats."""
 _SLOW = 10.0
+"""Seconds after which a write that has not ended is reported."""
 _ENGINES = 64
 """Records of one process, which may make one engine after the other."""
 
 
 class Reporter:
-    """Keeps this process's records on disk. No call waits for the disk, `close` for a moment aside.
+    """Writes and removes this process's records. No call waits for the disk, except `flush` and `close` for a moment.
 
-    What touches the disk is a daemon thread that ends when there is nothing left to write: a process that is about to
+    A daemon thread accesses the disk, and ends when there is nothing more to write, so that a process that is about to
     fork has no thread. The first failure is a warning; later ones are silent, and the next record is tried again. A
-    forked child starts with nothing.
+    forked child starts empty.
     """
 
     def __init__(self, base: Path, warn: Callable[[str], None]) -> None:
@@ -39,10 +41,10 @@ class Reporter:
         os.register_at_fork(after_in_child=lambda: (method := afresh()) and method())
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()  # never held while the disk is waited for
+        self._lock = threading.Lock()  # never held during an access to the disk
         self._pending: dict[str, Record] = {}
         self._on_disk: dict[str, Record] = {}
-        """What was written and not found to be gone since."""
+        """Records that were written, and that no touch has found missing since."""
         self._meter = OffsetMeter()
         self._tried: dict[str, Record] = {}
         self._newest: Record | None = None
@@ -57,8 +59,8 @@ class Reporter:
         self._warned = False
 
     def publish(self, record: Record) -> None:
-        """Has *record* written soon; of several for one engine, the last one is."""
-        self._start_keeper()  # where it could not be started before
+        """Write *record* soon; of several for one engine, only the last."""
+        self._start_keeper()  # if it could not be started before
         with self._lock:
             if self._ended.is_set():
                 return
@@ -67,14 +69,14 @@ class Reporter:
             busy_since = self._busy_since
         if busy_since is not None and time.monotonic() - busy_since > _SLOW:
             self._warn_once(
-                f"{shown_path(own_folder(self._base))} has not answered for {time.monotonic() - busy_since:.0f} seconds"
+                f"{path_text(own_folder(self._base))} has not answered for {time.monotonic() - busy_since:.0f} seconds"
             )
         self._start_writer()
 
     def keep(self, refresh: Callable[[], Record | None], every: float = HEARTBEAT) -> None:
-        """Asks *refresh* now and every so many seconds, in a daemon thread.
+        """Call *refresh* now and every so many seconds, in a daemon thread.
 
-        A record that is as before, or None, is a heartbeat.
+        If it returns None or an unchanged record, the file is only touched: a heartbeat.
         """
         with self._lock:
             self._keeps, self._refresh, self._every = True, refresh, every
@@ -94,20 +96,17 @@ class Reporter:
             self._warn_once(str(error))
 
     def flush(self, timeout: float = 1.0) -> None:
-        """Waits until what was published is on disk, in at most *timeout* seconds.
-
-        It is for a process that is about to end.
-        """
+        """Wait at most *timeout* seconds until published records are on disk; for a process that is about to end."""
         writer = self._writer
         if writer is not None and writer is not threading.current_thread():
-            with suppress(RuntimeError):  # it could not be started, and is not to be waited for
+            with suppress(RuntimeError):  # it could not be started: nothing to wait for
                 writer.join(timeout)
 
     def close(self, timeout: float = 1.0) -> None:
-        """Removes the records at a clean end, in at most *timeout* seconds; one with a problem stays, to be seen.
+        """Remove the records at a clean end, in at most *timeout* seconds; a record with a problem stays.
 
-        Python 3.12.0 to 3.12.2 starts no thread in an interpreter that shuts down: there the thread of `keep` does it,
-        and without one they stay, for `prune`.
+        Python 3.12.0 to 3.12.2 starts no thread in an interpreter that shuts down: there the thread of `keep` removes
+        them, and without that thread they stay until `prune`.
         """
         with self._lock:
             if self._ended.is_set():
@@ -142,7 +141,7 @@ class Reporter:
             self._writer.start()
         except RuntimeError as error:
             self._writer = None
-            if not self._ended.is_set():  # at the end it is not written here: the disk may hang
+            if not self._ended.is_set():  # at the end nothing is written from this thread: the disk may hang
                 self._warn_once(str(error))
 
     def _write(self) -> None:
@@ -154,7 +153,7 @@ class Reporter:
                 elif self._ended.is_set() and self._tried:
                     act, (name, record) = self._remove_record, self._tried.popitem()
                 else:
-                    # Under the lock: `publish` must not count on a thread that has just seen that nothing is left.
+                    # Under the lock: `publish` must not rely on a thread that is about to end.
                     self._writer = self._busy_since = None
                     return
             try:
@@ -166,8 +165,8 @@ class Reporter:
         self._tried[name] = record
         before = self._on_disk.pop(name, None)
         if before is not None and before._replace(written=record.written) == record:
-            with suppress(FileNotFoundError):  # somebody has cleaned up
-                self._meter.note(*touch(self._base, record))  # with the next heartbeat the record says so
+            with suppress(FileNotFoundError):  # somebody has removed it: write it again
+                self._meter.note(*touch(self._base, record))  # a new offset goes into the record at the next heartbeat
                 self._on_disk[name] = before
                 return
         try:
@@ -175,7 +174,7 @@ class Reporter:
                 record = record._replace(clock_offset=self._meter.offset)
                 write(self._base, record)
         except OSError:
-            with suppress(OSError):  # on a full disk: this process lives, but must not vouch for what the file says
+            with suppress(OSError):  # on a full disk: this process lives, but a touch alone would vouch for old content
                 touch_outdated(self._base, record)
             raise
         self._on_disk[name] = record
@@ -204,5 +203,5 @@ class Reporter:
 
 
 def _is_at_work(thread: threading.Thread | None) -> bool:
-    """Tell if *thread* runs or is about to: one that an error has ended, for want of memory say, is replaced."""
+    """Tell if *thread* runs or is about to; one that ended with an error, such as no memory, is to be replaced."""
     return thread is not None and (thread.ident is None or thread.is_alive())

@@ -1,4 +1,4 @@
-"""Puts a record where the others are, says that it still holds, and takes it away."""
+"""Writes, touches and removes the file of a record."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vllm_graphfix.records.record import LARGEST, Record
 
 
 def write(base: Path, record: Record) -> Dated:
-    """Puts *record* in place of what this process said before: whole or not at all. Raises OSError."""
+    """Replace this process's record for the engine by *record*, atomically. Raises OSError."""
     data = record.encode()
     with opened(base, "write a status record", make=True) as folder:
         if len(data) > LARGEST:
             raise OSError(errno.EFBIG, f"it has {len(data)} bytes, and at most {LARGEST} can be read")
-        # Under another name, then renamed: a reader sees the record before or this one, never a part of one.
+        # Written under another name, then renamed: a reader sees the old record or the new one, never a part.
         temporary = f".{record.file_name}.{os.urandom(4).hex()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
@@ -36,7 +36,7 @@ def write(base: Path, record: Record) -> Dated:
 
 
 class Dated(NamedTuple):
-    """The date of a file, by the clock that dates files there, and between when it was set, by this machine's."""
+    """The date of a file by its folder's clock, and this machine's time before and after the call that set it."""
 
     mtime: float
     before: float
@@ -44,28 +44,28 @@ class Dated(NamedTuple):
 
 
 _OUTDATED = stat.S_ISVTX
-"""The mode bit of a record whose content could not be renewed. Changing it needs no space on a full disk, it means
-nothing to the system on a file, and an older reader skips it; an owner's own chmod of a folder rarely sets it."""
+"""The mode bit of a record whose content could not be rewritten. Setting it needs no space on a full disk, the system
+ignores it on a file, and so does an older reader; a recursive chmod by the owner rarely sets it."""
 
 
 def is_outdated(mode: int) -> bool:
-    """Tell if the file of this *mode* says that its process could not renew it."""
+    """Tell if *mode* marks a record that its process could not rewrite."""
     return bool(mode & _OUTDATED)
 
 
 def touch_outdated(base: Path, record: Record) -> None:
-    """Say that the process of *record* lives, and that what its file says is no longer all that there is to say.
+    """Touch the file of *record* and mark its content as outdated.
 
-    Raises OSError, also where the file system does not take the mark: without it, a heartbeat would vouch for content
-    that is old. The next `write` makes another file, which does not have the mark.
+    Raises OSError, also if the file system does not store the mark: without it, the heartbeat would vouch for old
+    content. The next `write` makes a new file, without the mark.
     """
     with opened(base, "touch a status record") as folder:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
         descriptor = os.open(record.file_name, flags, dir_fd=folder)
         try:
             os.fchmod(descriptor, 0o600 | _OUTDATED)
-            # Before the time: a reader in between sees a mark too early, never a heartbeat without it. Some file
-            # systems take the call and do nothing.
+            # The mark before the date: a reader in between sees a mark too early, never a heartbeat without it. Read
+            # back, since some file systems accept the call and do nothing.
             if not is_outdated(os.fstat(descriptor).st_mode):
                 raise OSError(errno.EOPNOTSUPP, "this file system keeps no sticky bit of a file")
             os.utime(descriptor)
@@ -74,7 +74,7 @@ def touch_outdated(base: Path, record: Record) -> None:
 
 
 def touch(base: Path, record: Record) -> Dated:
-    """Says that *record* still holds. Raises OSError; FileNotFoundError if the record is gone."""
+    """Date the file of *record* anew: it still holds. Raises OSError; FileNotFoundError if the file is gone."""
     with opened(base, "touch a status record") as folder:
         return _date(folder, record.file_name)
 
@@ -87,6 +87,6 @@ def _date(folder: int, name: str) -> Dated:
 
 
 def remove(base: Path, record: Record) -> None:
-    """Raises OSError; a record that is gone already is none."""
+    """Remove the file of *record*, if it is there. Raises OSError."""
     with suppress(FileNotFoundError), opened(base, "remove a status record") as folder:
         os.unlink(record.file_name, dir_fd=folder)

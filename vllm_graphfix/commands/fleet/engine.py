@@ -11,7 +11,16 @@ from typing import Any
 
 from vllm_graphfix.fix import Code, State
 from vllm_graphfix.marks import process as marks
-from vllm_graphfix.records import HEARTBEAT, PRUNED_AFTER, FixReport, Found, Liveness, Record, Unreadable, shown_path
+from vllm_graphfix.records import (
+    HEARTBEAT,
+    PRUNED_AFTER,
+    FixReport,
+    Liveness,
+    Record,
+    StoredRecord,
+    Unreadable,
+    path_text,
+)
 from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.text import ago, lasting, ranks_named
 
@@ -34,7 +43,7 @@ def user_name(uid: int) -> str:
 class Member:
     """A process that left a record."""
 
-    found: Found
+    found: StoredRecord
     liveness: Liveness
     age: float
     """Seconds since its record was last written or touched."""
@@ -308,7 +317,7 @@ def judge_engine(engine: Engine) -> tuple[list[str], list[str]]:
     if starting := engine.starting:
         notes.append(f"starting for {lasting(max(m.unchanged for m in starting))}: {engine.several(starting)}")
     wrong += [
-        f"the state of process {one.pid} on {one.host} is not known: its record {shown_path(one.path)} cannot be read "
+        f"the state of process {one.pid} on {one.host} is not known: its record {path_text(one.path)} cannot be read "
         f"({one.why})"
         for one in engine.unreadable
     ]

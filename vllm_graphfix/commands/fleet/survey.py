@@ -21,8 +21,8 @@ from vllm_graphfix.records import (
     by_this_clock,
     identity,
     may_run,
+    path_text,
     read,
-    shown_path,
     visible,
 )
 from vllm_graphfix.settings.environment import STATUS_DIR
@@ -74,13 +74,13 @@ def look(folder: Path | None = None) -> Fleet:
         base = base.parent
     if not _is_folder(base):
         source = "--dir" if folder is not None else STATUS_DIR
-        place = shown_path(base)
+        place = path_text(base)
         raise FleetError(
             f"{source}={place!r} is not a folder that this user can read; "
             f"give the one that {STATUS_DIR} names for the engines"
         )
     if not os.access(base, os.R_OK | os.X_OK):
-        raise FleetError(f"{shown_path(base)!r} cannot be read by this user")
+        raise FleetError(f"{path_text(base)!r} cannot be read by this user")
     reading, here = read(base), identity()
     now = time.time()
     dated = by_this_clock(reading.found, now, here)
@@ -111,7 +111,7 @@ def _about_lost_engines(lost: Mapping[tuple[Path, str], Sequence[Unreadable]], n
             yield (
                 f"engine {name}: {number} process{'' if number == 1 else 'es'} may run, on "
                 f"{', '.join(sorted({one.host for one in recent}))}, whose records cannot be read; the first: "
-                f"{shown_path(first.path)} ({first.why})"
+                f"{path_text(first.path)} ({first.why})"
             )
 
 
@@ -124,7 +124,7 @@ def _about_clocks(members: Iterable[Member]) -> Iterator[str]:
     for folder, member in sorted(differ.items(), key=lambda item: item[0]):
         offset = member.record.clock_offset or 0.0
         yield (
-            f"{shown_path(folder)}: the clock that dates its files is {lasting(abs(offset))} "
+            f"{path_text(folder)}: the clock that dates its files is {lasting(abs(offset))} "
             f"{'ahead of' if offset > 0 else 'behind'} that of {member.record.host}; heartbeats are corrected by that"
         )
 

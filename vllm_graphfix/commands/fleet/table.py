@@ -14,7 +14,7 @@ from vllm_graphfix.commands.fleet.survey import Fleet, FleetError, look
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded
 from vllm_graphfix.fix import State
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.records import Liveness, shown_path
+from vllm_graphfix.records import Liveness, path_text
 from vllm_graphfix.settings.decision import BUCKETS
 from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.text import ago
@@ -199,7 +199,7 @@ def _details(fleet: Fleet) -> RenderableType:
     if not (fleet.engines or fleet.unrecorded or fleet.wrong or fleet.skipped):
         parts.append(
             Text.from_markup(
-                f"No records in {escape(shown_path(fleet.folder))}, and no vLLM process on {escape(fleet.here.host)}. "
+                f"No records in {escape(path_text(fleet.folder))}, and no vLLM process on {escape(fleet.here.host)}. "
                 f"Engines on other machines show up if {STATUS_DIR} names the same "
                 "folder on shared storage there and here."
             )
