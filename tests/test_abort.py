@@ -229,8 +229,8 @@ def test_a_rank_that_the_scheduler_s_process_has_not_started_is_refused_with_the
     mine = Aborts()
     mine.begin(ENGINE)
     assert state_of(mine)[0] is State.WAITING
-    mine.serve()
-    mine.look()
+    mine.on_captured()
+    mine.poll()
     assert state_of(mine)[0] is State.WAITING  # a scheduler may still come
     assert "was not started by the scheduler's process (Ray, another launcher)" in str(mine.why_not())
     assert state_of(mine) == (State.INCOMPATIBLE, mine.why_not())
@@ -422,7 +422,7 @@ def rank_here(aborts: Aborts, monkeypatch: pytest.MonkeyPatch) -> tuple[Aborts, 
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getpid()))
     mine = Aborts()
     mine.begin(aborts._engine)
-    mine.serve()
+    mine.on_captured()
     return mine, made
 
 
@@ -432,19 +432,19 @@ def test_a_rank_that_is_not_admitted_says_so_before_its_first_verdict_and_once_i
     its._begin(SchedulerStandIn())
     mine, made = rank_here(its, monkeypatch)
     monkeypatch.setattr(abort_channel, "_is_ours", lambda pid: False)
-    mine.look()
+    mine.poll()
     assert state_of(mine)[0] is State.WAITING  # connected, and not answered yet
-    until(lambda: state_of(mine)[0] is State.INCOMPATIBLE, mine.look)
+    until(lambda: state_of(mine)[0] is State.INCOMPATIBLE, mine.poll)
     assert "has closed the connection" in state_of(mine)[1]
     for _ in range(100):
-        mine.look()
+        mine.poll()
     assert (len(made), state_of(mine)[0]) == (1, State.INCOMPATIBLE)
     monkeypatch.setattr(mine, "_reconnect_at", 1.0)  # the time has come
-    until(lambda: len(made) == 2, mine.look)
+    until(lambda: len(made) == 2, mine.poll)
     assert state_of(mine)[0] is State.INCOMPATIBLE  # until it knows better
     monkeypatch.setattr(abort_channel, "_is_ours", lambda pid: True)
     monkeypatch.setattr(abort_channel, "UNANSWERED", 0.0)
-    until(lambda: state_of(mine)[0] is State.ACTIVE, mine.look)
+    until(lambda: state_of(mine)[0] is State.ACTIVE, mine.poll)
     assert mine.counts()["abort"] == {"delivered": 0, "undelivered": 0}
     mine.begin("")
 
@@ -477,7 +477,7 @@ def test_a_process_that_listens_and_never_answers_is_said_not_to_read(
     with listener:
         listener.bind(abort_channel._address(its._engine, os.getpid()))
         listener.listen()
-        mine.look()
+        mine.poll()
         assert state_of(mine) == (State.FAILED, "the scheduler's process does not read verdicts")
         mine.begin("")
 

@@ -108,14 +108,14 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     vars(module)["Worker"] = made
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(addresses, "WATCHED", ((module.__name__, "Worker", "reload_weights"),))
-    monkeypatch.setattr(RankAddresses, "serve", lambda self, worker: None)
+    monkeypatch.setattr(RankAddresses, "on_captured", lambda self, worker: None)
     return made
 
 
 def test_nothing_is_wrapped_until_it_is_watched_and_nothing_compares_until_a_rank_serves(worker: Any) -> None:
     stock, watch = worker.reload_weights, AddressWatch()
     watch.begin(Addresses.OFF)
-    watch.serve(worker())
+    watch.on_captured(worker())
     assert (worker.reload_weights, watch.of_rank) == (stock, None)
     watch.begin(Addresses.REPORT)
     assert worker.reload_weights.__wrapped__ is stock
@@ -124,12 +124,12 @@ def test_nothing_is_wrapped_until_it_is_watched_and_nothing_compares_until_a_ran
     assert worker.reload_weights is wrapped
     assert (worker().reload_weights(), watch.of_rank) == ("stock's", None)
     assert (watch.counts(), watch.moved()) == ({}, ())
-    watch.serve(worker())
+    watch.on_captured(worker())
     first = watch.of_rank
     assert first is not None
     first.around = lambda name, together, stock, *_: (name, together)  # type: ignore[method-assign]
     assert worker().reload_weights() == ("reload_weights", False)
-    watch.serve(worker())
+    watch.on_captured(worker())
     assert watch.of_rank is first
 
 
@@ -137,14 +137,14 @@ def test_the_comparison_is_told_what_the_watch_is(worker: Any) -> None:
     told: list[None] = []
     watch = AddressWatch(lambda: told.append(None))
     watch.begin(Addresses.REPORT)
-    watch.serve(worker())
+    watch.on_captured(worker())
     comparison = watch.of_rank
     assert comparison is not None
     assert comparison.action is Addresses.REPORT
     for action in (Addresses.REPAIR, Addresses.OFF):
         watch.begin(action)
         assert comparison.action is action
-    comparison._tell()
+    comparison._publish()
     assert told == [None]
     comparison._depth, comparison._counts = 1, dict(COUNTS)
     assert watch.counts() == {"addresses": COUNTS}
@@ -159,7 +159,7 @@ def test_if_it_cannot_be_loaded_vllm_goes_on_and_it_is_said(
     watch.begin(Addresses.REPORT)
     monkeypatch.setitem(sys.modules, "vllm_graphfix.engine.rank_addresses", None)
     with caplog.at_level("WARNING", logger="vllm.graphfix"):
-        watch.serve(worker())
+        watch.on_captured(worker())
     assert [record.getMessage().partition(": ModuleNotFoundError")[0] for record in caplog.records] == [
         "graphfix: addresses are not compared on this rank"
     ]
@@ -212,7 +212,7 @@ def test_an_update_that_fails_is_over(failing: str, watching: tuple[RankAddresse
     with pytest.raises(OSError, match="no such checkpoint"):
         watch.around(failing, True, lambda: (_ for _ in ()).throw(OSError("no such checkpoint")).__next__())
     assert not watch._busy()
-    watch.look()
+    watch.poll()
     assert found.compared
 
 
@@ -226,10 +226,10 @@ def test_loads_of_single_tensors_are_not_compared_each_and_a_heartbeat_makes_up_
     for _ in range(1000):
         watch.around("load_weights", False, lambda: None)
     assert not found.compared
-    watch.look()
+    watch.poll()
     assert found.compared == [LASTING | {Kind.ATTRIBUTE}]
     watch.around("process_weights_after_loading", False, lambda: None)  # the end of a load is
-    watch.look()
+    watch.poll()
     assert found.compared[-1] == LASTING
 
 
@@ -243,15 +243,15 @@ def test_a_heartbeat_keeps_what_a_call_has_moved_and_forgets_what_is_back() -> N
     watch.around("reload_weights", True, lambda: setattr(parameter, "data", elsewhere))
     assert _told(watch) == (1, 0, 1)
     for _ in range(3):
-        watch.look()
+        watch.poll()
         assert _told(watch) == (1, 0, 1)
     parameter.data = captured
-    watch.look()
+    watch.poll()
     assert _told(watch) == (1, 0, 0)
     parameter.data = elsewhere  # by nobody who is watched: at the second look it counts
-    watch.look()
+    watch.poll()
     assert _told(watch) == (1, 0, 0)
-    watch.look()
+    watch.poll()
     assert _told(watch) == (2, 0, 1)
 
 
@@ -289,7 +289,7 @@ def _serving(layer: Any) -> tuple[RankAddresses, Any]:
     watch = RankAddresses()
     watch.begin(Addresses.REPORT)
     worker = made_by_vllm(model_runner=made_by_vllm(model=model, device=torch.device("cpu")))
-    watch.serve(worker)
+    watch.on_captured(worker)
     return watch, worker
 
 

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from ranks import STAGE, compared, report
 from vllm_graphfix.engine import own_report, rank_agreement
 from vllm_graphfix.engine.process import EngineProcess
-from vllm_graphfix.engine.rank_agreement import RankReport, compare, leave, leave_an_end
+from vllm_graphfix.engine.rank_agreement import RankReport, compare, publish, publish_end
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import decide
@@ -47,7 +47,7 @@ def test_rank_0_knows_the_engines_of_ranks_that_differ_too() -> None:
 def test_a_rank_of_another_build_that_leaves_no_engine_is_not_waited_for() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=3600))
-    place, _ = (leave(store, STAGE, rank, report()) for rank in (0, 1))
+    place, _ = (publish(store, STAGE, rank, report()) for rank in (0, 1))
     assert store.delete_key(f"{place}/engine/1")
     found = compare(store, place, 0, 2, report(), print, timeout=60.0)
     assert (found.agreeing, found.followers) == (2, ())
@@ -164,18 +164,18 @@ def test_ranks_that_are_all_switched_off_say_so() -> None:
 def test_a_word_is_there_for_whoever_compares_later() -> None:
     """While memory is measured some ranks compare and others do not: none waits for one that has spoken and gone on."""
     store = HashStore()
-    leave(store, STAGE, 1, report())
+    publish(store, STAGE, 1, report())
     mine = report()
-    found = compare(store, leave(store, STAGE, 0, mine), 0, 2, mine, lambda text: None, timeout=1.0)
+    found = compare(store, publish(store, STAGE, 0, mine), 0, 2, mine, lambda text: None, timeout=1.0)
     assert found.difference is None
 
 
 def test_ranks_that_join_later_are_compared_in_the_store_that_they_share() -> None:
     """This happens when vLLM scales expert parallelism up: groups are made anew, and with them the store."""
     old, new = report(), report("node-b")
-    leave(HashStore(), STAGE, 0, old)
+    publish(HashStore(), STAGE, 0, old)
     shared = HashStore()
-    places = {leave(shared, STAGE, 0, old), leave(shared, STAGE, 1, new)}
+    places = {publish(shared, STAGE, 0, old), publish(shared, STAGE, 1, new)}
     assert len(places) == 1
     assert compare(shared, places.pop(), 0, 2, old, lambda text: None, timeout=1.0).difference is None
 
@@ -187,7 +187,7 @@ def test_a_rank_s_words_are_counted_in_the_store() -> None:
     stores = HashStore(), TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     for store in stores:
         mine = PrefixStore("vllm_graphfix", store)
-        assert [leave(mine, STAGE, rank, report()) for rank in (0, 0, 1, 0)] == [f"{STAGE}-{n}" for n in (1, 2, 1, 3)]
+        assert [publish(mine, STAGE, rank, report()) for rank in (0, 0, 1, 0)] == [f"{STAGE}-{n}" for n in (1, 2, 1, 3)]
 
 
 def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
@@ -196,7 +196,7 @@ def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
         port = free.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     mine = report()
-    place = leave(store, STAGE, 0, mine)
+    place = publish(store, STAGE, 0, mine)
     store.set(f"{place}/1", "another digest")
     store.set(f"{place}/word/1", json.dumps({"something": "else"}))
     found = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
@@ -209,7 +209,7 @@ def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for(monkeypat
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
     mine = report()
-    place = leave(store, STAGE, 0, mine)
+    place = publish(store, STAGE, 0, mine)
     store.set(f"{place}/1", "a digest")
     started = time.monotonic()
     found = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
@@ -255,8 +255,8 @@ def test_where_the_capture_of_one_rank_has_ended_nobody_waits_for_one_that_hangs
     """Another rank hangs in a collective with it, and vLLM tells of the error once this rank has come back."""
     store: Any = HashStore()
     mine, its = report(), report(ended=True)
-    place = leave(store, "captured", 0, mine)
-    leave_an_end(store, leave(store, "captured", 1, its))
+    place = publish(store, "captured", 0, mine)
+    publish_end(store, publish(store, "captured", 1, its))
     begun = time.monotonic()
     found = compare(store, place, 0, 3, mine, lambda text: None, timeout=60.0)
     assert time.monotonic() - begun < 30

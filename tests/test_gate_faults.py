@@ -24,7 +24,7 @@ from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import capture_gate, own_report, rank_agreement
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
 from vllm_graphfix.engine.process import EngineProcess
-from vllm_graphfix.engine.rank_agreement import Agreement, compare, leave
+from vllm_graphfix.engine.rank_agreement import Agreement, compare, publish
 from vllm_graphfix.engine.role import Role
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
@@ -76,7 +76,7 @@ def process_double(environment: dict[str, str]) -> EngineProcess:
     me = EngineProcess(FIXES, environment)
     me.decision = decision.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
     vars(me.manager)["unapplied"] = lambda **_: ()
-    nothing = {name: lambda: None for name in ("tell", "started", "keep", "finish")}
+    nothing = {name: lambda: None for name in ("publish", "publish_started", "start_heartbeat", "flush")}
     record = SimpleNamespace(rank=None, agreement=None, problem=None, unchecked=None, **nothing)
     me.gate._status_record = record  # type: ignore[assignment]  # a double
     return me
@@ -118,7 +118,7 @@ def gate_of_two(
         vars(me.manager)["states"] = faults.around("states", lambda **_: states_double)
         worker_double = worker_of(rank)
         try:
-            guarded(me.gate.leave, "profiling")
+            guarded(me.gate.publish_report, "profiling")
             barrier.wait()
             me.gate.before_capture(worker_double, "profile_cudagraph_memory")
             barrier.wait()
@@ -218,9 +218,9 @@ def test_a_host_that_cannot_be_told_hides_no_difference() -> None:
     store, mine = HashStore(), report()
     failing: Any = FailingStore(store, faults := Faults(0, "list_keys", None, OSError("injected")))
     faults.here.rank = 0
-    place = leave(failing, STAGE, 0, mine)
+    place = publish(failing, STAGE, 0, mine)
     host = partial(host_in, failing, world_size=2)
-    found = compare(failing, place, 0, 2, mine, lambda text: None, silent_host=host, timeout=0.2)
+    found = compare(failing, place, 0, 2, mine, lambda text: None, host_of=host, timeout=0.2)
     assert faults.fired
     assert (found.difference or "").startswith("No report within 0 s: rank 1 on an unknown host.")
 
@@ -246,7 +246,7 @@ def break_step(step: str, me: EngineProcess, worker: Any, patch: pytest.MonkeyPa
     elif step == "report":
         patch.setattr(me.gate, "report", fail)
     else:
-        patch.setattr(rank_agreement if step in ("leave", "compare") else capture_gate, step, fail)
+        patch.setattr(rank_agreement if step in ("publish", "compare") else capture_gate, step, fail)
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-STEPS = ["compilation_config", "parallel_config", "world", "report", "common_store", "leave", "compare"]
+STEPS = ["compilation_config", "parallel_config", "world", "report", "common_store", "publish", "compare"]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -270,7 +270,7 @@ def test_a_gate_that_fails_stops_who_insists_and_else_says_so_in_the_record(
     environment, insists = MODES[mode]
     me, worker = process_double(environment), worker_of(0)
     break_step(step, me, worker, alike)
-    guarded(me.gate.leave, "profiling")
+    guarded(me.gate.publish_report, "profiling")
     record: Any = me.gate._status_record
     if insists:
         for stage in ("profile_cudagraph_memory", "compile_or_warm_up_model"):
@@ -293,7 +293,7 @@ def test_fleet_calls_an_engine_with_a_gate_that_failed_not_in_order(
     me.role, me.gate._status_record = Role.WORKER, me.status_record
     break_step(step, me, worker, alike)
     me.gate.before_capture(worker, "compile_or_warm_up_model")
-    me.status_record.finish()
+    me.status_record.flush()
     seen = look(tmp_path)
     me.status_record._reporter_here().close()
     assert seen.exit_code == 1
@@ -348,15 +348,15 @@ def test_an_error_of_another_rank_that_goes_on_unchecked_counts_as_one_s_own(
     me.gate.before_capture(worker, "compile_or_warm_up_model")
     record: Any = me.gate._status_record
     assert "rank 1: OSError: injected" in record.unchecked if mode == "auto" else record.unchecked is None
-    assert (me.gate._to_compare_again is not None) == (mode == "auto")
+    assert (me.gate._post_capture_group is not None) == (mode == "auto")
 
 
 @pytest.mark.parametrize("stage", ["start", "warm-up"])
 def test_nobody_waits_for_a_rank_that_says_that_it_left_no_report(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_agreement, "_SLICE", 0.05)
     store, mine = HashStore(), report()
-    place = leave(store, stage, 0, mine)
-    rank_agreement.leave_unchecked(store, stage, 1, "OSError: injected\n")
+    place = publish(store, stage, 0, mine)
+    rank_agreement.publish_unchecked(store, stage, 1, "OSError: injected\n")
     found = compare(store, place, 0, 2, mine, lambda text: None, timeout=600)
     assert (found.difference, found.agreeing) == (None, 1)
     assert found.unchecked == {1: "OSError: injected "}
@@ -391,14 +391,14 @@ def test_a_node_that_cannot_leave_its_later_report_still_follows_rank_0(monkeypa
     vars(me.manager)["states"] = lambda **_: states_double
     record: Any = me.gate._status_record
     other = me.gate.report()._replace(host="node-b", engine="b" * 16)
-    me.gate.leave("profiling")
-    leave(store, "profiling", 1, other)
+    me.gate.publish_report("profiling")
+    publish(store, "profiling", 1, other)
     me.gate.before_capture(worker, "profile_cudagraph_memory")
     assert (record.agreement.agreeing, record.agreement.followers) == (2, ("b" * 16,))
-    rank_agreement.leave_unchecked(store, "warm-up", 1, "OSError: no store")
+    rank_agreement.publish_unchecked(store, "warm-up", 1, "OSError: no store")
     me.gate.before_capture(worker, "compile_or_warm_up_model")
     assert "rank 1: OSError: no store" in record.unchecked
     assert record.agreement.followers == ("b" * 16,)
-    leave(store, "captured", 1, other._replace(engine="c" * 16))
+    publish(store, "captured", 1, other._replace(engine="c" * 16))
     me.gate.after_capture(worker)
     assert record.agreement.followers == ("b" * 16, "c" * 16)

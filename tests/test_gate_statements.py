@@ -155,7 +155,7 @@ def started(
         worker_double.model_runner = RunnerDouble()
         if rank == 1 or scenario != NOT_LEFT_OUT:
             worker_double.model_runner.dispatcher = SimpleNamespace(cudagraph_keys={GraphMode("FULL"): keys})
-        graph = Graph(worker_double.model_runner, "FULL", 8, kept=True)
+        graph = Graph(worker_double.model_runner, "FULL", 8, serves=True)
 
         def unapplied(**_: object) -> tuple[str, ...]:
             checks.append(f"fixes, {fault.here.phase}")
@@ -171,7 +171,7 @@ def started(
             failures_in_capture=lambda: {"mamba-padding": {graph: "MemoryError"}} if failed else {},
             begin_capture=lambda: None,
             forget_capture=lambda: None,
-            serve=lambda worker, graphs: watched.append(graphs),
+            on_captured=lambda worker, graphs: watched.append(graphs),
         )
 
         def meet(phase: str | None) -> None:

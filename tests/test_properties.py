@@ -228,7 +228,7 @@ def registered(scratch: Path, environment: dict[bytes, bytes], folder: str, modu
     logger.setLevel(logging.DEBUG)
     vllm_graphfix._engine_process.cache_clear()
     exec("register()", {"__name__": module, "register": vllm_graphfix.register, "vllm_config": None})  # noqa: S102
-    vllm_graphfix._this_process().status_record.finish()
+    vllm_graphfix._this_process().status_record.flush()
     return logged, os.environ[DECISION]
 
 

@@ -28,7 +28,7 @@ from hostile import READ
 from ranks import report
 from stock import release_root, run_in_release
 from test_engagement import LOAD, REPORT, imports, reported
-from vllm_graphfix.engine.rank_agreement import compare, leave
+from vllm_graphfix.engine.rank_agreement import compare, publish
 
 PROJECT = Path(__file__).parent.parent
 
@@ -46,13 +46,13 @@ from vllm_graphfix.engine import rank_agreement as agreement
 from vllm_graphfix.engine import metrics
 from vllm_graphfix import _this_process, records
 me = _this_process()
-me.status_record.finish()
+me.status_record.flush()
 base = me.status_record.base()
 assert len(records.read(base).found) == 1
 metrics.expose(base, me.decision, 2)
 metrics._watcher.look()
 store, report = HashStore(), me.gate.report()
-places = [agreement.leave(store, "start", rank, report) for rank in (0, 1)]
+places = [agreement.publish(store, "start", rank, report) for rank in (0, 1)]
 assert agreement.compare(store, places[0], 0, 2, report, print, timeout=1.0).difference is None
 records.prune(base)
 """
@@ -276,7 +276,7 @@ def test_a_rank_that_leaves_a_pickle_has_nothing_executed(tmp_path: Path) -> Non
 def difference(left: str | bytes) -> str | None:
     """What a rank finds if another one has put *left* in the place of both their reports."""
     store, mine = HashStore(), report()
-    place = leave(store, "start", 1, mine)
+    place = publish(store, "start", 1, mine)
     store.set(f"{place}/0", "another digest")
     for rank in (0, 1):
         store.set(f"{place}/word/{rank}", left)  # type: ignore[arg-type]  # torch says str, and takes bytes

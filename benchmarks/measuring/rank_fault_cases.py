@@ -53,7 +53,7 @@ CASES = {
         {"wrong": AT, "at": "engine.abort_channel:Receiver._read", "rank": None}, (AS_STOCK,), "abort is"
     ),
     **_gate("graphs", before=True, at="engine.capture_gate:_uses_graphs", times=1),
-    **_gate("report before", before=True, at="engine.rank_agreement:leave", first=2, times=1),
+    **_gate("report before", before=True, at="engine.rank_agreement:publish", first=2, times=1),
     **_gate("comparison before", before=True, at="engine.rank_agreement:compare", times=2),
     **_gate("fixes before", before=True, at="engine.capture_gate:CaptureGate._unapplied_fixes", times=1),
     **_gate("failures after", before=False, at="engine.context:EngineContext.failures_in_capture", times=1),
@@ -69,7 +69,7 @@ CASES = {
     ),
     "addresses, capture": Case({"at": "engine.inventory:Inventory.__init__"}, (RIGHT,), "addresses are not compared"),
     "addresses, heartbeat": Case(
-        {"at": "engine.rank_addresses:RankAddresses._look", "first": 2}, (RIGHT,), "addresses are not compared"
+        {"at": "engine.rank_addresses:RankAddresses._poll", "first": 2}, (RIGHT,), "addresses are not compared"
     ),
     "marks, begin": Case({"at": "marks.watch:KVMarks._serve"}, (RIGHT,), "kv-marks is failed"),
     "marks, step": Case({"at": "marks.watch:KVMarks._follow", "first": 2}, (RIGHT,), "kv-marks is failed"),

@@ -161,7 +161,7 @@ def process(model: Any) -> None:
 def worker() -> Iterator[Any]:
     with cpu_cuda_graphs(), set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
         made = WorkerDouble(RunnerDouble())
-        _this_process().serve(made, True)
+        _this_process().on_captured(made, True)
         yield made
 
 
@@ -228,7 +228,7 @@ def test_a_parameter_that_was_replaced_has_its_name_and_comes_back_with_the_new_
 def serve_with(worker: Any, extension: type) -> None:
     """Gives the worker another extension, and lets it capture again."""
     worker.__class__ = type("Extended", (type(worker), extension), {})
-    _this_process().serve(worker, True)
+    _this_process().on_captured(worker, True)
 
 
 @watching
@@ -238,15 +238,15 @@ def test_an_engine_that_captures_again_knows_new_addresses_and_goes_on_counting(
     worker.reload_weights()
     before = counts()
     assert set(moved()) == {"kv_b_proj.weight"}
-    _this_process().serve(worker, True)
+    _this_process().on_captured(worker, True)
     worker.reload_weights()
     assert moved() == {}
     assert counts() == before | {"comparisons": before["comparisons"] + 1}
     with mock.patch.object(rank_addresses, "Inventory", side_effect=OSError("planted")):
-        _this_process().serve(worker, True)
-    _this_process().serve(worker, True)
+        _this_process().on_captured(worker, True)
+    _this_process().on_captured(worker, True)
     assert counts() == before | {"comparisons": before["comparisons"] + 1, "failures": 1}
-    _this_process().serve(WorkerDouble(worker.model_runner), True)
+    _this_process().on_captured(WorkerDouble(worker.model_runner), True)
     assert set(counts().values()) == {0}
 
 
@@ -259,8 +259,8 @@ def test_a_layer_that_a_program_processes_by_itself_is_compared_too(worker: Any,
     worker.model_runner.model.attention.process_weights_after_loading(torch.bfloat16)
     if at_once and not REPAIRS:  # which a heartbeat makes up for, having seen it twice
         assert moved() == {}
-        watch.look()
-        watch.look()
+        watch.poll()
+        watch.poll()
     assert set(moved().values()) == (set() if COPIES else {"repaired" if REPAIRS else "reported"})
     assert worker.model_runner.answers() == (128.0 if COPIES or REPAIRS else 64.0, 128.0)
 
@@ -268,19 +268,19 @@ def test_a_layer_that_a_program_processes_by_itself_is_compared_too(worker: Any,
 @watching
 def test_a_heartbeat_sees_data_that_was_assigned_and_changes_nothing(worker: Any) -> None:
     layer = worker.model_runner.model.kv_b_proj
-    _this_process().look()
+    _this_process().poll()
     assert moved() == {}
     elsewhere = weights(7.0)
     layer.weight.data = elsewhere
-    _this_process().look()
+    _this_process().poll()
     assert moved() == {}
-    _this_process().look()
+    _this_process().poll()
     assert moved() == {"kv_b_proj.weight": "reported"}
     assert layer.weight.data_ptr() == elsewhere.data_ptr()
-    _this_process().look()
+    _this_process().poll()
     assert counts()["moved"] == 1
     layer.weight.data, kept = layer.weight.data.clone(), layer.weight.data
-    _this_process().look()
+    _this_process().poll()
     layer.weight.data = kept
     worker.reload_weights()
     assert moved() == {"kv_b_proj.weight": "repaired" if REPAIRS else "reported"}
@@ -293,7 +293,7 @@ def test_a_heartbeat_during_a_load_says_nothing(worker: Any) -> None:
     class Loads:
         def load(self: Any) -> None:
             kept, layer.weight.data = layer.weight.data, torch.empty(0)
-            _this_process().look()
+            _this_process().poll()
             layer.weight.data = kept
 
     serve_with(worker, Loads)
@@ -343,7 +343,7 @@ def test_nothing_is_copied_to_memory_that_sleeps_and_it_is_made_up_for_when_it_w
 def test_tensors_that_were_one_and_are_two_are_not_copied_over_each_other(worker: Any) -> None:
     attention = worker.model_runner.model.attention
     attention.alias = attention.W_UV
-    _this_process().serve(worker, True)
+    _this_process().on_captured(worker, True)
 
     class Splits:
         def update_by_splitting(self: Any) -> None:
@@ -360,7 +360,7 @@ def test_a_tensor_that_moves_out_of_one_that_stays_is_not_copied_into_it(worker:
     attention = worker.model_runner.model.attention
     attention.whole = torch.zeros(4)
     attention.part = attention.whole[:2]
-    _this_process().serve(worker, True)
+    _this_process().on_captured(worker, True)
     worker.update_by_rebinding("part", torch.ones(2))
     assert torch.equal(attention.whole, torch.zeros(4))
     assert "attention.whole lies in the same memory" in moved()["attention.part"]
@@ -379,7 +379,7 @@ def test_an_update_in_several_calls_is_compared_at_its_end(worker: Any) -> None:
 
     watch.around("start_weight_update", True, lift, worker)
     watch.around("update_weights", True, lambda worker: None, worker)
-    _this_process().look()
+    _this_process().poll()
     watch.around("finish_weight_update", True, lay_back, worker)
     assert (moved(), counts()["comparisons"]) == ({}, 1)
 
@@ -391,14 +391,14 @@ def test_whatever_fails_in_it_ends_it_with_one_warning(worker: Any, monkeypatch:
     monkeypatch.setattr(Inventory, "moved", lambda *args: 1 / 0)
     worker.reload_weights()
     worker.reload_weights()
-    _this_process().look()
+    _this_process().poll()
     assert (len(said), counts()["failures"]) == (1, 1)
 
 
 @watching
 def test_an_engine_that_has_ended_is_not_kept_in_memory(worker: Any) -> None:
     other = WorkerDouble(RunnerDouble())
-    _this_process().serve(other, True)
+    _this_process().on_captured(other, True)
     assert of_this_rank()._inventory is not None
     del other
     gc.collect()

@@ -11,7 +11,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from vllm_graphfix.engine import rank_agreement
-from vllm_graphfix.engine.rank_agreement import Agreement, RankReport, compare, leave
+from vllm_graphfix.engine.rank_agreement import Agreement, RankReport, compare, publish
 
 STAGE = "start"
 
@@ -50,8 +50,8 @@ def compared(
     def run(store: TCPStore, rank: int, said: RankReport) -> None:
         mine = PrefixStore("vllm_graphfix", store)
         hosts: Callable[[int], str | None] = {3: "10.0.0.3"}.get
-        place = leave(mine, STAGE, rank, said)
-        found[rank] = compare(mine, place, rank, world_size, said, warnings.append, silent_host=hosts, timeout=timeout)
+        place = publish(mine, STAGE, rank, said)
+        found[rank] = compare(mine, place, rank, world_size, said, warnings.append, host_of=hosts, timeout=timeout)
 
     threads = [
         threading.Thread(target=run, args=(store, rank, said))

@@ -114,8 +114,8 @@ def beat() -> None:
     record = plugin().status_record
     reporter = record._reporter_here()
     if not (reporter._keeper is not None and reporter._keeper.is_alive()):
-        record._reporter, record._keeps_record = None, False
-        record.keep()
+        record._reporter, record._has_heartbeat = None, False
+        record.start_heartbeat()
     record._reporter_here()._warned = False
 
 
@@ -141,7 +141,7 @@ def begin_rank(worker: Any, wrong: str) -> None:
         shadow.SHADOW = None
     aborted_engine.replay(worker, WRONG if wrong == STOCK else wrong)
     if wrong != STOCK:
-        process.serve(worker, True)
+        process.on_captured(worker, True)
         watch._PATIENCE, watch._MAX_DEFERRED = 0.0, 2
         serving = process.component("kv-marks").marks._monitor
         serving._mark_budget.share = serving._check_budget.share = 0.5

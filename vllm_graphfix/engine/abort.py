@@ -1,12 +1,12 @@
-"""How a rank has requests ended whose answers would be wrong, and their blocks taken out of the prefix cache.
+"""Ends requests whose answers would be wrong, and takes their blocks out of the prefix cache.
 
-A rank knows what is wrong, and the scheduler who is concerned and what is cached. Verdicts wait for the scheduler in a
-bounded queue of its process: a rank in that process puts them there itself, one that it has started sends them there
-(`abort_channel.py`), and no other rank can. Nobody waits for anybody for long, and no file is touched. A verdict that
-cannot be delivered is counted, and is a state.
+A rank detects wrong results; only the scheduler knows the requests and the cached blocks. Verdicts wait for the
+scheduler in a bounded queue of its process. A rank in that process appends to the queue, a rank that the process has
+started sends to it (`abort_channel.py`), and no other rank can reach it. No wait is long, and no file is used. A
+verdict that cannot be delivered is counted, and makes the state `failed`.
 
 vLLM's own way for ranks to name invalid blocks (`invalid_block_ids` of a KV connector) computes them anew by default,
-leaves cached ones of ended requests where they are, and ends a 0.33.0 engine that has several cache groups.
+leaves cached blocks of ended requests in the cache, and ends a 0.33.0 engine with several cache groups.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ from vllm_graphfix.shadow import process as shadow
 from vllm_graphfix.text import printable
 
 NAME = "abort"
-"""Under which records, `fleet` and metrics tell of it, as of a fix."""
+"""Its name in records, `fleet` and metrics, which hold it like a fix."""
 DETECTORS = (shadow.NAME, marks.NAME)
-"""Those by whose verdicts requests end, which are counted as events of theirs."""
+"""Detectors whose verdicts end requests; these are counted as their events."""
 _CODES = {State.INCOMPATIBLE: Code.ENGINE, State.FAILED: Code.UNDELIVERED}
 _KINDS = ("=", "#")
 _LONGEST_WHY = 900
 _LONGEST_NAME = 256
-"""Characters of a request's name that is sent as it is. Twelve bytes each in JSON, with a reason, fit one message."""
+"""Characters of a request's name that is not sent as a digest. At twelve bytes each in JSON, a name and a reason fit
+one message."""
 _NOT_ADMITTED = (
     "the process that started it has closed the connection: its thread has ended, or this rank is none of its own to "
     "it (another user, another PID namespace)"
 )
 _START_UP = 60.0
-"""Seconds after a rank has captured in which there may be no scheduler yet."""
+"""Seconds after a capture within which there may be no scheduler yet."""
 
 
 class Verdict(NamedTuple):
-    """Requests that must end, and blocks that nobody may read any more."""
+    """Requests that must end, and blocks that no request may read any more."""
 
     detector: str
     requests: tuple[str, ...]
-    """By name after ``=``, or where that is long by its digest after ``#``: a client may have chosen it."""
+    """``=`` and the name, or ``#`` and the digest of a long name: a client may have chosen it."""
     blocks: tuple[int, ...]
     why: str
 
@@ -64,7 +65,7 @@ class Verdict(NamedTuple):
 
     @classmethod
     def decode(cls, message: bytes) -> Verdict:
-        """Raises JsonError."""
+        """Return the verdict in *message*. Raises JsonError."""
         try:
             fields = JsonObject(json.loads(message), "a verdict")
         except (ValueError, RecursionError) as error:
@@ -77,7 +78,7 @@ class Verdict(NamedTuple):
         return cls(fields.one_of("detector", DETECTORS), tuple(requests), tuple(blocks), fields.text("why"))
 
     def parts(self) -> Iterator[Verdict]:
-        """This verdict in parts of which each fits one message."""
+        """Yield this verdict in parts that fit one message each."""
         size = len(self.requests) + len(self.blocks)
         if size <= 1 or len(self.encode()) <= abort_channel.MOST_BYTES:
             yield self
@@ -88,14 +89,14 @@ class Verdict(NamedTuple):
 
 
 class CannotTellError(OSError):
-    """The scheduler cannot hear of a verdict; its text says why."""
+    """The scheduler cannot be told of a verdict, for the reason in the text."""
 
 
 class Aborts:
-    """Carries verdicts within one process, which has the scheduler, or a rank, or both."""
+    """Delivers and carries out verdicts in one process, which has the scheduler, or a rank, or both."""
 
     def __init__(self, on_ended: Callable[[], None] = lambda: None) -> None:
-        """*on_ended* is called once a request was ended in this process, by the thread of the scheduler."""
+        """*on_ended* is called in the scheduler's thread after a request was ended in this process."""
         self._on_ended = on_ended
         self._engine = ""
         self._receiver: abort_channel.Receiver | None = None
@@ -105,31 +106,31 @@ class Aborts:
     def _forget(self) -> None:
         self._scheduled_here = False
         self._scheduler: Any = lambda: None
-        """The one that was made last; verdicts are of its engine."""
+        """A weak reference to the scheduler that was made last; verdicts are for its engine."""
         self._refused: str | None = None
-        """The reason for which the scheduler of this process ends no request; None where it does."""
+        """The reason for which the scheduler of this process ends no requests; None if it does."""
         self._unheard: str | None = None
-        """The reason for which verdicts of other processes do not arrive here; None where they do."""
+        """The reason for which verdicts of other processes do not arrive here; None if they do."""
         self._pending: deque[Verdict] = deque()
-        """Verdicts for the scheduler to take. Another thread appends; both ends of a deque are safe without a lock."""
+        """Verdicts for the scheduler. Another thread appends; both ends of a deque are safe without a lock."""
         self._waiting: list[Verdict] = []
-        """What the scheduler has taken out of the cache, and has not ended yet."""
+        """Verdicts whose blocks were taken out of the cache, and whose requests have not been ended yet."""
         self.ended = dict.fromkeys(DETECTORS, 0)
-        """Requests that this process has ended, by what found them wrong."""
+        """The number of requests that this process has ended, by detector."""
         self._sending = threading.Lock()
-        """Held to connect and to send, by a step's thread or the heartbeat's, a quarter of a second at most."""
+        """Held to connect and to send, by a step's thread or the heartbeat's, for a quarter of a second at most."""
         self._serving_since: float | None = None
         self._why_not: str | None = None
         self._reconnect_at = 0.0
-        """The time, by the monotonic clock, before which a rank that was not admitted does not connect again; 0 if it
-        was admitted since, or never refused."""
-        self._given_up = False
+        """Monotonic time before which a rank that was not admitted does not connect again; 0 if it was admitted since,
+        or never refused."""
+        self._has_failed = False
         """True once the scheduler of this process could not carry out a verdict."""
         self._delivered = self._undelivered = 0
-        """Verdicts that are where the scheduler sees them, without those of the present connection, and lost ones."""
+        """Numbers of delivered verdicts, without those over the present connection, and of lost ones."""
 
     def forked(self) -> None:
-        """Forgets the scheduler and all sockets, which a forked child has copies of."""
+        """Discard scheduler and sockets in a forked child, which has copies of them."""
         if self._receiver is not None:
             self._receiver.forked()
         if self._sender is not None:
@@ -138,30 +139,33 @@ class Aborts:
         self._forget()
 
     def begin(self, engine: str) -> None:
-        """For *engine*, by its name in the records. With an empty one nobody is ended any more."""
+        """Deliver verdicts for *engine*, by its name in records; with an empty name, end no more requests."""
         if engine != self._engine:
             self._disconnect()
             self._reconnect_at = 0.0
         self._engine = engine
 
     def watch(self) -> None:
-        """Puts what follows around vLLM's scheduler."""
+        """Wrap the methods of vLLM's scheduler once it is imported."""
         when_imported("vllm.v1.core.sched.scheduler", self._watch_scheduler)
 
     # -- for others ----------------------------------------------------------------------------------------------
 
     def states(self) -> dict[str, FixState]:
-        """One, in the form of a fix's; none where nobody is to be ended. Of a rank: whether the scheduler hears it."""
+        """Return the state in the form of a fix's, by name; empty if requests are not to be ended.
+
+        On a rank it shows if the scheduler receives its verdicts.
+        """
         if not self._engine:
             return {}
         state, reason = self._state()
         return {NAME: FixState(NAME, Mode.AUTO, None, state, reason, _CODES.get(state, Code.NONE))}
 
     def _state(self) -> tuple[State, str]:
-        # The reasons have no numbers and no names: each is a series of its own in the metrics.
+        # No numbers or names in reasons: each reason is a series of its own in the metrics.
         if self._refused is not None:
             return State.INCOMPATIBLE, f"requests cannot be ended: {self._refused}"
-        if self._given_up:
+        if self._has_failed:
             return State.FAILED, "verdicts could not be carried out, and their requests go on (event undelivered)"
         sender = self._sender
         if self._undelivered or (sender is not None and (sender.overdue or sender.is_unanswered())):
@@ -181,7 +185,7 @@ class Aborts:
         return State.INCOMPATIBLE, self._why_not or "the scheduler of this rank cannot be told"
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """For the events of a record, by the name of what they are of."""
+        """Return the events for a record, by detector, and those of `abort` itself."""
         if not self._engine:
             return {}
         ended = {detector: {"aborted": count} for detector, count in self.ended.items()}
@@ -191,12 +195,12 @@ class Aborts:
             delivered += sender.read
         return ended | {NAME: {"delivered": delivered, "undelivered": self._undelivered}}
 
-    def serve(self) -> None:
-        """A rank in this process is about to serve; its scheduler may not have been made yet."""
+    def on_captured(self) -> None:
+        """Note that a rank in this process is about to serve; its scheduler may not exist yet."""
         self._serving_since, self._why_not = time.monotonic(), None
 
-    def look(self) -> None:
-        """Finds out now and then whether the scheduler hears a rank in this process, before there is a verdict."""
+    def poll(self) -> None:
+        """Check the connection of a rank in this process to its scheduler, before there is a verdict."""
         since = self._serving_since
         if since is None or not self._engine or self._scheduled_here:
             return
@@ -206,11 +210,14 @@ class Aborts:
     # -- ranks ---------------------------------------------------------------------------------------------------
 
     def of(self, detector: str) -> DetectorAborts:
-        """Return the way by which *detector* ends requests."""
+        """Return the `settings.shadow_rate.Abort` of *detector*."""
         return DetectorAborts(self, detector)
 
     def why_not(self) -> str | None:
-        """Why the scheduler cannot be told; None if it can. Not before the first step, when there is a scheduler."""
+        """Return the reason for which the scheduler cannot be told; None if it can.
+
+        Not to be called before the first step: only then there is a scheduler.
+        """
         try:
             with self._sending:
                 sender = self._connect()
@@ -219,21 +226,21 @@ class Aborts:
             return self._why_not
         if sender is None or sender.admitted:
             self._reconnect_at = 0.0
-        if not self._reconnect_at:  # else one that was refused tries again, and is not admitted yet
+        if not self._reconnect_at:  # else it was refused, has connected again and is not admitted yet
             self._why_not = None
         return self._why_not
 
     def tell(self, detector: str, requests: Collection[str], blocks: Collection[int], why: str) -> None:
-        """Raises CannotTellError where the scheduler cannot be told; what did not reach it is counted.
+        """Deliver a verdict to the scheduler. Raises CannotTellError if it cannot be told; lost parts are counted.
 
-        Waits for no room, and a quarter of a second at most for the word that the scheduler's process has it.
+        Does not wait for room, and a quarter of a second at most for the answer of the scheduler's process.
         """
         verdict = Verdict(detector, tuple(map(_reference, requests)), tuple(blocks), printable(why)[:_LONGEST_WHY])
         failed: OSError | None = None
         for part in verdict.parts():
             try:
                 self._deliver(part)
-            except OSError as error:  # there may be room for the next one
+            except OSError as error:  # there may be room for the next part
                 self._undelivered += 1
                 failed = error
         if failed is not None:
@@ -252,7 +259,7 @@ class Aborts:
                 sender.send(verdict.encode())
 
     def _connect(self) -> abort_channel.Sender | None:
-        """The connection to the scheduler's process; None where that is this one. Raises OSError if there is none."""
+        """Return the connection to the scheduler's process; None if that is this one. Raises OSError."""
         if self._refused is not None:
             raise CannotTellError(self._refused)
         if self._scheduled_here:
@@ -266,7 +273,7 @@ class Aborts:
             self._disconnect()
         if time.monotonic() < self._reconnect_at:
             raise CannotTellError(_NOT_ADMITTED)
-        # Not getppid: a fork server may stand between.
+        # Not getppid, which may be a fork server.
         parent = multiprocessing.parent_process()
         if parent is None or parent.pid is None:
             raise CannotTellError("it was not started by the scheduler's process (Ray, another launcher)")
@@ -311,13 +318,13 @@ class Aborts:
             return
         model = getattr(getattr(scheduler, "vllm_config", None), "model_config", None)
         if getattr(model, "runner_type", None) == "pooling":
-            # The front-end takes an end without a result for a mistake of its own, and ends all requests.
+            # The front-end treats an end without a result as an error of its own, and ends all requests.
             self._refuse("this model answers with vectors or scores")
             return
         parallel = getattr(getattr(scheduler, "vllm_config", None), "parallel_config", None)
         launched = getattr(parallel, "distributed_executor_backend", None) == "external_launcher"
         if launched and getattr(parallel, "world_size", 1) > 1:
-            # Each rank has a scheduler of its own, and all must schedule alike: one that ends a request alone hangs.
+            # All schedulers must act alike: a rank that ends a request alone would hang.
             self._refuse("each rank has a scheduler of its own (external_launcher)")
             return
         self._scheduled_here, self._scheduler = True, weakref.ref(scheduler)
@@ -326,17 +333,17 @@ class Aborts:
         self._listen(parallel)
 
     def _listen(self, parallel: Any) -> None:
-        """Begins to hear the ranks that this process has started.
+        """Listen for the ranks that this process has started.
 
-        vLLM makes them before the scheduler, so no rank is forked from a process that has this thread.
+        vLLM starts them before it makes the scheduler, so no rank is forked from a process with this thread.
         """
         self._unheard = None
         receiver = self._receiver
         if receiver is not None:
             if receiver.engine == self._engine and receiver.alive:
-                return  # of an engine before, with the same decision
+                return  # it is from an earlier engine with the same decision
             receiver.close()
-            # Which it may still add to.
+            # A new queue: the thread may still append to the old one.
             self._receiver, self._pending = None, deque()
         if getattr(parallel, "distributed_executor_backend", None) == "uni":
             return  # the only rank is here
@@ -351,13 +358,13 @@ class Aborts:
 
     def _refuse(self, why: str) -> None:
         self._refused, self._scheduled_here = why, False
-        if self._receiver is not None:  # of an engine before
+        if self._receiver is not None:  # from an earlier engine
             self._receiver.close()
             self._receiver = None
         logger.warning("graphfix: requests cannot be ended here: %s", why)
 
     def _around_schedule(self, stock: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._pending:  # in nearly every step all that this costs
+        if self._pending:  # the only cost in nearly every step
             self._insist(self._take_out, scheduler)
         return stock(scheduler, *args, **kwargs)
 
@@ -365,19 +372,19 @@ class Aborts:
         if not self._pending and not self._waiting:
             return stock(scheduler, *args, **kwargs)
         ended: list[tuple[Any, str]] = []
-        # Before the step's tokens are handed out: those of a request that ends are not.
+        # Before the outputs: the step's tokens of a request that ends are not to be sent.
         self._insist(self._end_requests, scheduler, ended)
         outputs = stock(scheduler, *args, **kwargs)
         try:
             _hand_out(outputs, ended)
         except Exception:
             logger.exception("graphfix: requests that have ended could not be reported; it is tried once more")
-            # What this raises stops the engine: the clients of these requests would wait for their end for ever.
+            # If it raises again, the engine stops: otherwise clients would wait for the end of these requests for ever.
             _hand_out(outputs, ended)
         return outputs
 
     def _insist(self, act: Callable[..., None], *args: Any) -> None:
-        """Carries out by *act* what waits, which is lost if that fails twice: it would fail on, in each step."""
+        """Call *act* to carry out waiting verdicts; drop them after two failures, which each step would repeat."""
         for _ in range(2):
             try:
                 act(*args)
@@ -385,24 +392,24 @@ class Aborts:
                 logger.exception("graphfix: requests are not ended: %s failed", act.__name__)
             else:
                 return
-        self._given_up = True
+        self._has_failed = True
         self._undelivered += len(self._waiting)
         self._waiting = []
         while self._pending:
             self._pending.popleft()
             self._undelivered += 1
-        guarded(self._on_ended)  # the record says so
+        guarded(self._on_ended)  # for the state in the record
 
     def _take_out(self, scheduler: Any) -> None:
-        """Takes blocks out of the cache before a request may get them."""
+        """Take blocks of pending verdicts out of the prefix cache, before a request may get them."""
         if scheduler is not self._scheduler():
             return
-        # Not more than there are now: a rank may add as fast as they are taken.
+        # A fixed number: a rank may add as fast as they are taken.
         for _ in range(len(self._pending)):
             verdict = self._pending[0]
             _evict(scheduler, _names(scheduler, verdict), verdict.blocks)
             self._waiting.append(verdict)
-            self._pending.popleft()  # last: if this fails, the verdict still waits, and what is done twice does no harm
+            self._pending.popleft()  # last: after an error the verdict still waits, and a repetition does no harm
 
     def _end_requests(self, scheduler: Any, ended: list[tuple[Any, str]]) -> None:
         self._take_out(scheduler)
@@ -414,22 +421,22 @@ class Aborts:
             for name in _names(scheduler, verdict):
                 request = scheduler.requests.get(name)
                 if request is not None and not request.is_finished():
-                    # Once more: the step that is under way has given it blocks, whose contents follow from wrong ones.
+                    # Again: the running step has given it blocks, whose contents are computed from wrong ones.
                     _evict(scheduler, (name,), ())
-                    # Before it ends: of a request that has ended and is not in here, its client never hears.
+                    # Before `finish_requests`: without an entry here, the client is never told of the end.
                     if all(each is not request for each, _ in ended):
                         ended.append((request, verdict.why))
                     scheduler.finish_requests(name, error)
                     self.ended[verdict.detector] += 1
-                    shown = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
-                    logger.error("graphfix: request %s ends with an error: %s", ascii(shown)[1:-1], verdict.why)
+                    shortened = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
+                    logger.error("graphfix: request %s ends with an error: %s", ascii(shortened)[1:-1], verdict.why)
             del self._waiting[0]  # last, as above
         if len(ended) > before:
             self._on_ended()
 
 
 class DetectorAborts:
-    """What one detector has requests ended by: `settings.shadow_rate.Abort`."""
+    """Ends requests for one detector: an implementation of `settings.shadow_rate.Abort`."""
 
     def __init__(self, aborts: Aborts, detector: str) -> None:
         self._aborts, self._detector = aborts, detector
@@ -438,7 +445,7 @@ class DetectorAborts:
         return self._aborts.why_not()
 
     def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None:
-        """Raises OSError where the scheduler cannot be told."""
+        """Deliver a verdict. Raises OSError if the scheduler cannot be told."""
         self._aborts.tell(self._detector, requests, blocks, why)
 
 
@@ -456,22 +463,22 @@ def _digest(name: str) -> str:
 
 
 def _names(scheduler: Any, verdict: Verdict) -> list[str]:
-    """The requests that *verdict* refers to. Only where names are long all of the scheduler's are looked at."""
-    found = [each[1:] for each in verdict.requests if each[0] == "="]
+    """Return the names of the requests of *verdict*; digests are searched among all long names of the scheduler."""
+    names = [each[1:] for each in verdict.requests if each[0] == "="]
     if digests := {each[1:] for each in verdict.requests if each[0] == "#"}:
-        found += [name for name in scheduler.requests if len(name) > _LONGEST_NAME and _digest(name) in digests]
-    return found
+        names += [name for name in scheduler.requests if len(name) > _LONGEST_NAME and _digest(name) in digests]
+    return names
 
 
 def _evict(scheduler: Any, requests: Collection[str], blocks: Collection[int]) -> None:
-    """Takes *blocks*, and all that *requests* have, out of the prefix cache."""
+    """Take *blocks*, and all blocks of *requests*, out of the prefix cache."""
     manager = scheduler.kv_cache_manager
     known = len(manager.block_pool.blocks)
-    found = set(blocks)
+    evicted = set(blocks)
     for request in requests:
         if request in scheduler.requests:
-            found.update(number for group in manager.get_block_ids(request) for number in group)
-    manager.evict_blocks({number for number in found if 0 < number < known})
+            evicted.update(number for group in manager.get_block_ids(request) for number in group)
+    manager.evict_blocks({number for number in evicted if 0 < number < known})
 
 
 def _finished_error() -> Any:
@@ -481,14 +488,14 @@ def _finished_error() -> Any:
 
 
 def _hand_out(outputs: Any, ended: list[tuple[Any, str]]) -> None:
-    """Moves the last output of each request in *ended* to the *outputs* of a step, by client."""
+    """Move a last output for each request in *ended* to the *outputs* of a step, by client."""
     if not ended:
         return
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
     while ended:
         request, why = ended[0]
-        if request.is_finished():  # not where that failed
+        if request.is_finished():  # unless `finish_requests` failed
             last = EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=[],

@@ -1,8 +1,8 @@
-"""A local socket by which the ranks that a process has started reach the scheduler in it.
+"""A local socket over which ranks send verdicts to the scheduler in the process that started them.
 
-The kernel keeps its name, no file system does: nothing can remove it or make it hang, and it goes with its process. A
-rank sends without waiting for room, and what the kernel holds of its messages is bounded. The scheduler's process has a
-thread that reads them, so the scheduler itself calls nothing. Both ends ask the kernel who the other one is.
+Its name is in the kernel, not in a file system: nothing can remove it or make it hang, and it ends with its process. A
+rank sends without waiting for room, and the kernel bounds the messages that it buffers. A thread in the scheduler's
+process reads them, so the scheduler itself makes no system call. Each end checks the other's credentials.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ import psutil
 from vllm_graphfix.log import logger
 
 MOST_BYTES = 16 * 1024
-"""Bytes of a message."""
+"""Limit of bytes of a message."""
 MOST_PENDING = 256
-"""Messages of all ranks that the scheduler has not taken yet; more stay in the sockets, until these are full, too."""
+"""Limit of messages that wait for the scheduler; more stay in the sockets, until these are full, too."""
 _MOST_RANKS = 1024
 _PATIENCE = 0.25
-"""Seconds that a rank waits for the word that a message was read.
+"""Seconds that a rank waits for the answer that a message was read.
 
-It then knows that the scheduler sees it before the output of the step that is running. A reader that lets a rank wait
-so long once is not waited for again before it has caught up.
+After it, the scheduler sees the message before it handles the output of the running step. After one timeout a rank does
+not wait again until the reader has caught up.
 """
 UNANSWERED = 5.0
-"""Seconds after which a reader that has not admitted a rank is known not to read.
+"""Seconds after which a reader that has not admitted a rank counts as not reading.
 
-So long a rank that was not admitted waits, too, before it connects again.
+A rank that was not admitted also waits so long before it connects again.
 """
 _BEHIND = 0.02
-"""Seconds until the reader looks again whether the scheduler has taken something."""
+"""Seconds between two checks of the reader for room in the scheduler's queue."""
 _CREDENTIALS = struct.Struct("iII")
 
 
 def _address(engine: str, pid: int) -> bytes:
-    # A leading zero byte: the name is no path. It holds the engine's 64 random bits.
+    # A leading zero byte: an abstract name, not a path. The engine has 64 random bits.
     return f"\0vllm-graphfix/{engine}/{pid}".encode()
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int]:
-    """The process and the effective user at the other end, as the kernel noted them; 0 for one of another namespace."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(found)
+    """Return PID and effective user of the other end, from the kernel; PID 0 for one of another namespace."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
     return pid, uid
 
 
@@ -62,18 +62,18 @@ def _socket() -> socket.socket:
 
 
 class Receiver:
-    """Reads what ranks send, in a daemon thread, until `close` or until it fails."""
+    """Reads messages of ranks in a daemon thread, until `close` or an error."""
 
     def __init__(self, engine: str, accept: Callable[[bytes], None], pending: Callable[[], int]) -> None:
-        """Listens for ranks of *engine*. Raises OSError.
+        """Listen for ranks of *engine*. Raises OSError, or RuntimeError if no thread can be started.
 
-        *accept* is called in the thread with each message, and raises ValueError for one that is none of a rank's.
-        *pending*: how many of these have not been taken yet.
+        *accept* is called in the thread with each message, and raises ValueError for an invalid one. *pending* returns
+        the number of messages that the scheduler has not taken yet.
         """
         self.engine = engine
         self._accept, self._pending = accept, pending
         self._ranks: dict[int, tuple[socket.socket, int]] = {}
-        """By descriptor: each rank's connection, and the number of messages that were read from it."""
+        """By descriptor: connection of a rank, and the number of messages read from it."""
         self._listener = _socket()
         try:
             self._listener.bind(_address(engine, os.getpid()))
@@ -91,13 +91,13 @@ class Receiver:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the thread, which then closes its sockets: a number that is closed here may be another file's there."""
+        """End the thread, which closes the sockets: closed here, a descriptor could be another file's in the thread."""
         self._over.set()
         with suppress(OSError):  # it has ended itself
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes it
 
     def forked(self) -> None:
-        """Closes this process's copies of the sockets, in a forked child, which has no such thread."""
+        """Close the copies of the sockets in a forked child, which has no such thread."""
         for each in (self._listener, *(rank for rank, _ in self._ranks.values())):
             each.close()
 
@@ -121,30 +121,32 @@ class Receiver:
             logger.exception("graphfix: no more requests are ended in this engine: the thread that hears of them ended")
         finally:
             for each in (self._listener, *(rank for rank, _ in self._ranks.values())):
-                each.close()  # by which a rank knows
+                each.close()  # ranks notice that
 
     def _admitted(self) -> socket.socket | None:
-        """The next connection, if it is of this user's and of a process below this one; others are closed."""
+        """Accept the next connection if it is from this user and a descendant of this process; close any other."""
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # whoever it was has gone; or no descriptor is free, which would be asked for without a pause
+        except OSError:  # the other end is gone; or no descriptor is free, and without a pause this would spin
             time.sleep(_BEHIND)
             return None
         connection.setblocking(False)
         pid, uid = _credentials(connection)
         if uid == os.geteuid() and _is_ours(pid) and len(self._ranks) < _MOST_RANKS:
             with suppress(OSError):  # it has just ended
-                connection.send(b"0")  # by which it knows that it is admitted: a connection that waits looks the same
+                connection.send(b"0")  # it is admitted: to the rank, a connection in the backlog looks the same
             return connection
         connection.close()
         if not self._warned:
             self._warned = True
             logger.warning("graphfix: process %s of uid %s is no rank of this engine's and is not heard", pid, uid)
-        time.sleep(_BEHIND)  # whoever it is may connect again and again, and this thread shares the scheduler's lock
+        time.sleep(
+            _BEHIND
+        )  # it may connect again and again, and this thread shares the interpreter lock with the scheduler
         return None
 
     def _read(self, number: int) -> bool:
-        """Reads one message; False at the end of that connection."""
+        """Read one message; return False at the end of the connection."""
         connection, count = self._ranks[number]
         try:
             message = connection.recv(MOST_BYTES + 1)
@@ -153,20 +155,20 @@ class Receiver:
             self._accept(message)
             self._ranks[number] = connection, count + 1
         except (BlockingIOError, ConnectionResetError):
-            # The second comes once of a rank that ended with answers unread, before what it has sent.
+            # ConnectionResetError comes once, before its messages, from a rank that ended with answers unread.
             return True
         except OSError:
             return False
         except ValueError as error:
             logger.warning("graphfix: what a rank says to the scheduler is not understood: %s", error)
             return False
-        with suppress(OSError):  # a rank that reads no answers, or has just ended; the next answer says as much
+        with suppress(OSError):  # the rank reads no answers, or has just ended; the next answer has the total, too
             connection.send(b"%d" % (count + 1))
         return True
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether *pid* is this process or one below it; 0, of a process that cannot be seen from here, is not."""
+    """Tell if *pid* is this process or a descendant; 0, for a process of another namespace, is not."""
     if pid == os.getpid():
         return True
     try:
@@ -179,15 +181,15 @@ class Sender:
     """A rank's connection to the process of its scheduler."""
 
     def __init__(self, engine: str, pid: int) -> None:
-        """Connects to process *pid*. Raises OSError where it does not listen, or is somebody else."""
+        """Connect to process *pid*. Raises OSError if it does not listen, or another process does in its place."""
         self._socket = _socket()
         self.sent = 0
         self.read = 0
-        """Messages of which the reader has said that they were read."""
+        """The number of messages that the reader has confirmed."""
         self.admitted = False
         """The reader has answered: it reads what this rank sends."""
         self.overdue = False
-        """The reader has let this rank wait too long, and has not caught up since."""
+        """The reader has not answered in time, and has not caught up since."""
         self.closed = False
         self._answer_until = time.monotonic() + UNANSWERED
         try:
@@ -199,24 +201,24 @@ class Sender:
             raise
 
     def send(self, message: bytes) -> None:
-        """Raises OSError if there is no room for it, or nobody to read it."""
+        """Send *message* and wait up to `_PATIENCE` for the answer. Raises OSError without room or reader."""
         self._socket.send(message)
         self.sent += 1
         until = time.monotonic() + _PATIENCE
         while not self.catch_up() and not self.overdue and not self.closed:
-            left = until - time.monotonic()
-            if left <= 0:
+            remaining = until - time.monotonic()
+            if remaining <= 0:
                 self.overdue = True
                 break
             reads = select.poll()
             reads.register(self._socket, select.POLLIN)
-            reads.poll(1000 * left)
+            reads.poll(1000 * remaining)
 
     def catch_up(self) -> bool:
-        """Whether all that was sent was read, as far as the reader has said. Does not wait."""
+        """Read the answers, without waiting; tell if all messages are confirmed."""
         try:
-            while said := self._socket.recv(64):
-                self.admitted, self.read = True, max(self.read, int(said))
+            while answer := self._socket.recv(64):
+                self.admitted, self.read = True, max(self.read, int(answer))
             self.closed = True
         except BlockingIOError:
             pass
@@ -227,7 +229,7 @@ class Sender:
         return self.read == self.sent
 
     def is_unanswered(self) -> bool:
-        """Tell if the reader has not admitted this rank, though it had the time to."""
+        """Tell if the reader has not admitted this rank within `UNANSWERED`."""
         self.catch_up()
         return not (self.admitted or self.closed) and time.monotonic() > self._answer_until
 

@@ -1,4 +1,4 @@
-"""What the gate and the record need of a process of an engine: its part in the engine, the decision, and the fixes."""
+"""The state of one process of an engine that gate and record share: its role, the decision, fixes and components."""
 
 from __future__ import annotations
 
@@ -21,84 +21,84 @@ if TYPE_CHECKING:
 
 
 class EngineContext:
-    """One process, as the parts of the plugin in it see it."""
+    """Fixes, components, role and decision of one process."""
 
     def __init__(self, fixes: tuple[Fix, ...], environment: MutableMapping[str, str], manager: FixManager) -> None:
         self.fixes = fixes
         self.environment = environment
         self.manager = manager
         self.components: tuple[Component, ...] = ()
-        """What watches this process, or acts on it."""
+        """Detectors and actions in this process."""
         self.not_begun: dict[str, str] = {}
-        """Components that were to begin in this process and could not, each with its error."""
+        """Components that could not start in this process, each with its error."""
         self.role = Role.FRONT_END
         self.decision: Decision | None = None
         self.inherited = False
-        """Whether the decision was handed on to this process."""
+        """The decision was made by another process, and handed on to this one."""
         self.model: str | None = None
-        """The model of the engine that this process is a part of, or configured last."""
+        """Served name of the model of this process's engine, or of the one that it configured last."""
 
-    def make_components(self, publish: Any, keep: Any, end: Any) -> None:
-        """Make the components; the arguments are those of `Services`."""
-        self.components = components.find(Services(publish, keep, end, self._abort_for))
+    def make_components(self, publish: Any, start_heartbeat: Any, end: Any) -> None:
+        """Make the components; the arguments are fields of `Services`."""
+        self.components = components.make_all(Services(publish, start_heartbeat, end, self._abort_for))
 
     def component(self, name: str) -> Any:
-        """Return the component of that name, whose kind the caller knows. Raises StopIteration."""
+        """Return the component of that name. Raises StopIteration if there is none."""
         return next(each for each in self.components if each.name == name)
 
     def _abort_for(self, detector: str) -> Abort | None:
         return next(filter(None, (each.abort_for(detector) for each in self.components)), None)
 
     def managers(self) -> tuple[FixManager, ...]:
-        """Return what manages wrappers: of the fixes, and of the components."""
+        """Return the managers of wrappers: of the fixes first, then of the components."""
         return (self.manager, *(manager for each in self.components for manager in each.managers()))
 
     def states(self, *, diagnose: bool = True) -> dict[str, FixState]:
-        """Return the states of every fix, and of the components that are on."""
-        found = self.manager.states(diagnose=diagnose)
+        """Return the state of every fix, and of each component that is on."""
+        states = self.manager.states(diagnose=diagnose)
         for each in self.components:
-            found |= each.states(diagnose=diagnose)
-        # Last: what one says of itself that is not whole means nothing.
+            states |= each.states(diagnose=diagnose)
+        # Last, to overrule the state that a component reports although its start failed.
         for name, error in self.not_begun.items():
             reason = f"it could not begin: {error}"
-            found[name] = FixState(name, Mode.AUTO, None, State.FAILED, reason, Code.ERROR)
-        return found
+            states[name] = FixState(name, Mode.AUTO, None, State.FAILED, reason, Code.ERROR)
+        return states
 
     def events(self) -> dict[str, dict[str, int]]:
-        """Return how often each event of a fix and of a component happened in this process."""
-        found: defaultdict[str, dict[str, int]] = defaultdict(dict, self.manager.counts())
+        """Count the events of fixes and components in this process, by name and event."""
+        events: defaultdict[str, dict[str, int]] = defaultdict(dict, self.manager.counts())
         for each in self.components:
             for name, counts in each.counts().items():
-                # Added up: a request counts where it ends, for a detector that perhaps runs in another process.
-                before = found[name]
-                found[name] = before | {event: before.get(event, 0) + count for event, count in counts.items()}
-        return dict(found)
+                # Summed: `abort` counts requests that it ended under the name of the detector, which may run elsewhere.
+                before = events[name]
+                events[name] = before | {event: before.get(event, 0) + count for event, count in counts.items()}
+        return dict(events)
 
     def findings(self) -> dict[str, Any]:
-        """Return what components have to say in a record, by its fields."""
+        """Return the findings of components, by field of a `Record`."""
         return {field: value for each in self.components for field, value in each.findings().items()}
 
-    def look(self) -> None:
-        """Look, now and then, for what no wrapped call reports."""
+    def poll(self) -> None:
+        """Poll for changes that no wrapped call reports."""
         for each in self.components:
             guarded(each.poll)
 
-    def serve(self, worker: Any, graphs: bool) -> None:
-        """Begin what watches *worker*, which serves from now on; *graphs*: whether it has captured any."""
+    def on_captured(self, worker: Any, graphs: bool) -> None:
+        """Start to watch *worker*, which serves from now on; *graphs*: it has captured some."""
         for each in self.components:
             guarded(each.on_captured, worker, graphs)
 
     def begin_capture(self) -> None:
-        """Notes from now on in which graph a fix fails."""
+        """Record from now on in which graph a fix fails."""
         from vllm_graphfix.engine.graph_dispatch import graph_being_captured
 
         for manager in self.managers():
             manager.begin_capture(graph_being_captured)
 
     def failures_in_capture(self) -> dict[str, dict[Graph | None, str]]:
-        """The graphs in which a fix failed since, by the name of the fix.
+        """Return the errors of fixes since `begin_capture`, by name of the fix and graph.
 
-        What components have put around a capture changes no graph.
+        Failures of components are settled here: their wrappers change no graph.
         """
         own, *others = self.managers()
         for manager in others:
@@ -107,12 +107,12 @@ class EngineContext:
         return own.failures_in_capture()
 
     def forget_capture(self) -> None:
-        """Ends that: what failed has been dealt with, or was in graphs that are not kept."""
+        """Stop recording failures: they have been settled, or their graphs are discarded."""
         for manager in self.managers():
             manager.forget_capture()
 
     def forked(self) -> None:
-        """Resets locks, counters and failures, which a forked child has copies of; it is called in that child."""
+        """Reset locks, counters and failures in a forked child, which has copies of them."""
         for manager in self.managers():
             manager.forked()
         for each in self.components:

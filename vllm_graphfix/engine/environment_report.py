@@ -1,7 +1,7 @@
-"""vLLM's own report of an environment, `vllm collect-env`, with what the plugin does in that environment.
+"""Extends vLLM's own report of an environment, `vllm collect-env`, by the plugin's report.
 
-The command line of vLLM loads the plugins while it builds the parser of `vllm serve`, for each of its commands. The
-script alone, `python collect_env.py` as vLLM's bug template downloads it, loads none.
+vLLM's command line loads plugins for each of its commands, while it builds the parser of `vllm serve`. The script
+alone, `python collect_env.py` from vLLM's bug template, loads none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm_graphfix.settings.environment import PREFIX
 
 
 def extend(collect_env: ModuleType, report: Callable[[], str]) -> None:
-    """Puts what *report* returns at the end of vLLM's own report; it is called only for that."""
+    """Append the result of *report* to vLLM's own report."""
 
     def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         vllms_report = stock(*args, **kwargs)
@@ -31,9 +31,9 @@ def extend(collect_env: ModuleType, report: Callable[[], str]) -> None:
 
 
 def _without_our_variables(vllms_report: str) -> str:
-    """*vllms_report* without the plugin's variables, which vLLM prints unmasked: the plugin registered their names.
+    """Remove the plugin's variables, which vLLM prints unmasked, since the plugin has registered their names.
 
-    What may be shown of them is in our own part.
+    The plugin's part of the report holds what may be published of them.
     """
     return "\n".join(line for line in vllms_report.split("\n") if not (line.startswith(PREFIX) and "=" in line)).rstrip(
         "\n"
@@ -41,6 +41,6 @@ def _without_our_variables(vllms_report: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """*text* as standard output can take it: vLLM prints all of its report at once."""
+    """Replace what standard output cannot encode: vLLM prints its report in one call, which would fail as a whole."""
     encoding = getattr(sys.stdout, "encoding", None) or "ascii"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,8 +1,8 @@
-"""What becomes of the graphs in which a fix failed while they were captured, the same on every rank.
+"""Settles the graphs in which a fix failed while they were captured, alike on every rank.
 
-A graph cannot be mended: it holds stock's defect. So its fix stops the engine if the user insists on it. Else the
-graph is left out of dispatch; or, where one rank cannot do that, all ranks say that the fix failed, and serve the graph
-as stock does.
+A captured graph cannot be repaired: it holds stock's defect. So the engine stops if the user requires the fix.
+Otherwise the graph is taken out of dispatch; or, if one rank cannot do that, the fix is `failed` on all ranks, and they
+serve the graph as stock does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _MOST_LISTED = 8
 def settle_failures(
     failing: Mapping[int, RankReport], dispatch: Dispatch, manager: FixManager, *, several_ranks: bool
 ) -> list[str]:
-    """Deals with what *failing* ranks report; returns a sentence for each fix for which the engine must stop.
+    """Act on the reports of *failing* ranks; return a sentence for each fix for which the engine must stop.
 
-    It follows from the reports alone, which all ranks have read: so every rank does the same.
+    The result depends only on the reports, which all ranks have read, and on settings that were compared: every rank
+    does the same.
     """
     reasons_to_stop = []
     for fix in dict.fromkeys(fix for report in failing.values() for fix in report.failed):
@@ -60,7 +61,7 @@ def _by_size(graph: str) -> tuple[str, int]:
 
 
 def _listed(graphs: Sequence[str]) -> str:
-    """Names of graphs for people, not all of many."""
+    """Return the names of the first graphs, for a message."""
     named = [name or "one or more that cannot be told" for name in graphs]
     more = len(named) - _MOST_LISTED
     return ", ".join(named[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")

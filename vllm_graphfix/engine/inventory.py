@@ -1,8 +1,8 @@
-"""The tensors that the graphs of a rank may hold: where they lay when it captured, and which lie elsewhere now.
+"""The addresses of tensors that the graphs of a rank may hold, recorded at the capture and compared later.
 
-A graph holds addresses. What a module, the model runner or a builder of attention metadata calls its weight may be
-another tensor since, at another address: the graph reads the old one. Tensors are remembered by the way to them, from a
-module or the runner by attributes and keys, and by numbers; nothing here keeps one alive but what `hold` asks for.
+A graph holds addresses. If a module, the model runner or a builder of attention metadata replaces its tensor later, the
+graph still reads the old one. An entry is a path of attributes and keys from a module or the runner to the tensor, and
+its address; only *hold* keeps tensors alive.
 """
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuples.
@@ -15,37 +15,39 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 _DEEPEST = 5
-"""Objects between a module, or the runner, and a tensor: the runner's batch, its block tables, one, its buffer."""
+"""Limit of objects between a module, or the runner, and a tensor: the runner's batch, its block tables, one table, its
+buffer."""
 _MOST = 100_000
-"""Objects and lists that are looked into."""
+"""Limit of objects and containers that are searched."""
 _AT_ONCE = 200
+"""Tensors that a heartbeat compares before it yields to other threads."""
 _METADATA = ("attn_groups", "attn_metadata_builders")
 _CACHES = ("kv_cache", "kv_caches")
 _IN_NO_GRAPH = ("q_range", "k_range", "v_range")
-"""Constants of attention layers, for scales that are computed in a step without a graph; each load makes them anew."""
+"""Constants of attention layers for scales that are computed in steps without a graph; each load replaces them."""
 _CONTAINERS = (dict, list, tuple)
 
 
 class Kind(str, Enum):
-    """What a tensor is to the model."""
+    """The role of a tensor in the model."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
     ATTRIBUTE = "attribute"
-    """A module, or an object that it has, holds it: MLA's absorbed weights, scales in a kernel's arguments."""
+    """An attribute of a module, or of an object in it: MLA's absorbed weights, scales in a kernel's arguments."""
     INPUT = "input"
-    """The model runner, or its drafter, holds it."""
+    """An attribute of the model runner or its drafter."""
     METADATA = "metadata"
     CACHE = "cache"
 
 
 LASTING = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.CACHE})
-"""Kinds that no step replaces. Of the others some are made anew in each, and no graph holds those."""
+"""Kinds that no step replaces. Of the other kinds, some tensors are new in each step, and no graph holds those."""
 _COPIED = frozenset({Kind.PARAMETER, Kind.BUFFER, Kind.ATTRIBUTE})
 
 
 class Place(NamedTuple):
-    """Where a tensor lies, and how: what a graph has in its kernels' arguments."""
+    """Address, shape, stride and dtype of a tensor: the arguments of a graph's kernels."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -59,7 +61,7 @@ class Place(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One tensor under one of its names."""
+    """One tensor, under one of its names."""
 
     name: str
     kind: Kind
@@ -74,17 +76,17 @@ class Entry(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A tensor that is not where its graphs have it; `now` is None if there is none by its name any more."""
+    """A tensor whose address differs from that in the graphs; `now` is None if its name is gone."""
 
     entry: Entry
     now: Any
 
 
 class Inventory:
-    """What lay where when the graphs were captured."""
+    """The addresses of a worker's tensors when its graphs were captured."""
 
     def __init__(self, worker: Any, *, hold: bool) -> None:
-        """Takes stock of *worker*, which has captured; with *hold* the tensors of its models stay in memory."""
+        """Record the tensors of *worker*, which has captured; *hold*: keep those of its models in memory."""
         self.entries: list[Entry] = []
         self._seen = 0
         runner = worker.model_runner
@@ -108,21 +110,21 @@ class Inventory:
     def _add(
         self, root: Any, name: str, kind: Kind, steps: tuple[Any, ...], skipped: Container[str], visited: set[int]
     ) -> None:
-        """Adds the tensors of *root* itself, and of what it has that is vLLM's and no module."""
+        """Add the tensors of *root*, and of vLLM's objects in it that are no modules."""
         waiting: list[tuple[Any, str, tuple[Any, ...], int]] = [(root, name, steps, 0)]
         visited.add(id(root))
         while waiting and self._seen < _MOST:
             holder, holder_name, way, depth = waiting.pop()
             self._seen += 1
-            for key, value in held_by(holder):
+            for key, value in items_of(holder):
                 if not way and key in skipped:
                     continue
                 named = f"{holder_name[:-1]}[{key}]" if isinstance(holder, _CONTAINERS) else f"{holder_name}{key}"
                 if _is_tensor(value):
                     self._add_tensor(root, named, kind, (*way, key), value)
-                elif id(value) not in visited and (inside := looked_into(value)) and depth + inside <= _DEEPEST:
+                elif id(value) not in visited and (inside := may_hold_tensors(value)) and depth + inside <= _DEEPEST:
                     visited.add(id(value))
-                    # A list or a dictionary makes nothing deeper: `looked_into` is 1 for an object.
+                    # A container does not count as a level, an object does.
                     waiting.append((value, f"{named}.", (*way, key), depth + (not isinstance(value, _CONTAINERS))))
 
     def _add_tensor(self, root: Any, name: str, kind: Kind, steps: tuple[Any, ...], tensor: Any) -> None:
@@ -131,9 +133,9 @@ class Inventory:
         try:
             place = place_of(tensor)
             storage = tensor.untyped_storage().data_ptr()
-        except (RuntimeError, NotImplementedError):  # it has no memory of its own
+        except (RuntimeError, NotImplementedError):  # it has no storage, such as a fake tensor
             return
-        if not place.pointer:  # nor has an empty one
+        if not place.pointer:  # an empty tensor
             return
         if any(step in _CACHES for step in steps):
             kind = Kind.CACHE
@@ -142,11 +144,11 @@ class Inventory:
         self.entries.append(Entry(name, kind, weakref.ref(root), steps, place, storage))
 
     def moved(self, kinds: Container[Kind] = frozenset(Kind), *, unhurried: bool = False) -> list[Moved]:
-        """The tensors of these *kinds* that are not where they were; pointers alone are read, no memory of a device.
+        """Return the tensors of *kinds* whose addresses have changed, without reading device memory.
 
-        If it is *unhurried*, other threads get a turn after a few tensors: 3,000 of them take 10 ms.
+        *unhurried*: let other threads run after every `_AT_ONCE` tensors; 3,000 of them take 10 ms.
         """
-        found = []
+        moved = []
         with _no_subclass_functions():
             for number, entry in enumerate(self.entries):
                 if unhurried and not number % _AT_ONCE:
@@ -156,21 +158,21 @@ class Inventory:
                 now = current(entry)
                 if now is None:
                     if entry.kind in LASTING and entry.root() is not None:
-                        found.append(Moved(entry, None))
+                        moved.append(Moved(entry, None))
                 elif not _lies_at(now, entry.place):
-                    found.append(Moved(entry, now))
-        return found
+                    moved.append(Moved(entry, now))
+        return moved
 
     def forget(self, moved: Iterable[Moved]) -> None:
-        """Leaves these out from now on."""
+        """Stop watching these tensors."""
         names = {each.entry.name for each in moved}
         self.entries = [entry for entry in self.entries if entry.name not in names]
 
     def bring_back(self, moved: Sequence[Moved]) -> dict[str, str]:
-        """Copies what has moved to where the graphs have it, and lets the models have it there; returns why not.
+        """Copy *moved* tensors to their old addresses, and point the models to the copies.
 
-        That is by the name of each tensor that cannot be brought back. Only to memory that is held, only to what has
-        the same shape, stride and type, and only if nobody else has it now.
+        Returns the reason for each tensor that is not brought back, by name. The old memory must be held and not shared
+        with a tensor that has stayed, and shape, stride and dtype must be equal.
         """
         import torch
 
@@ -208,7 +210,7 @@ class Inventory:
 
 
 def _not_copied(each: Moved, twins: Sequence[Any]) -> str | None:
-    """Why *each* cannot be copied to where it was; *twins* are the tensors, itself included, that were one there."""
+    """Return the reason for which *each* cannot be copied back; *twins*: all tensors that shared its old place."""
     entry, now = each
     if now is None:
         return "it is gone"
@@ -229,7 +231,7 @@ def _partly_same(one: Place, other: Place) -> bool:
 
 
 def models(runner: Any) -> Iterator[tuple[str, Any]]:
-    """The model of *runner* and that of its drafter, each with a prefix for names of what is in it."""
+    """Yield the model of *runner* and that of its drafter, each with a prefix for the names of its modules."""
     import torch
 
     get_model = getattr(runner, "get_model", None)
@@ -242,7 +244,7 @@ def models(runner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def current(entry: Entry) -> Any:
-    """The tensor that goes by the name of *entry* now; None if there is none."""
+    """Return the tensor at the path of *entry* now; None if there is none."""
     value = entry.root()
     try:
         for step in entry.steps:
@@ -274,10 +276,10 @@ def _with_the_tensor(entry: Entry) -> Entry:
 
 
 def _point(each: Moved) -> None:
-    """Lets the model have the held tensor under the name of *each*."""
+    """Put the held tensor of *each* at its path in the model."""
     try:
-        each.now.data = each.entry.held  # whoever else has this very tensor follows
-    except RuntimeError:  # of kinds that do not mix, such as tensors made in inference mode and others
+        each.now.data = each.entry.held  # in place: other references to this tensor follow
+    except RuntimeError:  # of incompatible kinds, such as one made in inference mode and one not
         holder = each.entry.root()
         for step in each.entry.steps[:-1]:
             holder = holder[step] if isinstance(holder, _CONTAINERS) else holder.__dict__[step]
@@ -293,7 +295,7 @@ def _like(each: Moved) -> Any:
     if not isinstance(each.now, torch.nn.Parameter):
         return each.entry.held
     made = torch.nn.Parameter(each.entry.held, requires_grad=False)
-    made.__dict__.update(each.now.__dict__)  # loaders of weights look at these
+    made.__dict__.update(each.now.__dict__)  # attributes that loaders of weights read
     return made
 
 
@@ -303,8 +305,8 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other or place_of(one) == place_of(other) or torch.equal(one, other)
 
 
-def held_by(holder: Any) -> list[tuple[Any, Any]]:
-    """What *holder*, an object or a container, has: keys and values."""
+def items_of(holder: Any) -> list[tuple[Any, Any]]:
+    """Return keys and values of a container, or attributes of an object."""
     if isinstance(holder, dict):
         return list(holder.items())
     if isinstance(holder, (list, tuple)):
@@ -312,8 +314,11 @@ def held_by(holder: Any) -> list[tuple[Any, Any]]:
     return list(vars(holder).items())
 
 
-def looked_into(value: Any) -> int:
-    """1 for what may have tensors: a list, a dictionary, an object of vLLM's that is no module and no configuration."""
+def may_hold_tensors(value: Any) -> int:
+    """Return 1 if *value* may hold tensors, else 0.
+
+    Containers may, and objects of vLLM that are neither modules nor configurations.
+    """
     if isinstance(value, _CONTAINERS):
         return 1
     if isinstance(value, type) or not hasattr(value, "__dict__"):
@@ -338,7 +343,7 @@ def _of_any_module() -> Container[str]:
 
 
 def _no_subclass_functions() -> Any:
-    """A context in which parameters are plain tensors: vLLM's have functions of their own around each operation."""
+    """Return a context in which parameters are plain tensors: vLLM's subclasses wrap each operation."""
     import torch
 
     return torch._C.DisableTorchFunctionSubclass()

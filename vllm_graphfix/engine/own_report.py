@@ -1,4 +1,4 @@
-"""What this rank says of itself to the other ranks of its engine."""
+"""Builds the report of this rank for the other ranks of its engine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from vllm_graphfix.engine.rank_agreement import RankReport
     from vllm_graphfix.patching.applied_fix import FixState
 
-_TELL_WHY = (State.FAILED, State.CONFLICT, State.INCOMPATIBLE)
-"""States that nobody chose."""
+_WITH_REASON = (State.FAILED, State.CONFLICT, State.INCOMPATIBLE)
+"""States that no setting asks for: their reasons are reported."""
 
 
 def own_report(context: EngineContext) -> RankReport | None:
-    """The report of this rank; None before there is a decision.
+    """Return the report of this rank; None before there is a decision.
 
-    Never raises for want of states: a rank without a report would keep the others waiting. It says what failed instead.
+    If the states cannot be determined, the report holds the error instead: a rank without a report would keep the
+    others waiting.
     """
     from vllm_graphfix.engine.rank_agreement import RankReport, new_token, one_line
 
@@ -51,7 +52,7 @@ def own_report(context: EngineContext) -> RankReport | None:
         states={name: _state_to_compare(state).value for name, state in states.items()},
         token=_or_else(decision.engine, new_token),
         reasons={
-            name: one_line(state.reason) for name, state in states.items() if _state_to_compare(state) in _TELL_WHY
+            name: one_line(state.reason) for name, state in states.items() if _state_to_compare(state) in _WITH_REASON
         },
         fault=fault,
     )
@@ -60,9 +61,9 @@ def own_report(context: EngineContext) -> RankReport | None:
 def report_after_capture(
     context: EngineContext, failed: Mapping[str, str], graphs: Sequence[tuple[str, str]], *, can_leave_out: bool
 ) -> RankReport | None:
-    """The report with what failed in the capture: fixes with their first errors, and pairs of a fix and a graph.
+    """Return the report with failures of the capture: fixes with their first errors, and pairs of a fix and a graph.
 
-    Of more graphs than a report may have, none is named: then they cannot be left out, and the fix has failed.
+    If there are more graphs than a report may hold, it names none: they are not left out, and the fix has failed.
     """
     from vllm_graphfix.engine import rank_agreement
 
@@ -76,23 +77,21 @@ def report_after_capture(
     )
 
 
-def _state_to_compare(found: FixState) -> State:
-    """The state that the ranks are compared by.
+def _state_to_compare(fix: FixState) -> State:
+    """Return the state by which the ranks are compared.
 
-    A fix that was taken back for want of a companion stays where the companion's code is not imported: on the first
-    stages of a pipeline whose last one has the drafter. That concerns how each rank captures its own graphs, and no
-    other rank.
+    `waiting` for a fix that was reverted because its companion could not be applied: on ranks that do not import the
+    companion's code, such as the first stages of a pipeline whose last stage has the drafter, the fix stays. That
+    affects only how each rank captures its own graphs.
     """
-    taken_back = (
-        found.state is State.INCOMPATIBLE
-        and found.diagnosis is not None
-        and found.diagnosis.verdict is Verdict.AFFECTED
+    reverted = (
+        fix.state is State.INCOMPATIBLE and fix.diagnosis is not None and fix.diagnosis.verdict is Verdict.AFFECTED
     )
-    return State.WAITING if taken_back else found.state
+    return State.WAITING if reverted else fix.state
 
 
 def _or_else(otherwise: str, make: Callable[[], str]) -> str:
-    """What *make* makes, or *otherwise*: nothing that ranks have to agree about."""
+    """Return the result of *make*, or *otherwise* if it raises; for fields that are not compared."""
     try:
         return make()
     except Exception:

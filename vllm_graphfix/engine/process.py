@@ -1,8 +1,7 @@
-"""This process as a part of an engine: whose decision it goes by.
+"""This process as a part of an engine: its role, and the decision that it follows.
 
-vLLM's own functions are wrapped here where an engine begins, where a process loads its plugins and where its metrics
-are put together. These wrappers change nothing that vLLM does, whatever the switches say; all that goes wrong in them
-stays in them.
+Wraps the functions of vLLM in which an engine is configured, plugins are loaded and metrics are collected. These
+wrappers never change a result of vLLM, and no exception escapes from them.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from vllm_graphfix.engine.context import EngineContext
 from vllm_graphfix.engine.role import (
     Role,
     deciding_separately,
+    detect_role,
     is_api_server_of,
-    place,
     prints_help,
     ranks_on_host,
     served_model,
@@ -38,7 +37,7 @@ from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import Decision
 
 _configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=False)
-"""An engine is being configured: of its functions that are wrapped, one may call another."""
+"""An engine is being configured: one wrapped function may call another."""
 
 
 class EngineProcess(EngineContext):
@@ -50,16 +49,16 @@ class EngineProcess(EngineContext):
         environment: MutableMapping[str, str] = os.environ,
         report: Callable[[], str] | None = None,
     ) -> None:
-        given = tuple(fixes)
-        self._names = tuple(fix.name for fix in given)
-        self._observed = frozenset(fix.name for fix in given if fix.default is Mode.OBSERVE)
+        fixes = tuple(fixes)
+        self._names = tuple(fix.name for fix in fixes)
+        self._observed = frozenset(fix.name for fix in fixes if fix.default is Mode.OBSERVE)
         self._environment_read = settings.own_variables(environment)
         wanted = self._settings_read = settings.read(environment, self._names, self._observed)
-        manager = FixManager(given, Policy(wanted.master, wanted.modes, None, wanted.misconfigured, wanted.trees))
-        super().__init__(given, environment, manager)
+        manager = FixManager(fixes, Policy(wanted.master, wanted.modes, None, wanted.misconfigured, wanted.trees))
+        super().__init__(fixes, environment, manager)
         self._lock = threading.Lock()
         self._report = report
-        """What to add to vLLM's own report, if somebody has it make one here."""
+        """Returns the text to append to vLLM's own report."""
         self._started = False
         self._configured = False
         self._ranks: int | None = None
@@ -69,7 +68,7 @@ class EngineProcess(EngineContext):
         self.status_record = StatusRecord(self)
         self.gate = CaptureGate(self, self.status_record)
         record = self.status_record
-        self.make_components(record.tell, record.keep, record.tell_why_it_ends)
+        self.make_components(record.publish, record.start_heartbeat, record.publish_end)
 
     @property
     def started(self) -> bool:
@@ -78,12 +77,12 @@ class EngineProcess(EngineContext):
     # -- the decision --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Decides, or goes by what was decided, and engages the fixes. Raises only what must stop `register`."""
+        """Decide, or follow an inherited decision, and engage the fixes. Raises only what must stop `register`."""
         with self._lock:
             if self._started:
                 return
             self._started = True
-        self.role, config = place()
+        self.role, config = detect_role()
         self.model = served_model(config)
         self._join(config)
         when_imported("vllm.envs", self._register_names)
@@ -98,19 +97,19 @@ class EngineProcess(EngineContext):
         # vLLM forks engine cores and workers, and calls `register` in none of them.
         os.register_at_fork(after_in_child=self._reset_in_child)
         if not prints_help():
-            # For a process, such as an API server's, that imports no code of a fix.
+            # Also in a process that imports no code of a fix, such as an API server.
             atexit.register(self.manager.end)
         if self.role in (Role.ENGINE_CORE, Role.WORKER):
-            guarded(self.status_record.begin)
+            guarded(self.status_record.publish_start)
 
     def _join(self, config: Any) -> None:
-        """Goes by the decision that was handed on, or decides."""
-        found = rollout.inherited_decision(
+        """Follow the inherited decision, or decide."""
+        inherited = rollout.inherited_decision(
             self.environment.get(settings.DECISION), _vllm_version(), frozenset(self._names)
         )
-        if found is not None and self._is_ours(found, config):
-            self.decision, self.inherited = found, True
-            self._engage(found)
+        if inherited is not None and self._is_ours(inherited, config):
+            self.decision, self.inherited = inherited, True
+            self._engage(inherited)
             return
         if self.role in (Role.ENGINE_CORE, Role.WORKER) and self.environment.get(settings.DECISION):
             logger.warning(
@@ -120,9 +119,9 @@ class EngineProcess(EngineContext):
         self._decide()
 
     def _is_ours(self, decision: Decision, config: Any) -> bool:
-        """Whether this process is a part of the engine that *decision* was made for."""
+        """Tell if this process is a part of the engine that *decision* was made for."""
         if self.role is Role.FRONT_END:
-            # An environment is inherited by whatever is started, another engine included.
+            # Any child process inherits the environment, including another engine.
             if not is_api_server_of(decision):
                 return False
             self.role = Role.API_SERVER
@@ -134,7 +133,7 @@ class EngineProcess(EngineContext):
         return decision.instance is not None and f"{instance}_dp".startswith(f"{decision.instance}_dp")
 
     def _settings(self) -> settings.Settings:
-        """What the environment says now; it is read again only where a variable has changed."""
+        """Return the settings in the environment; they are parsed again only if a variable has changed."""
         environment = settings.own_variables(self.environment)
         if environment != self._environment_read:
             self._environment_read = environment
@@ -148,7 +147,7 @@ class EngineProcess(EngineContext):
         if self.decision is not None and decision.same_choice(self.decision):
             if not self._configured and self.decision.pid == os.getpid():
                 return  # no engine has begun since, nor has this process been forked from the one that decided
-            problems = []  # said already
+            problems = []  # logged before
         elif self.gate.captures_here:
             logger.warning(
                 "graphfix: this process has already captured graphs; a second engine in it keeps the first engine's "
@@ -170,7 +169,7 @@ class EngineProcess(EngineContext):
                 self._start(each, decision, policy)
 
     def _start(self, component: Component, decision: Decision, policy: Policy) -> None:
-        """Starts it; where that fails its state says so, or nobody would know that it detects nothing."""
+        """Start *component*; if that fails, its state reports that it detects nothing."""
         self.not_begun.pop(component.name, None)
         try:
             component.start(decision, policy)
@@ -180,7 +179,7 @@ class EngineProcess(EngineContext):
                 self.not_begun[component.name] = f"{type(error).__name__}: {error}"
 
     def _watch_engines(self, arg_utils: Any) -> None:
-        """Around the function with which an engine begins: each engine of this process gets a decision of its own."""
+        """Wrap the function that configures an engine: each engine of this process gets a decision of its own."""
 
         def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if _configuring.get() or self.role not in (Role.FRONT_END, Role.API_SERVER):
@@ -189,14 +188,14 @@ class EngineProcess(EngineContext):
             try:
                 guarded(self._decide_for_engine)
                 config = stock(*args, **kwargs)
-                guarded(self._keep_nodes_together, config, args, kwargs)
+                guarded(self._decide_for_all_nodes, config, args, kwargs)
                 guarded(self._note_configuration, config)
             finally:
                 _configuring.reset(token)
             return config
 
-        # `vllm serve` has the second. It inherits the method, unless another plugin has given it one that calls what
-        # was inherited then.
+        # `vllm serve` uses the second, which inherits the method, unless another plugin has put a method of its own
+        # there.
         for name in ("EngineArgs", "AsyncEngineArgs"):
             engine_args = getattr(arg_utils, name, None)
             if engine_args is not None and "create_engine_config" in vars(engine_args):
@@ -206,17 +205,17 @@ class EngineProcess(EngineContext):
         if self.role is Role.FRONT_END:
             self._decide()
 
-    def _keep_nodes_together(self, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Takes the engine out of the rollout where its nodes would each decide by its own host name.
+    def _decide_for_all_nodes(self, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the engine out of the rollout if each of its nodes would decide by its own host name.
 
-        Only the configuration says so, and nothing is captured before there is one: what was applied is taken back.
+        Only the configuration shows that. Nothing is captured before it exists, so applied fixes can be reverted.
         """
         decision = self.decision
         if self.role is not Role.FRONT_END or decision is None or decision.rollout is None or self.gate.captures_here:
             return
         if self.environment.get(settings.ROLLOUT_KEY, "").strip():
             return
-        # The third argument, self included; `vllm serve --headless` gives it by name.
+        # The third argument, self included; `vllm serve --headless` passes it by name.
         headless = bool(kwargs.get("headless", args[2] if len(args) > 2 else False))
         separately = deciding_separately(config.parallel_config, headless)
         if separately is None:
@@ -229,8 +228,8 @@ class EngineProcess(EngineContext):
 
     def _note_configuration(self, config: Any) -> None:
         parallel = config.parallel_config
-        # Data-parallel ranks of a dense model are engines of their own to vLLM; those of another node are another
-        # front-end's.
+        # To vLLM, data-parallel ranks of a dense model are separate engines; those of another node belong to another
+        # front-end.
         together = (
             parallel.data_parallel_size
             if getattr(config.model_config, "is_moe", True)
@@ -252,13 +251,10 @@ class EngineProcess(EngineContext):
                     "graphfix: this engine is %s the rollout of %s (bucket %s, key %r)",
                     *(inside, part, bucket, self.decision.key),
                 )
-        self.status_record.tell()
+        self.status_record.publish()
 
     def _watch_plugins(self, plugins: Any) -> None:
-        """Wraps what vLLM calls in each of its processes.
-
-        In a process that was forked, vLLM does not call `register` again.
-        """
+        """Wrap the function that loads plugins: in a forked process vLLM calls it, and not `register` again."""
 
         def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             result = stock(*args, **kwargs)
@@ -273,31 +269,33 @@ class EngineProcess(EngineContext):
         self.status_record.reset_in_child()
 
     def _settle_role(self) -> None:
-        role, config = place()
+        role, config = detect_role()
         if role not in (Role.ENGINE_CORE, Role.WORKER):
             return
         if self.status_record.forked:
             self.role, self.inherited, self.status_record.forked = role, True, False
             made = self._decisions.get(str(getattr(config, "instance_id", None)))
             if made is not None and made != self.decision:
-                # The process that was forked has configured another engine since.
+                # The parent has configured another engine since `made`.
                 self.decision = made
             if self.decision is not None:
-                self._engage(self.decision)  # nothing, unless that has changed or a thread was interrupted in it
+                self._engage(
+                    self.decision
+                )  # no effect, unless the decision has changed or the fork interrupted a thread in it
         elif self.role is not Role.FRONT_END:
             return  # an engine core that runs the model itself loads plugins twice
-        self.status_record.begin()
+        self.status_record.publish_start()
 
     # -- names, metrics ------------------------------------------------------------------------------------------
 
     def _register_names(self, envs: Any) -> None:
-        """vLLM warns of names that it does not know, and some Ray executors copy only those that it does."""
+        """Register our variables with vLLM, which warns of unknown names; some Ray executors copy only known ones."""
         for name in settings.names(self._names):
             # The value enters the key of the compile cache. It is constant: no fix touches code that is compiled.
             envs.environment_variables.setdefault(name, lambda: None)
 
     def _watch_metrics(self, instrumentator: Any) -> None:
-        """Around the function with which a process of vLLM begins to serve /metrics."""
+        """Wrap the function by which a process of vLLM starts to serve /metrics."""
 
         def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             registry = stock(*args, **kwargs)
@@ -307,7 +305,7 @@ class EngineProcess(EngineContext):
         wrap(instrumentator, "get_prometheus_registry", around)
 
     def _watch_report(self, collect_env: Any) -> None:
-        """Around the function that makes vLLM's own report of an environment."""
+        """Wrap the function that makes vLLM's own report of an environment."""
         from vllm_graphfix.engine import environment_report
 
         if self._report is not None:
@@ -320,7 +318,7 @@ class EngineProcess(EngineContext):
             record = self.status_record
             metrics.expose(record.base(), self.decision, self._ranks, record.ranks_here)
             self.status_record.serves_metrics = True
-            self.status_record.keep()
+            self.status_record.start_heartbeat()
 
 
 def _policy_of(decision: Decision) -> Policy:

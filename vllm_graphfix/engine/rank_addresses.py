@@ -1,9 +1,9 @@
-"""Whether tensors still lie where the graphs of this rank have them, compared after whatever may have moved them.
+"""Compares the addresses of tensors with those in this rank's graphs, after calls that may move tensors.
 
-Around functions of vLLM that load weights, wake an engine, load an adapter or change the group of ranks, and around
-what others bring for that: the public methods of a worker extension or of a worker class of somebody else's. None of
-them is in a step. What calls none of these, such as ``parameter.data = tensor``, the heartbeat finds: it reads
-addresses, and changes nothing. Whatever fails in here turns it off, with one warning.
+Such calls are vLLM's functions that load weights, wake an engine, load an adapter or change the group of ranks, and
+methods that a worker extension or a foreign worker class adds for loading. None of them is part of a step. A move
+without such a call, as by ``parameter.data = tensor``, is noticed by the heartbeat, which reads addresses and changes
+nothing. Any error in here turns the comparison off, with one warning.
 """
 
 from __future__ import annotations
@@ -27,30 +27,28 @@ from vllm_graphfix.ranks import common_store, world
 from vllm_graphfix.settings.environment import Addresses
 
 PATIENCE = 60.0
-"""Seconds that a rank waits for the others once weights were loaded; they load at different speeds."""
+"""Seconds that a rank waits for the others after a load of weights; they load at different speeds."""
 _LISTED = 5
-"""Tensors that are named in the log, and in a record."""
+"""Limit of tensors that the log or a record names."""
 _BEGIN, _END = ("start_weight_update", "start_draft_weight_update"), "finish_weight_update"
-"""Between these vLLM has tensors elsewhere that come back (0.21.0 and later)."""
+"""Between these calls vLLM moves tensors away and back (0.21.0 and later)."""
 _ELASTIC = ("reinitialize_distributed", "elastic_ep_execute")
-"""Called for several steps of one change, the last of which captures again. With NIXL's exchange it does not: what
-moves then, a heartbeat sees."""
+"""Called for several steps of one change, the last of which captures again; with NIXL's exchange none does, and the
+heartbeat notices the moves."""
 _LAYER = "process_weights_after_loading of a layer"
 _UNFINISHED = ("load_weights", _LAYER)
-"""Called by themselves: other tensors may still be in the form in which they are loaded."""
-
-
+"""May be called alone, while other tensors still have the form in which they are loaded."""
 _ENDS_IF_IT_FAILS = ("update_weights", _END)
-"""vLLM gives an update up if one of these raises."""
+"""An update is over if one of these raises."""
 _LOADS = re.compile("load|update|weight|param|lora|adapter|refit|wake|sleep")
-"""One of these words is in the name of each method that verl, NeMo-RL, OpenRLHF and TRL bring for loading."""
+"""Each method that verl, NeMo-RL, OpenRLHF and TRL add for loading has one of these words in its name."""
 _SHARE = 50.0
-"""So many times as long as a comparison took, loads of single tensors go on without another: 2 % of their time."""
+"""After a comparison, loads of single tensors are not compared for so many times its duration: 2 % of their time."""
 _REPAIRED = "repaired"
 
 
 class _Moved(NamedTuple):
-    """What is told of a tensor that has moved."""
+    """A tensor that has moved, as reported."""
 
     kind: Kind
     after: str
@@ -58,11 +56,11 @@ class _Moved(NamedTuple):
 
 
 class RankAddresses:
-    """The watch over the rank that has captured last in this process."""
+    """Watches the addresses of the rank that has captured last in this process."""
 
-    def __init__(self, tell: Callable[[], None] = lambda: None) -> None:
-        """*tell* is called when a tensor has moved."""
-        self._tell = tell
+    def __init__(self, publish: Callable[[], None] = lambda: None) -> None:
+        """*publish* is called when a tensor has moved."""
+        self._publish = publish
         self.action = Addresses.OFF
         self._round = 0
         self._forget()
@@ -75,48 +73,48 @@ class RankAddresses:
         self._forget_capture()
 
     def _forget_capture(self) -> None:
-        """Not how deep in watched calls this is: an elastic engine captures again inside of one."""
+        """Discard all but `_depth`: an elastic engine captures again inside a watched call."""
         self._inventory: Inventory | None = None
         self._worker: Any = None
         self._unfinished = False
         """An update in several calls has begun and not ended."""
         self._asleep: set[str] = set()
         self._moved: dict[str, _Moved] = {}
-        """By name: tensors that lie elsewhere, or did before they were repaired."""
+        """By name: tensors that have moved, including repaired ones."""
         self._pointers: dict[str, int] = {}
-        """The address of each of those: a tensor that moves on is counted again."""
+        """The new address of each of those: a tensor that moves again is counted again."""
         self._suspected: dict[str, int] = {}
-        """What the last heartbeat saw elsewhere, and where."""
-        self._said: set[str] = set()
-        self._left_out = False
-        """Calls were not compared after, since others had been a moment before: a heartbeat makes up for it."""
+        """Tensors that the last heartbeat saw elsewhere, and their addresses."""
+        self._reported: set[str] = set()
+        self._comparison_skipped = False
+        """A call was not followed by a comparison, as another had just been: the next heartbeat makes up for it."""
         self._not_before = 0.0
 
     def begin(self, action: Addresses) -> None:
-        """Watches from the next capture on; with `off` not at all."""
+        """Watch from the next capture on; with `off` not at all."""
         if action is not self.action:
             self._forget()
         self.action = action
 
     # -- a rank that has captured --------------------------------------------------------------------------------
 
-    def serve(self, worker: Any) -> None:
-        """Writes down where everything lies: *worker* has captured its graphs."""
+    def on_captured(self, worker: Any) -> None:
+        """Record the addresses of the tensors of *worker*, which has captured its graphs."""
         if self.action is not Addresses.OFF:
             self._guarded(self._take_inventory, worker)
 
     def _take_inventory(self, worker: Any) -> None:
         again = self._worker is not None and self._worker() is worker
         self._forget_capture()
-        if self._counts is None or not again:  # an engine that captures again goes on counting
+        if self._counts is None or not again:  # an engine that captures again continues its counts
             self._counts = {"comparisons": 0, "moved": 0, "repaired": 0, "graphs-taken-out": 0, "failures": 0}
-        # A worker that ends takes with it what is held here.
+        # Drop held tensors with their worker. The callback of an old worker must not drop a new inventory.
         self._worker = weakref.ref(worker, lambda ended: self._drop() if ended is self._worker else None)
-        found = Inventory(worker, hold=self.action is Addresses.REPAIR)
+        inventory = Inventory(worker, hold=self.action is Addresses.REPAIR)
         for _, model in models(worker.model_runner):
             self._hook_model(model)
         self._hook_others(type(worker))
-        self._inventory = found
+        self._inventory = inventory
 
     def _drop(self) -> None:
         self._inventory = None
@@ -129,9 +127,9 @@ class RankAddresses:
             self._wrap_once(kind, "process_weights_after_loading", _LAYER, together=False)
 
     def _hook_others(self, kind: type) -> None:
-        """Wraps what a worker extension, or somebody else's worker class, brings: vLLM calls it on all ranks.
+        """Wrap methods of a worker extension or a foreign worker class, which vLLM calls on all ranks.
 
-        Only what loads something, by its name: other methods may be called in each step.
+        Only methods that load something, by their names: others may be called in each step.
         """
         vllms = {name for each in kind.__mro__ if each.__module__.startswith("vllm.") for name in vars(each)}
         for owner in kind.__mro__:
@@ -143,7 +141,7 @@ class RankAddresses:
                     self._wrap_once(owner, name, name, together=True)
 
     def _wrap_once(self, kind: type, method: str, name: str, *, together: bool) -> None:
-        """Wraps *method* where *kind* has it from; it goes by *name*."""
+        """Wrap *method* in the class from which *kind* inherits it; comparisons name it *name*."""
         owner = next((each for each in kind.__mro__ if method in vars(each)), None)
         if owner is not None and not getattr(vars(owner)[method], "_graphfix_addresses", False):
             wrap(owner, method, functools.partial(self.around, name, together))
@@ -152,12 +150,12 @@ class RankAddresses:
     # -- what may move tensors -----------------------------------------------------------------------------------
 
     def around(self, name: str, together: bool, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What *stock* returns, function *name* of vLLM; compares after it. *together*: all ranks call it."""
+        """Call *stock*, vLLM's function *name*, and compare after it. *together*: all ranks call it."""
         if self._inventory is None:
             return stock(*args, **kwargs)
-        # Some programs load tensor by tensor: comparing after each of thousands of calls would take longer than that.
-        left_out = name in _UNFINISHED and self.action is not Addresses.REPAIR and time.monotonic() < self._not_before
-        if self._depth == 0 and not left_out:
+        # Some programs load tensor by tensor: thousands of comparisons would take longer than the loads.
+        skipped = name in _UNFINISHED and self.action is not Addresses.REPAIR and time.monotonic() < self._not_before
+        if self._depth == 0 and not skipped:
             self._guarded(self._before)
         self._depth += 1
         self._operations += 1
@@ -170,8 +168,8 @@ class RankAddresses:
         else:
             self._guarded(self._note_sleep_and_update, name, args, kwargs)
             settled = self._depth == 1 and not self._unfinished and "weights" not in self._asleep
-            if settled and left_out:
-                self._left_out = True
+            if settled and skipped:
+                self._comparison_skipped = True
             elif settled and name not in _ELASTIC:
                 self._guarded(self._after, name, together)
             return result
@@ -195,45 +193,45 @@ class RankAddresses:
 
         Not after calls that were left out: what these have moved would be forgotten with it.
         """
-        found, settled = self._inventory, not self._unfinished and "weights" not in self._asleep
-        if found is not None and settled and not self._left_out:
+        inventory, settled = self._inventory, not self._unfinished and "weights" not in self._asleep
+        if inventory is not None and settled and not self._comparison_skipped:
             with self._lock:
-                moved = found.moved(frozenset(Kind) - LASTING)
-                found.forget(each for each in moved if each.entry.name not in self._moved)
+                moved = inventory.moved(frozenset(Kind) - LASTING)
+                inventory.forget(each for each in moved if each.entry.name not in self._moved)
 
     def _after(self, name: str, together: bool) -> None:
-        found = self._inventory
-        if found is None:
+        inventory = self._inventory
+        if inventory is None:
             return
         begun = time.monotonic()
         kinds = frozenset(Kind) - ({Kind.CACHE} if self._asleep else set())
         with self._lock:
-            moved = found.moved(kinds)
+            moved = inventory.moved(kinds)
             fresh = self._note_moved(moved, name, kinds)
-        self._left_out = False
+        self._comparison_skipped = False
         self._not_before = time.monotonic() + _SHARE * (time.monotonic() - begun)
         if self.action is Addresses.REPAIR:
-            hopeless = self._repair(found, moved)
+            hopeless = self._repair(inventory, moved)
             if name not in _UNFINISHED:
                 self._take_out_of_use(hopeless, together)
         if fresh:
             self._warn(fresh, name)
-            self._tell()
+            self._publish()
 
-    def look(self) -> None:
-        """Compares what no step moves, for the heartbeat, in a thread of its own."""
-        self._guarded(self._look)
+    def poll(self) -> None:
+        """Compare the tensors that no step moves; called by the heartbeat's thread."""
+        self._guarded(self._poll)
 
-    def _look(self) -> None:
-        found, operations = self._inventory, self._operations
-        if found is None or self._busy():
+    def _poll(self) -> None:
+        inventory, operations = self._inventory, self._operations
+        if inventory is None or self._busy():
             return
-        kinds = LASTING | {Kind.ATTRIBUTE} if self._left_out else LASTING
-        moved = found.moved(kinds, unhurried=True)
+        kinds = LASTING | {Kind.ATTRIBUTE} if self._comparison_skipped else LASTING
+        moved = inventory.moved(kinds, unhurried=True)
         with self._lock:
-            if self._busy() or operations != self._operations or self._inventory is not found:
-                return  # something moves tensors meanwhile, and looks itself
-            # Seen there twice: what nobody has wrapped may be in the middle of a load.
+            if self._busy() or operations != self._operations or self._inventory is not inventory:
+                return  # a watched call moves tensors meanwhile, and compares itself
+            # Only if seen there twice: a load that is not wrapped may be under way.
             suspected, self._suspected = self._suspected, {each.entry.name: _pointer(each) for each in moved}
             moved = [each for each in moved if suspected.get(each.entry.name) == _pointer(each)]
             fresh = self._note_moved(moved, "no call that is watched", kinds, elsewhere=self._suspected)
@@ -247,9 +245,9 @@ class RankAddresses:
     def _note_moved(
         self, moved: Sequence[Moved], after: str, kinds: frozenset[Kind], elsewhere: Container[str] = ()
     ) -> list[Moved]:
-        """Counts what has *moved*, of these *kinds*; returns what was not said yet.
+        """Count *moved* tensors of *kinds*; return those that were not reported before.
 
-        What is named *elsewhere* is not back, though it may not count as moved yet.
+        Tensors named in *elsewhere* are not where they were, though they may not count as moved yet.
         """
         counts = self._counts
         if counts is None:
@@ -259,7 +257,7 @@ class RankAddresses:
         for name, tensor in list(self._moved.items()):
             is_back = name not in counted and name not in elsewhere
             if is_back and tensor.outcome != _REPAIRED and tensor.kind in kinds:
-                del self._moved[name], self._pointers[name]  # back where it was, by whoever has done that
+                del self._moved[name], self._pointers[name]  # somebody has moved it back
         fresh = []
         for each in moved:
             name, pointer = each.entry.name, _pointer(each)
@@ -268,13 +266,13 @@ class RankAddresses:
             self._pointers[name] = pointer
             counts["moved"] += 1
             self._moved[name] = _Moved(each.entry.kind, after, "reported")
-            if name not in self._said:
+            if name not in self._reported:
                 fresh.append(each)
         return fresh
 
-    def _repair(self, found: Inventory, moved: Sequence[Moved]) -> dict[str, str]:
-        """Copies what can be copied to where the graphs have it; returns why what cannot be cannot."""
-        hopeless = found.bring_back(moved) if moved else {}
+    def _repair(self, inventory: Inventory, moved: Sequence[Moved]) -> dict[str, str]:
+        """Copy *moved* tensors to the addresses in the graphs; return the reason for each that cannot be copied."""
+        hopeless = inventory.bring_back(moved) if moved else {}
         for each in moved:
             name = each.entry.name
             self._moved[name] = self._moved[name]._replace(outcome=hopeless.get(name, _REPAIRED))
@@ -285,11 +283,11 @@ class RankAddresses:
         return hopeless
 
     def _take_out_of_use(self, hopeless: dict[str, str], together: bool) -> None:
-        """Takes all graphs of all ranks out of dispatch if a tensor on any of them cannot be brought back."""
+        """Take all graphs of all ranks out of dispatch if a tensor on any of them cannot be brought back."""
         worker = self._worker()
         rank, ranks = world()
         if _comes_and_goes(worker) or not (together if ranks > 1 else hopeless):
-            # Where other ranks may not be here, the next call that all of them get comes back to it.
+            # If other ranks may not be in this call, wait for the next call that all of them get.
             return
         dispatch = Dispatch(worker.model_runner)
         out = dispatch.can_leave_out
@@ -311,9 +309,10 @@ class RankAddresses:
         )
 
     def _ranks_agree(self, rank: int, ranks: int, *, needed: bool, can: bool) -> bool:
-        """Whether all ranks take their graphs out of use: one of them has to, and all can.
+        """Tell if all ranks take their graphs out of use: if one of them has to, and all can.
 
-        The first rank that knows writes it down for all, and one that has waited too long writes that nobody does.
+        The first rank that has all answers writes the verdict for all; a rank that has waited too long writes `late`.
+        Raises TimeoutError on all ranks then.
         """
         store, place, before = common_store(), f"addresses/{self._round}", f"addresses/{self._round - 1}"
         self._round += 1
@@ -321,21 +320,23 @@ class RankAddresses:
         keys = [f"{place}/{other}" for other in range(ranks)]
         try:
             store.wait(keys, timedelta(seconds=PATIENCE))
-            said = [bytes(each).decode() for each in store.multi_get(keys)]
-            verdict = "out" if any(each[0] == "1" for each in said) and all(each[1] == "1" for each in said) else "stay"
-        except RuntimeError:  # the store's own error for a time that is over
+            answers = [bytes(each).decode() for each in store.multi_get(keys)]
+            verdict = (
+                "out" if any(each[0] == "1" for each in answers) and all(each[1] == "1" for each in answers) else "stay"
+            )
+        except RuntimeError:  # the store's timeout
             verdict = "late"
         verdict = bytes(store.compare_set(f"{place}/verdict", "", verdict)).decode()
         if verdict == "late":
             raise TimeoutError(f"a rank has not compared its addresses within {PATIENCE:.0f} s")
-        # Who is here has read the round before: a program may load its weights one by one, and the store keeps all.
+        # All ranks have read the round before. Delete it: a program may load its weights one by one, each a round.
         store.delete_key(f"{before}/{rank}")
         if rank == 0:
             store.delete_key(f"{before}/verdict")
         return verdict == "out"
 
     def _warn(self, fresh: Sequence[Moved], after: str) -> None:
-        self._said |= {each.entry.name for each in fresh}
+        self._reported |= {each.entry.name for each in fresh}
         for repaired in (False, True):
             named = [
                 f"{each.entry.name} ({each.entry.kind.value})"
@@ -357,24 +358,24 @@ class RankAddresses:
     # -- for others ----------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
-        """Nothing where no graph was captured."""
+        """Return the counts of events; empty before a capture."""
         return {} if self._counts is None else dict(self._counts)
 
     def moved(self) -> tuple[Any, ...]:
-        """For a record: the first tensors that have moved."""
+        """Return the first tensors that have moved, for a record."""
         if not self._moved:
             return ()
         from vllm_graphfix.records.record import SHORT, MovedTensor
 
-        here = self._moved.copy()  # a heartbeat asks in its own thread
-        told = sorted(here.items(), key=lambda each: each[1].outcome == _REPAIRED)
+        moved = self._moved.copy()  # called by the heartbeat's thread, while a load may change it
+        by_outcome = sorted(moved.items(), key=lambda each: each[1].outcome == _REPAIRED)
         return tuple(
             MovedTensor(ascii(name)[1:-1][:SHORT], what.kind.value, what.after[:SHORT], what.outcome[:SHORT])
-            for name, what in told[:_LISTED]
+            for name, what in by_outcome[:_LISTED]
         )
 
     def forked(self) -> None:
-        """Forgets, in a forked child, what the parent has captured: the child has no graphs yet."""
+        """Discard the parent's capture; called in a forked child, which has no graphs yet."""
         self._forget()
 
     def _guarded(self, function: Callable[..., None], *args: Any) -> None:

@@ -1,8 +1,8 @@
-"""Whether all ranks of an engine will do the same, found out before a graph is captured and without a collective.
+"""Compares the ranks of an engine before a graph is captured, without a collective.
 
 Ranks that disagree about a fix can run different graphs, and then wait for each other in a collective for ever. A
-collective that compares them would hang in just that case, and where a rank lacks the plugin. So each rank leaves its
-report in the key-value store that torch.distributed has for its rendezvous, and reads the others' with a timeout.
+collective to compare them would hang in that very case, and beside a rank without the plugin. So each rank publishes
+its report in the key-value store of torch.distributed's rendezvous, and reads the others' with a timeout.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from vllm_graphfix.settings.json_object import JsonObject
 from vllm_graphfix.text import printable, ranks_named
 
 WARN_AFTER = 30.0
-"""Seconds after which ranks that are waited for are named in the log."""
+"""Seconds after which the log names the ranks that have not reported."""
 _SLICE = 3.0
-"""Seconds after which a rank that waits looks whether the engine has ended on another."""
+"""Seconds between two checks of a waiting rank for the end of the engine on another."""
 TIMEOUT_FOR_A_WARNING = 10.0
-"""Seconds where a silent rank does not stop the engine."""
+"""Seconds to wait if an unresponsive rank does not stop the engine."""
 _LONGEST = 255
-"""Characters of a text in another rank's report."""
+"""Limit of characters of a text in another rank's report."""
 MOST_GRAPHS = 4096
-"""Graphs in another rank's report: more than vLLM captures, for all fixes."""
+"""Limit of graphs in another rank's report: more than vLLM captures, for all fixes."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _GRAPH = re.compile(r"[A-Za-z0-9_.]{1,80} (FULL|PIECEWISE) [0-9]{1,9}")
 _HEX_ID = r"[0-9a-f]{16}"
-"""Engines and tokens."""
+"""The form of engines and tokens."""
 _LAST_READERS = 5.0
-"""Seconds that the rank which holds the store waits before it goes, so that the others can read why."""
+"""Seconds that the rank which holds the store waits at its end, so that the others can read the difference."""
 
 
 class RankReport(NamedTuple):
-    """What one rank says of itself."""
+    """The report of one rank to the others."""
 
     host: str
     pid: int
     engine: str
-    """The engine of the decision that the rank goes by; nodes that start on their own have one each, which is no
-    difference."""
+    """The engine of the rank's decision. Not compared: nodes that start on their own have one each."""
     graphfix: str
     vllm: str
     canary: bool
@@ -53,78 +52,79 @@ class RankReport(NamedTuple):
     modes: Mapping[str, str]
     states: Mapping[str, str]
     token: str
-    """Made up by each rank for each comparison; that of rank 0 names the group."""
+    """Random, for each rank and comparison; that of rank 0 names the group."""
     reasons: Mapping[str, str] = {}
-    """Why fixes are not applied that should be, by name: shown where states differ, and not compared."""
+    """Reasons of fixes that should be applied and are not, by name. Not compared; part of the message if states
+    differ."""
     off: bool = False
-    """Its settings give the fixes to nobody: the kill switch, or a percentage that means nothing."""
+    """Its settings disable the fixes everywhere: the kill switch, or an invalid percentage."""
     misconfigured: Mapping[str, str] = {}
-    """Variables whose value means nothing on this rank, and names that do, each with that value."""
+    """Variables with an invalid value or an unknown name on this rank, each with its value."""
     fault: str = ""
-    """What failed, on a rank that cannot tell its states: it is a difference even where all ranks say the same."""
+    """The error of a rank that cannot determine its states: a difference, even if all ranks report the same error."""
     failed: Mapping[str, str] = {}
-    """Fixes that failed while graphs were captured, each with its first error: no difference, but all ranks have to go
-    by it."""
+    """Fixes that failed while graphs were captured, each with its first error: no difference, but all ranks have to act
+    on it."""
     graphs: Sequence[tuple[str, str]] = ()
-    """Each fix of `failed` and the name of a graph that it failed in; an empty name for one that cannot be taken out of
+    """Pairs of a fix in `failed` and a graph in which it failed; an empty name if the graph cannot be taken out of
     dispatch."""
     can_leave_out: bool = True
-    """Whether vLLM's dispatch on this rank is known well enough to take a graph out of it."""
+    """vLLM's dispatch on this rank is known well enough to take a graph out of it."""
     ended: bool = False
-    """The capture on this rank has ended in an error of vLLM's own, which vLLM will tell of."""
+    """The capture on this rank has ended in an error of vLLM, which vLLM will report."""
 
     def compared(self) -> dict[str, str]:
-        """What must be the same on all ranks, in the order in which a person would look at it.
+        """Return the values that must be equal on all ranks, the most telling first.
 
-        A fix that is `waiting` concerns code that this rank does not run, such as a drafter, which only the last stage
-        of a pipeline has: that differs from nothing.
+        Without fixes that are `waiting`: they concern code that this rank does not run, such as a drafter, which only
+        the last stage of a pipeline has.
         """
-        told = {
+        values = {
             "vllm-graphfix": self.graphfix,
             "vLLM": self.vllm,
             "VLLM_GRAPHFIX": self.master,
             "in the rollout": "yes" if self.canary else "no",
             "misconfigured": ", ".join(effective(self.misconfigured, self.master, self.modes)) or "nothing",
         }
-        told |= {f"the mode of {name}": mode for name, mode in sorted(self.modes.items())}
-        return told | {name: state for name, state in sorted(self.states.items()) if state != "waiting"}
+        values |= {f"the mode of {name}": mode for name, mode in sorted(self.modes.items())}
+        return values | {name: state for name, state in sorted(self.states.items()) if state != "waiting"}
 
 
 class Agreement(NamedTuple):
-    """What came of a comparison."""
+    """The result of a comparison."""
 
     group: str
-    """Names the ranks that were compared with each other; the same on all of them."""
+    """The name of the group of ranks that were compared; equal on all of them."""
     leader: str | None
-    """The engine of rank 0; None if it said nothing."""
+    """The engine of rank 0; None without a report of it."""
     world_size: int
     agreeing: int
-    """Ranks that say the same as most do."""
+    """The number of ranks that report the same as the majority."""
     difference: str | None
     """One or more sentences that name ranks, hosts and what differs."""
     all_off: bool
-    """Whether every rank that spoke is off: beside one that is silent they are stock as it is."""
+    """Every rank that reported is off: they are stock, like a rank without a report."""
     failing: Mapping[int, RankReport] = {}
-    """The reports of ranks in which a fix failed during the capture, or the capture itself, or which can leave no graph
-    out."""
+    """The reports of ranks on which a fix or the capture itself failed, or which cannot take graphs out of dispatch."""
     unchecked: Mapping[int, str] = {}
-    """Ranks that left no report because of an error of their own and go on all the same, each with that error."""
+    """Ranks that go on without a report because of an error of their own, each with that error."""
     followers: tuple[str, ...] = ()
-    """On rank 0: the engines of the other ranks, where nodes that started on their own have other ones."""
+    """On rank 0: the other engines among the ranks, of nodes that started on their own."""
 
 
-def leave(store: Any, stage: str, rank: int, report: RankReport) -> str:
-    """Leaves *report* of *rank* in *store*, a `torch.distributed.Store`, and returns the stage to `compare` at.
+def publish(store: Any, stage: str, rank: int, report: RankReport) -> str:
+    """Write *report* of *rank* to *store*, a `torch.distributed.Store`; return the stage to `compare` at.
 
-    A rank's n-th report for *stage* is compared with the others' n-th, in this store: where vLLM makes its groups anew,
-    old and new ranks begin with the first. Raises what the store raises if it cannot be reached.
+    A rank's n-th report for *stage* is compared with the others' n-th in the same store: if vLLM makes its groups anew,
+    old and new ranks start with the first. Raises the store's error if it cannot be reached.
     """
-    # A count that is read and then set, not added to: either may be done twice.
+    # Read and then set, not added to, so that a retry of either does not count twice.
     count = f"{stage}/count/{rank}"
     number = int(with_one_retry(store.add, count, 0)) + 1
     with_one_retry(store.set, count, str(number))
     place = f"{stage}-{number}"
-    # The report first: who sees the digest may read it. Digests keep the traffic of a thousand ranks small.
+    # The report before its digest: a rank that sees the digest may read the report. Most read only digests, which
+    # keeps the traffic of a thousand ranks small.
     with_one_retry(store.set, f"{place}/word/{rank}", json.dumps(report._asdict()))
     with_one_retry(store.set, f"{place}/engine/{rank}", report.engine)
     with_one_retry(store.set, f"{place}/{rank}", _digest(report))
@@ -132,33 +132,33 @@ def leave(store: Any, stage: str, rank: int, report: RankReport) -> str:
 
 
 def with_one_retry(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What *call* returns, if not at once: for want of a report the other ranks wait for minutes, and stop."""
+    """Return the result of *call*, after a second attempt if need be: without a report the other ranks wait minutes."""
     try:
         return call(*args, **kwargs)
     except Exception:
         return call(*args, **kwargs)
 
 
-def leave_an_end(store: Any, place: str) -> None:
-    """Tells ranks that wait at *place*, which `leave` has returned, that no more reports will come there."""
+def publish_end(store: Any, place: str) -> None:
+    """Stop the wait of ranks at *place*, which `publish` has returned: no more reports will come."""
     store.set(f"{place}/ended", b"1")
 
 
-def leave_unchecked(store: Any, stage: str, rank: int, why: str) -> None:
-    """Tells ranks that wait at *stage* that *rank* could leave no report there, and goes on.
+def publish_unchecked(store: Any, stage: str, rank: int, why: str) -> None:
+    """Publish at *stage* that *rank* goes on without a report, because of the error *why*.
 
-    The number of the comparison is not part of the key: `leave` may have failed before it knew that.
+    The number of the comparison is not part of the key: `publish` may have failed before it was known.
     """
     with_one_retry(store.set, f"{stage}/unchecked/{rank}", one_line(why))
 
 
-def leave_stop(store: Any, stage: str, rank: int, why: str) -> None:
+def publish_stop(store: Any, stage: str, rank: int, why: str) -> None:
     """Stop ranks that wait at *stage* for a report of *rank*, which stops because of the error *why*."""
     with_one_retry(store.set, f"{stage}/stops/{rank}", one_line(why))
 
 
 def _notes(store: Any, kind: str, place: str, ranks: list[int]) -> dict[int, str]:
-    """Return the errors of those *ranks* that called `leave_unchecked`, or `leave_stop`, for the stage of *place*."""
+    """Return the errors of *ranks* that called `publish_unchecked`, or `publish_stop`, for the stage of *place*."""
     stage = place.rpartition("-")[0]
     keys = {rank: f"{stage}/{kind}/{rank}" for rank in ranks}
     return {rank: one_line(store.get(key).decode(errors="replace")) for rank, key in keys.items() if store.check([key])}
@@ -172,50 +172,52 @@ def compare(
     report: RankReport,
     warn: Callable[[str], None],
     *,
-    silent_host: Callable[[int], str | None] = lambda rank: None,
+    host_of: Callable[[int], str | None] = lambda rank: None,
     timeout: float,
 ) -> Agreement:
-    """Compares *report*, which `leave` has left at *stage*, with what the other ranks have left there.
+    """Compare *report*, published at *stage*, with the reports of the other ranks.
 
-    *silent_host* says where a rank is that said nothing. Raises what the store raises if it cannot be reached.
+    *host_of* returns the host of a rank without a report, *timeout* is in seconds. Raises the store's error if it
+    cannot be reached.
     """
     missing = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
-    heard = [other for other in range(world_size) if other not in missing]
+    reporting = [other for other in range(world_size) if other not in missing]
     unchecked, stopping = _notes(store, "unchecked", stage, missing), _notes(store, "stops", stage, missing)
-    # Nobody has waited for the others once a rank stops.
-    silent = [] if stopping else [other for other in missing if other not in unchecked]
-    digests = store.multi_get([f"{stage}/{other}" for other in heard])
+    # If a rank stops, this one has not waited for the rest, so they are not unresponsive.
+    unresponsive = [] if stopping else [other for other in missing if other not in unchecked]
+    digests = store.multi_get([f"{stage}/{other}" for other in reporting])
     if len(set(digests)) == 1 and not missing and not (report.fault or _needs_action(report)):
         first = _read_report(store, f"{stage}/word/0") or report
-        followers = _followers(store, stage, heard, report.engine) if rank == 0 else ()
+        followers = _followers(store, stage, reporting, report.engine) if rank == 0 else ()
         return Agreement(first.token, first.engine, world_size, world_size, None, first.off, followers=followers)
-    reports = {other: report if other == rank else _read_report(store, f"{stage}/word/{other}") for other in heard}
-    spoke = {other: said for other, said in reports.items() if said is not None}
-    foreign = [other for other, said in reports.items() if said is None]
-    difference = _difference(spoke, silent, foreign, timeout, silent_host)
+    read = {other: report if other == rank else _read_report(store, f"{stage}/word/{other}") for other in reporting}
+    reports = {other: each for other, each in read.items() if each is not None}
+    unreadable = [other for other, each in read.items() if each is None]
+    difference = _difference(reports, unresponsive, unreadable, timeout, host_of)
     if stopping:
         errors = "; ".join(f"rank {other}: {why.rstrip('.')}" for other, why in stopping.items())
         difference = " ".join(filter(None, (difference, f"Stopped by an error of its own: {errors}.")))
-    failing = {other: said for other, said in spoke.items() if _needs_action(said)}
+    failing = {other: each for other, each in reports.items() if _needs_action(each)}
+    differing = _minority_ranks(reports) | {other for other, each in reports.items() if each.fault}
     if difference is not None or failing:
-        _wait_for_readers(store, stage, rank, heard)
+        _wait_for_readers(store, stage, rank, reporting)
     return Agreement(
-        group=spoke[min(spoke)].token,
-        leader=spoke[0].engine if 0 in spoke else None,
+        group=reports[min(reports)].token,
+        leader=reports[0].engine if 0 in reports else None,
         world_size=world_size,
-        agreeing=len(spoke) - len(_outvoted(spoke) | {other for other, said in spoke.items() if said.fault}),
+        agreeing=len(reports) - len(differing),
         difference=difference,
-        all_off=all(said.off for said in spoke.values()),
+        all_off=all(each.off for each in reports.values()),
         failing=failing,
         unchecked=unchecked,
-        followers=_without(report.engine, (said.engine for said in spoke.values())) if rank == 0 else (),
+        followers=_without(report.engine, (each.engine for each in reports.values())) if rank == 0 else (),
     )
 
 
-def _followers(store: Any, stage: str, heard: list[int], engine: str) -> tuple[str, ...]:
-    """Return the engines of the ranks *heard* other than *engine*, without the words of a thousand ranks."""
-    keys = [f"{stage}/engine/{other}" for other in heard]
-    # Asked for first: another build of this version leaves none, and to get a key that is not there waits for minutes.
+def _followers(store: Any, stage: str, reporting: list[int], engine: str) -> tuple[str, ...]:
+    """Return the engines of the ranks *reporting* other than *engine*, without reading a thousand reports."""
+    keys = [f"{stage}/engine/{other}" for other in reporting]
+    # Checked first: another build of this version may write none, and `get` waits minutes for a missing key.
     if not store.check(keys):
         return ()
     engines = [each.decode("ascii", "replace") for each in store.multi_get(keys)]
@@ -227,15 +229,12 @@ def _without(engine: str, engines: Iterable[str]) -> tuple[str, ...]:
 
 
 def _needs_action(report: RankReport) -> bool:
-    """Whether the ranks may have to do something about what *report* says of a capture.
-
-    They may have to even if all of them say the same.
-    """
+    """Tell if *report* has failures of a capture on which the ranks may have to act, even if all report the same."""
     return bool(report.failed) or report.ended or not report.can_leave_out
 
 
 def _digest(report: RankReport) -> str:
-    told = [
+    fields = [
         report.compared(),
         report.fault,
         dict(report.failed),
@@ -243,19 +242,19 @@ def _digest(report: RankReport) -> str:
         report.can_leave_out,
         report.ended,
     ]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
 
 def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Callable[[str], None]) -> list[int]:
-    """Those of *others* that have said nothing after *limit* seconds."""
+    """Wait up to *limit* seconds; return those of *others* without a report."""
     started = time.monotonic()
     missing = others
     for until in (min(WARN_AFTER, limit), limit):
         while missing:
-            left = max(started + until - time.monotonic(), 0.001)
+            remaining = max(started + until - time.monotonic(), 0.001)
             try:
-                store.wait([f"{stage}/{rank}" for rank in missing], timedelta(seconds=min(left, _SLICE)))
-            except RuntimeError:  # DistStoreError, when time is up; a store that is gone says so again in the next line
+                store.wait([f"{stage}/{rank}" for rank in missing], timedelta(seconds=min(remaining, _SLICE)))
+            except RuntimeError:  # DistStoreError, after the timeout; a store that is gone raises again below
                 missing = [rank for rank in missing if not store.check([f"{stage}/{rank}"])]
                 if store.check([f"{stage}/ended"]) or _notes(store, "stops", stage, missing):
                     return missing
@@ -263,7 +262,7 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
                     return missing
             else:
                 return []
-            if left <= _SLICE:
+            if remaining <= _SLICE:
                 break
         if missing and until < limit:
             warn(f"waiting up to {limit - until:.0f} s more for {ranks_named(missing)} to report which fixes they have")
@@ -271,36 +270,36 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
 
 
 def _read_report(store: Any, key: str) -> RankReport | None:
-    """None for what another version of this package, or somebody else, may have left, or not left beside a digest."""
+    """Read the report under *key*; None if there is none, or another version or somebody else has written it."""
     if not store.check([key]):  # `get` would wait for it
         return None
     try:
-        said = JsonObject(json.loads(store.get(key)), "the report")
-        return RankReport(**{name: _FIELDS[name](said, name) for name in RankReport._fields if name in said})
+        fields = JsonObject(json.loads(store.get(key)), "the report")
+        return RankReport(**{name: _FIELDS[name](fields, name) for name in RankReport._fields if name in fields})
     except (ValueError, TypeError, RecursionError):
         return None
 
 
-def _one_text(said: JsonObject, key: str) -> str:
-    return said.line(key, _LONGEST)
+def _one_text(fields: JsonObject, key: str) -> str:
+    return fields.line(key, _LONGEST)
 
 
-def _hex_id(said: JsonObject, key: str) -> str:
-    return said.name(key, _HEX_ID)
+def _hex_id(fields: JsonObject, key: str) -> str:
+    return fields.name(key, _HEX_ID)
 
 
-def _table_of_texts(said: JsonObject, key: str) -> dict[str, str]:
-    return said.table(key, lambda name, value: _NAME.fullmatch(name) is not None and _is_line(value))
+def _table_of_texts(fields: JsonObject, key: str) -> dict[str, str]:
+    return fields.table(key, lambda name, value: _NAME.fullmatch(name) is not None and _is_line(value))
 
 
 def _is_line(value: object) -> bool:
     return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
 
 
-def _graphs(said: JsonObject, key: str) -> list[tuple[str, str]]:
-    graphs = said.get(key)
+def _graphs(fields: JsonObject, key: str) -> list[tuple[str, str]]:
+    graphs = fields.get(key)
     if not isinstance(graphs, list) or len(graphs) > MOST_GRAPHS or not all(map(_is_graph, graphs)):
-        said.refuse(key, "pairs of a fix and a graph")
+        fields.refuse(key, "pairs of a fix and a graph")
     return [(fix, name) for fix, name in graphs]
 
 
@@ -311,97 +310,101 @@ def _is_graph(graph: object) -> bool:
     return _NAME.fullmatch(fix) is not None and (not name or _GRAPH.fullmatch(name) is not None)
 
 
-# What is left is shown to people, and kept in records.
+# Strict, since all fields are displayed and stored in records.
 _FIELDS: dict[str, Callable[[JsonObject, str], Any]] = {
     **dict.fromkeys(("host", "graphfix", "vllm", "master", "fault"), _one_text),
     **dict.fromkeys(("engine", "token"), _hex_id),
     **dict.fromkeys(("modes", "states", "reasons", "failed"), _table_of_texts),
     **dict.fromkeys(("canary", "off", "can_leave_out", "ended"), JsonObject.truth),
     "pid": JsonObject.whole,
-    "misconfigured": lambda said, key: said.table(key, is_brief),
+    "misconfigured": lambda fields, key: fields.table(key, is_brief),
     "graphs": _graphs,
 }
 
 
-def _wait_for_readers(store: Any, stage: str, rank: int, heard: list[int]) -> None:
-    """Says that this rank has read the store; rank 0 then waits until the others have.
+def _wait_for_readers(store: Any, stage: str, rank: int, reporting: list[int]) -> None:
+    """Note that this rank has read the store; on rank 0, wait until the others have, too.
 
-    The process of rank 0 holds the store. If it went first, the others would say that the store is gone, not what
-    differs.
+    The process of rank 0 holds the store. If it ended first, the others would report that the store is gone, not the
+    difference.
     """
     try:
         store.set(f"{stage}/read/{rank}", b"")
         if rank == 0:
-            store.wait([f"{stage}/read/{other}" for other in heard], timedelta(seconds=_LAST_READERS))
-    except Exception:  # the difference is known, and whatever this is, it must not be lost
+            store.wait([f"{stage}/read/{other}" for other in reporting], timedelta(seconds=_LAST_READERS))
+    except Exception:  # this error must not replace the difference, which is known
         return
 
 
-def _differing(spoke: Mapping[int, RankReport]) -> dict[str, dict[str, list[int]]]:
-    """What differs: subject to value to ranks."""
-    told = {rank: report.compared() for rank, report in spoke.items()}
-    found: dict[str, dict[str, list[int]]] = {}
-    for subject in dict.fromkeys(name for said in told.values() for name in said):
+def _differing(reports: Mapping[int, RankReport]) -> dict[str, dict[str, list[int]]]:
+    """Return the subjects that differ, each with its values and the ranks of each value."""
+    compared = {rank: report.compared() for rank, report in reports.items()}
+    differing: dict[str, dict[str, list[int]]] = {}
+    for subject in dict.fromkeys(name for each in compared.values() for name in each):
         values: dict[str, list[int]] = {}
-        for rank, said in told.items():
-            if subject in said:
-                values.setdefault(said[subject], []).append(rank)
+        for rank, each in compared.items():
+            if subject in each:
+                values.setdefault(each[subject], []).append(rank)
         if len(values) > 1:
-            found[subject] = values
-    return found
+            differing[subject] = values
+    return differing
 
 
-def _outvoted(spoke: Mapping[int, RankReport]) -> set[int]:
-    """Ranks that say something else than most do; of two halves, that without the lowest rank."""
-    outvoted: set[int] = set()
-    for values in _differing(spoke).values():
+def _minority_ranks(reports: Mapping[int, RankReport]) -> set[int]:
+    """Return the ranks that differ from the majority; of two halves, the one without the lowest rank."""
+    minority: set[int] = set()
+    for values in _differing(reports).values():
         most = max(values.values(), key=lambda ranks: (len(ranks), -min(ranks)))
-        outvoted.update(rank for ranks in values.values() if ranks is not most for rank in ranks)
-    return outvoted
+        minority.update(rank for ranks in values.values() if ranks is not most for rank in ranks)
+    return minority
 
 
 def _difference(
-    spoke: Mapping[int, RankReport],
-    silent: list[int],
-    foreign: list[int],
+    reports: Mapping[int, RankReport],
+    unresponsive: list[int],
+    unreadable: list[int],
     limit: float,
-    silent_host: Callable[[int], str | None],
+    host_of: Callable[[int], str | None],
 ) -> str | None:
     sentences = []
-    differing = _differing(spoke)
+    differing = _differing(reports)
     for subject, values in differing.items():
-        said = "; ".join(f"{value!r} on {with_hosts(ranks, spoke)}" for value, ranks in values.items())
-        sentences.append(f"{subject} is {said}.")
+        listed = "; ".join(f"{value!r} on {with_hosts(ranks, reports)}" for value, ranks in values.items())
+        sentences.append(f"{subject} is {listed}.")
     whys: dict[str, dict[int, list[str]]] = {}
-    for rank, report in spoke.items():
+    for rank, report in reports.items():
         for name in sorted(report.reasons.keys() & differing.keys()):
             whys.setdefault(report.reasons[name], {}).setdefault(rank, []).append(name)
     for why, names in whys.items():
-        told = ", ".join(dict.fromkeys(name for each in names.values() for name in each))
-        sentences.append(f"The reason on {with_hosts(list(names), spoke)} for {told}: {why.rstrip('.')}.")
-    for fault in dict.fromkeys(report.fault for report in spoke.values() if report.fault):
-        ranks = [rank for rank, report in spoke.items() if report.fault == fault]
-        sentences.append(f"Which fixes are active is not known on {with_hosts(ranks, spoke)}: {fault.rstrip('.')}.")
-    if silent:
-        where = {rank: silent_host(rank) or "an unknown host" for rank in silent}
-        by_host = {host: [rank for rank in silent if where[rank] == host] for host in dict.fromkeys(where.values())}
-        said = "; ".join(f"{ranks_named(ranks)} on {host}" for host, ranks in by_host.items())
+        fixes = ", ".join(dict.fromkeys(name for each in names.values() for name in each))
+        sentences.append(f"The reason on {with_hosts(list(names), reports)} for {fixes}: {why.rstrip('.')}.")
+    for fault in dict.fromkeys(report.fault for report in reports.values() if report.fault):
+        ranks = [rank for rank, report in reports.items() if report.fault == fault]
+        sentences.append(f"Which fixes are active is not known on {with_hosts(ranks, reports)}: {fault.rstrip('.')}.")
+    if unresponsive:
+        by_host: dict[str, list[int]] = {}
+        for rank in unresponsive:
+            by_host.setdefault(host_of(rank) or "an unknown host", []).append(rank)
+        listed = "; ".join(f"{ranks_named(ranks)} on {host}" for host, ranks in by_host.items())
         sentences.append(
-            f"No report within {limit:.0f} s: {said}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it "
+            f"No report within {limit:.0f} s: {listed}. There vllm-graphfix is not installed, or VLLM_PLUGINS keeps it "
             "out, or it failed before it could report (see that process's log), or the process hangs."
         )
-    if foreign:
-        sentences.append(f"Another version of vllm-graphfix reported for {ranks_named(foreign)}.")
+    if unreadable:
+        sentences.append(f"Another version of vllm-graphfix reported for {ranks_named(unreadable)}.")
     return " ".join(sentences) or None
 
 
-def with_hosts(ranks: list[int], spoke: Mapping[int, RankReport]) -> str:
-    hosts = dict.fromkeys(spoke[rank].host for rank in ranks)
-    return ", ".join(f"{ranks_named([rank for rank in ranks if spoke[rank].host == host])} ({host})" for host in hosts)
+def with_hosts(ranks: list[int], reports: Mapping[int, RankReport]) -> str:
+    """Return the names of *ranks*, grouped by host."""
+    hosts = dict.fromkeys(reports[rank].host for rank in ranks)
+    return ", ".join(
+        f"{ranks_named([rank for rank in ranks if reports[rank].host == host])} ({host})" for host in hosts
+    )
 
 
 def one_line(text: str) -> str:
-    """On one line, and no longer than a report's texts may be."""
+    """Return *text* on one line, cut to the limit of a report's texts."""
     return printable(text)[:_LONGEST]
 
 

@@ -1,4 +1,4 @@
-"""What a process is to an engine, told by who calls the plugin in it."""
+"""Detects the role of this process in an engine from the vLLM code that loads the plugin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_graphfix.settings.decision import Decision
 
 
 class Role(str, Enum):
-    """What a process is to an engine."""
+    """The role of a process in an engine."""
 
     FRONT_END = "front-end"
     """The first one: `vllm serve`, or a program that makes an `LLM`."""
@@ -21,56 +21,54 @@ class Role(str, Enum):
     ENGINE_CORE = "engine-core"
     WORKER = "worker"
     INSPECTION = "inspection"
-    """Looks at a model's class for another process."""
+    """Inspects the class of a model for another process."""
 
 
-_PLACES = {
+_ROLE_BY_MODULE = {
     "vllm.v1.engine.core": Role.ENGINE_CORE,
     "vllm.v1.worker.worker_base": Role.WORKER,
     "vllm.model_executor.models.registry": Role.INSPECTION,
 }
-"""Modules of vLLM that load plugins in a process which somebody else's engine has started. Anybody else begins an
-engine."""
+"""Modules of vLLM that load plugins in a process which an engine has started. Any other caller is a front-end."""
 
 
-def place() -> tuple[Role, Any]:
-    """What this process is to the engine whose code is loading plugins right now.
+def detect_role() -> tuple[Role, Any]:
+    """Return this process's role in the engine whose code is loading plugins now, and the engine's configuration.
 
-    Also returns the engine's configuration if it is at hand.
-
-    The innermost function of vLLM that loads plugins tells: others, a tracer's wrapper say, may stand between. Where
-    there is none, as in a notebook that calls `register` by hand, an engine will begin here.
+    The configuration is None if the frame of that code does not hold it. The innermost frame of vLLM that loads plugins
+    decides: frames of others, such as a tracer's wrapper, may lie above it. Without one, as in a notebook that calls
+    `register` by hand, this process is a front-end.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name == "__main__":  # run with -m, as the inspection is
+        if name == "__main__":  # run with -m, like the inspection of a model
             name = getattr(frame.f_globals.get("__spec__"), "name", "")
-        name = str(name)  # somebody's exec may be given anything
+        name = str(name)  # globals of an `exec` may hold any object
         if name == "vllm.engine.arg_utils":
             break
-        if name in _PLACES:
-            return _PLACES[name], frame.f_locals.get("vllm_config")
+        if name in _ROLE_BY_MODULE:
+            return _ROLE_BY_MODULE[name], frame.f_locals.get("vllm_config")
         frame = frame.f_back
     return Role.FRONT_END, None
 
 
 def prints_help() -> bool:
-    """Whether this process prints its help and ends."""
-    return any(word in ("-h", "--help") for word in getattr(sys, "argv", ()))  # an embedded Python may have none
+    """Tell if this process only prints its help."""
+    return any(word in ("-h", "--help") for word in getattr(sys, "argv", ()))  # an embedded Python may have no argv
 
 
 def served_model(config: Any) -> str | None:
-    """The name that clients call the model of this configuration by."""
+    """Return the name by which clients request the model of this configuration."""
     served = getattr(getattr(config, "model_config", None), "served_model_name", None)
     first = served[0] if isinstance(served, list) and served else served
     return str(first) if first else None
 
 
 def deciding_separately(parallel: Any, headless: bool) -> str | None:
-    """What of a `ParallelConfig` says that an engine's nodes start, and decide, on their own.
+    """Return the option of a `ParallelConfig` by which an engine's nodes start, and decide, on their own.
 
-    None where one process decides. With Ray one does, whichever nodes its workers and engine cores are on.
+    None if one process decides for all. With Ray one does, on whichever nodes workers and engine cores run.
     """
     size, here = int(parallel.data_parallel_size), int(parallel.data_parallel_size_local)
     if parallel.nnodes > 1:
@@ -91,8 +89,7 @@ def deciding_separately(parallel: Any, headless: bool) -> str | None:
 def ranks_on_host(parallel: Any) -> int | None:
     """Return the number of ranks that the engine of a `ParallelConfig` starts on this host.
 
-    None where that is not known: Ray places them, or a launcher starts each as an engine of its own; and where they
-    come and go.
+    None if that is not known: Ray places them, a launcher starts each as an engine of its own, or they come and go.
     """
     backends = (getattr(parallel, name, "") for name in ("distributed_executor_backend", "data_parallel_backend"))
     if not all(each in (None, "uni", "mp") for each in backends) or getattr(parallel, "enable_elastic_ep", False):
@@ -101,7 +98,7 @@ def ranks_on_host(parallel: Any) -> int | None:
 
 
 def is_api_server_of(decision: Decision) -> bool:
-    """Whether the process that decided started this one to serve the same engine: vLLM names these processes."""
+    """Tell if the process that made *decision* started this one as an API server, by the name that vLLM gives those."""
     import multiprocessing
 
     parent = multiprocessing.parent_process()

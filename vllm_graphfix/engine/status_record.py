@@ -1,4 +1,4 @@
-"""What a process of an engine tells others about itself: its record, from what it decided and did."""
+"""The status record of a process of an engine: its decision, and the state of its fixes and components."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StatusRecord:
-    """What this process tells others about itself: its record."""
+    """Builds and publishes the record of this process."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
@@ -20,25 +20,24 @@ class StatusRecord:
 
     def _reset(self) -> None:
         self.forked = False
-        """Whether this process is a forked child whose part in an engine is not known yet."""
+        """This process is a forked child whose role in an engine is not known yet."""
         self.rank: tuple[int, int | None, int, int] | None = None
         """Rank, local rank, world size, data-parallel rank."""
         self.agreement: Any = None
         self.problem: str | None = None
         self.unchecked: str | None = None
-        """The reason for which the gate could not check this rank, which has captured all the same."""
+        """The reason for which the gate could not check this rank, which has captured nevertheless."""
         self.serves_metrics = False
         self.ranks_here: int | None = None
-        """The number of ranks that the engine which this process has configured starts on this host; None where that
-        is not known."""
+        """Ranks that the engine configured by this process starts on this host; None if that is not known."""
         self.starting = False
         self.graphs: bool | None = None
-        """Whether this rank captures CUDA graphs; None as long as that is not known."""
+        """This rank captures CUDA graphs; None until that is known."""
         self._reporter: Any = None
-        self._keeps_record = False
+        self._has_heartbeat = False
 
     def reset_in_child(self) -> None:
-        """Forgets what the process told that this one was forked from; it is called in the child."""
+        """Discard the parent's state; called in a forked child."""
         self._reset()
         self.forked = True
 
@@ -47,52 +46,49 @@ class StatusRecord:
 
         return records.base_folder(self._context.environment)
 
-    def tell(self) -> None:
-        """Hands the record over; nobody waits for the disk."""
+    def publish(self) -> None:
+        """Have the record written, without waiting for the disk."""
         record = self.record()
         if record is None:
             return
-        if self.rank is not None and not self._keeps_record:
-            # A front-end that runs the model itself has not begun: its capture may be long.
+        if self.rank is not None and not self._has_heartbeat:
+            # A front-end that runs the model itself has not called `publish_start`, and its capture may take long.
             self._reporter_here().keep(lambda: None)
         self._reporter_here().publish(record)
 
-    def begin(self) -> None:
-        """This process takes part in an engine that starts.
-
-        That may take long: from now on it is heard of every few seconds.
-        """
+    def publish_start(self) -> None:
+        """Publish that this process's part of an engine starts, and touch the record every few seconds from now on."""
         self.starting = True
-        if not self._keeps_record:
-            # Its record is only touched: making one takes a lock that hooks on imports hold.
+        if not self._has_heartbeat:
+            # Touch only: building a record takes a lock that hooks on imports hold.
             self._reporter_here().keep(lambda: None)
-        self.tell()
+        self.publish()
 
-    def started(self) -> None:
-        """What this process runs of the engine is up."""
+    def publish_started(self) -> None:
+        """Publish that this process's part of the engine is up."""
         self.starting = False
-        self.tell()
+        self.publish()
 
-    def keep(self) -> None:
-        """From now on the record is kept up to date."""
-        if not self._keeps_record:
-            self._keeps_record = True
+    def start_heartbeat(self) -> None:
+        """Rebuild and publish the record every few seconds from now on."""
+        if not self._has_heartbeat:
+            self._has_heartbeat = True
             self._reporter_here().keep(self._renewed)
 
     def _renewed(self) -> Any:
-        """The record, after a look at what only a heartbeat sees."""
-        self._context.look()
+        """Poll the components, then build the record."""
+        self._context.poll()
         return self.record()
 
-    def finish(self) -> None:
-        """Waits a little for the record to be written: the process is about to end, and its record says why."""
+    def flush(self) -> None:
+        """Wait a moment for the record to be written, before the process ends."""
         self._reporter_here().flush()
 
-    def tell_why_it_ends(self, problem: str) -> None:
-        """The process ends now: *problem* says why."""
+    def publish_end(self, problem: str) -> None:
+        """Publish the *problem* for which this process ends now."""
         self.problem = problem
-        self.tell()
-        self.finish()
+        self.publish()
+        self.flush()
 
     def _reporter_here(self) -> Any:
         if self._reporter is None:
@@ -106,6 +102,7 @@ class StatusRecord:
         return self._reporter
 
     def record(self) -> Any:
+        """Build the record; None before there is a decision."""
         from vllm_graphfix import records
 
         context = self._context
@@ -152,5 +149,7 @@ class StatusRecord:
             graphs=self.graphs,
             starting=self.starting,
             written=time.time(),
-            **({} if self.starting else context.findings()),  # a first step compiles and loads
+            **(
+                {} if self.starting else context.findings()
+            ),  # while it starts, a long step is no finding: the first one compiles and loads
         )

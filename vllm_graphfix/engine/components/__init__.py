@@ -1,6 +1,6 @@
-"""What watches an engine in each of its processes, or acts on what was found: one module each, known by being here.
+"""Detectors and actions in the processes of an engine: one component for each module of this package.
 
-The engine, its records and the comparison of its ranks know none of them by name.
+Engine, records and comparison of ranks refer to none of them by name.
 """
 
 from __future__ import annotations
@@ -18,53 +18,54 @@ if TYPE_CHECKING:
 
 
 class Services(NamedTuple):
-    """What a process does for its components. No call waits for the disk, `end` for a moment aside."""
+    """Functions that a process offers its components. Only `end` waits for the disk, for a moment."""
 
     publish: Callable[[], None]
     """Write the record anew, soon."""
-    keep: Callable[[], None]
-    """Keep the record up to date from now on."""
+    start_heartbeat: Callable[[], None]
+    """Renew the record every few seconds from now on."""
     end: Callable[[str], None]
-    """Write why this process ends, which it does now."""
+    """Write the reason for which this process ends now."""
     abort_for: Callable[[str], Abort | None]
-    """What ends requests for the detector of that name; None where nobody does."""
+    """Return the `Abort` for the detector of that name; None if requests are not ended."""
 
 
 class Component:
-    """One of them. It does nothing but what it overrides; vLLM and torch are imported by `on_captured` at the earliest.
+    """A detector or an action; a subclass overrides the calls that it needs.
 
-    A process may make one engine after the other, so `start` is called for each, also with what switches it off.
+    It imports vLLM and torch in `on_captured` at the earliest. A process may make one engine after the other: `start`
+    is called for each, also to switch it off.
     """
 
     name: ClassVar[str]
     """Its name in records, `fleet` and metrics."""
     has_state: ClassVar[bool] = True
-    """It has one in records; an error of another one is a count, or it is never off."""
+    """Records hold a state of it. Without one, its errors are only counted."""
     starts_first: ClassVar[bool] = False
-    """Others ask it for something when they start."""
+    """Other components use it when they start."""
 
     def __init__(self, services: Services) -> None:
         self.services = services
 
     def start(self, decision: Decision, policy: Policy) -> None:
-        """Begin, go on, or end, for the engine of *decision*."""
+        """Begin, continue or stop, for the engine of *decision*."""
 
     def on_captured(self, worker: Any, graphs: bool) -> None:
-        """Begin to watch *worker*, which serves from now on; *graphs*: whether it has captured any."""
+        """Start to watch *worker*, which serves from now on; *graphs*: it has captured some."""
 
     def poll(self) -> None:
-        """Look for what no wrapped call reports; the heartbeat's thread calls this every few seconds."""
+        """Poll for changes that no wrapped call reports; called by the heartbeat's thread every few seconds."""
 
     def managers(self) -> tuple[FixManager, ...]:
-        """Return what manages its wrappers, where it has some."""
+        """Return the managers of its wrappers, if it has some."""
         return ()
 
     def states(self, *, diagnose: bool) -> Mapping[str, FixState]:
-        """Return its state in the form of a fix's, by its name; nothing where it is off."""
+        """Return its state in the form of a fix's, by its name; nothing if it is off."""
         return {}
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
-        """Return how often each of its events happened, by its name, or by that of the detector that they belong to."""
+        """Count its events, by its name or by that of the detector that they belong to."""
         return {}
 
     def findings(self) -> Mapping[str, Any]:
@@ -76,15 +77,15 @@ class Component:
         return None
 
     def abort_for(self, detector: str) -> Abort | None:
-        """Return what ends requests for *detector*, if this does so."""
+        """Return the `Abort` for *detector*, if this component ends requests."""
         return None
 
     def after_fork(self) -> None:
-        """Forget, in a forked child, what is the parent's."""
+        """Discard the parent's state; called in a forked child."""
 
 
-def find(services: Services) -> tuple[Component, ...]:
-    """Make one of each module in this folder: those first that others need."""
+def make_all(services: Services) -> tuple[Component, ...]:
+    """Make the component of each module in this package, those first that others use."""
     kinds = sorted(_kinds(), key=lambda kind: (not kind.starts_first, kind.name))
     return tuple(kind(services) for kind in kinds)
 

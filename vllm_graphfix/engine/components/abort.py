@@ -1,4 +1,4 @@
-"""Requests whose answers would be wrong are ended: `engine/abort.py`, which is loaded where a setting wants it."""
+"""Ends requests whose answers would be wrong, by `engine/abort.py`, which is imported only if a setting needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AbortComponent(Component):
-    """The `Aborts` of this process."""
+    """Owns the `Aborts` of this process."""
 
     name = "abort"
     starts_first = True
@@ -30,25 +30,25 @@ class AbortComponent(Component):
         if self.aborts is None:
             from vllm_graphfix.engine.abort import Aborts
 
-            self.aborts = Aborts(self.services.keep)
+            self.aborts = Aborts(self.services.start_heartbeat)
             self.aborts.watch()
         self.aborts.begin(decision.engine if decision.aborts else "")
 
     def on_captured(self, worker: Any, graphs: bool) -> None:
         if self.aborts is not None:
-            self.aborts.serve()
+            self.aborts.on_captured()
 
     def poll(self) -> None:
         if self.aborts is not None:
-            self.aborts.look()
+            self.aborts.poll()
 
     def states(self, *, diagnose: bool) -> Mapping[str, FixState]:
         return self.aborts.states() if self.aborts is not None else {}
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
-        """Return verdicts, and by detector the requests that were ended in this process, which has the scheduler."""
-        found = self.aborts.counts() if self.aborts is not None else {}
-        return {name: counts for name, counts in found.items() if name == self.name or any(counts.values())}
+        """Count verdicts, and by detector the requests ended in this process, if it has the scheduler."""
+        all_counts = self.aborts.counts() if self.aborts is not None else {}
+        return {name: counts for name, counts in all_counts.items() if name == self.name or any(counts.values())}
 
     def abort_for(self, detector: str) -> Abort | None:
         return self.aborts.of(detector) if self.aborts is not None else None

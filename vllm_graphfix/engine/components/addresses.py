@@ -1,4 +1,4 @@
-"""Tensors whose addresses graphs hold: `engine/addresses.py`."""
+"""Watches the tensors whose addresses graphs hold, by `engine/addresses.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class AddressComponent(Component):
-    """The `AddressWatch` of this process."""
+    """Owns the `AddressWatch` of this process."""
 
     name = NAME
     has_state = False
@@ -28,10 +28,10 @@ class AddressComponent(Component):
 
     def on_captured(self, worker: Any, graphs: bool) -> None:
         if graphs:
-            self.watch.serve(worker)
+            self.watch.on_captured(worker)
 
     def poll(self) -> None:
-        self.watch.look()
+        self.watch.poll()
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         return self.watch.counts()

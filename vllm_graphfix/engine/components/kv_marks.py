@@ -1,4 +1,4 @@
-"""Marks on finished cache blocks: `marks/process.py`, which is loaded where a setting wants it."""
+"""Checksums of finished cache blocks, by `marks/process.py`, which is imported only if a setting needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class MarksComponent(Component):
-    """The `Marks` of this process."""
+    """Owns the `Marks` of this process."""
 
     name = "kv-marks"
 

@@ -1,4 +1,4 @@
-"""The shadow check: `shadow/process.py`, which is loaded where a setting wants it."""
+"""The shadow check, by `shadow/process.py`, which is imported only if a setting needs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class ShadowComponent(Component):
-    """The shadow check of this process, and what manages its wrappers."""
+    """The shadow check of this process, and the manager of its wrappers."""
 
     name = "shadow"
 

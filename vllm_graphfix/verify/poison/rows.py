@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from vllm_graphfix.engine.inventory import held_by, looked_into
+from vllm_graphfix.engine.inventory import items_of, may_hold_tensors
 from vllm_graphfix.verify.poison.bits import NAN, as_integers, pattern
 
 _MAX_DEPTH, _MAX_VISITED = 5, 20_000
@@ -134,7 +134,7 @@ def _tensors_in(holders: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor,
         elif id(value) not in visited and depth <= _MAX_DEPTH and (not depth or _has_buffers(value)):
             visited.add(id(value))
             inside = isinstance(value, (dict, list, tuple))
-            for key, each in held_by(value):
+            for key, each in items_of(value):
                 if key not in _NOT_INPUTS:
                     named = f"{name}[{key}]" if inside else f"{name}.{key}"
                     waiting.append((named, each, holder if inside else value, depth + (not inside)))
@@ -144,7 +144,7 @@ def _has_buffers(value: Any) -> bool:
     if type(value).__name__ in _BY_STATE:
         return False
     doubles = isinstance(value, SimpleNamespace) or type(value).__module__.startswith("vllm_graphfix.verify.double")
-    return bool(looked_into(value)) or (doubles and hasattr(value, "__dict__"))
+    return bool(may_hold_tensors(value)) or (doubles and hasattr(value, "__dict__"))
 
 
 class Lease:
