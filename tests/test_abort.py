@@ -23,8 +23,9 @@ from stock import ALL_RELEASES, release_root
 from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import abort, abort_channel
-from vllm_graphfix.engine.abort import Aborts, Verdict
+from vllm_graphfix.engine.abort import Aborts
 from vllm_graphfix.engine.context import EngineContext
+from vllm_graphfix.engine.verdict import Verdict
 from vllm_graphfix.fix import State
 from vllm_graphfix.patching.applied_fix import Policy
 from vllm_graphfix.patching.manager import FixManager
@@ -47,7 +48,7 @@ MOST = abort_channel.MOST_PENDING
 @pytest.fixture
 def its(monkeypatch: pytest.MonkeyPatch) -> Iterator[Aborts]:
     """Of this process, which has the scheduler."""
-    for name in ("_finished_error", "_hand_out"):
+    for name in ("finished_error", "hand_out"):
         monkeypatch.setattr(abort, name, getattr(abort, name))
     made = ended_by(Aborts())
     made.begin(os.urandom(8).hex())
@@ -286,7 +287,7 @@ def test_one_process_needs_no_socket_and_no_thread_and_is_bounded_too(its: Abort
 
 
 @pytest.mark.parametrize("times", [1, 99])
-@pytest.mark.parametrize("failing", ["_evict", "_finished_error", "finish_requests"])
+@pytest.mark.parametrize("failing", ["evict", "finished_error", "finish_requests"])
 def test_what_fails_while_requests_end_is_tried_again_and_then_counted(
     failing: str, times: int, its: Aborts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,7 +305,7 @@ def test_what_fails_while_requests_end_is_tried_again_and_then_counted(
     its.tell("shadow", ["a"], [3], "wrong")
     its.tell("shadow", ["b"], [3], "wrong")
     handed: list[Any] = []
-    monkeypatch.setattr(abort, "_hand_out", lambda outputs, ended: handed.extend(ended))
+    monkeypatch.setattr(abort, "hand_out", lambda outputs, ended: handed.extend(ended))
     steps(its, scheduler)
     assert not its._pending
     assert not its._waiting
@@ -336,7 +337,7 @@ def test_a_request_whose_end_cannot_be_reported_stops_the_engine_and_does_not_ha
             tries.append(ended)
             raise TypeError("unexpected keyword argument")
 
-    monkeypatch.setattr(abort, "_hand_out", fail)
+    monkeypatch.setattr(abort, "hand_out", fail)
     its.tell("shadow", ["a"], [3], "wrong")
     with pytest.raises(TypeError):
         steps(its, scheduler)

@@ -57,7 +57,9 @@ def test_the_calls_are_found(release: str, every: int, record_property: Callable
     }  # `test_fault_acts.py` has these
     where_a_rank_has_captured = {"engine/rank_addresses.py", "engine/inventory.py"}  # `test_addresses.py`
     in_a_report = "engine/environment_report.py"  # `test_collect_env.py`
-    where_requests_are_ended = {"engine/abort.py", "engine/abort_channel.py"}  # `test_abort.py`
+    where_requests_are_ended = {
+        f"engine/{name}.py" for name in ("abort", "abort_channel", "ended_requests", "verdict")
+    }  # `test_abort.py`
     assert (
         ours
         - {"__main__.py", "_version.py", in_a_report}

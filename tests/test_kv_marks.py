@@ -23,8 +23,9 @@ from records import record
 from stock import ALL_RELEASES, release_root
 from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
-from vllm_graphfix.engine.abort import Aborts, DetectorAborts, Verdict
+from vllm_graphfix.engine.abort import Aborts, DetectorAborts
 from vllm_graphfix.engine.metrics import snapshot_of
+from vllm_graphfix.engine.verdict import Verdict
 from vllm_graphfix.marks.budget import Budget
 from vllm_graphfix.marks.turns import CheckQueue
 from vllm_graphfix.marks.watch import MAX_CREDIT, ChecksumMonitor
@@ -116,7 +117,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[DetectorAborts, Abort
     """A rank, the process of its scheduler, and the scheduler, all in this process; `test_abort.py` has real ones."""
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getpid()))
     monkeypatch.setattr("vllm_graphfix.engine.abort_channel._PATIENCE", 60.0)  # or a slow machine is one that hangs
-    monkeypatch.setattr("vllm_graphfix.engine.abort._finished_error", lambda: "error")
+    monkeypatch.setattr("vllm_graphfix.engine.abort.finished_error", lambda: "error")
     scheduler, rank, its = SchedulerStandIn(), Aborts(), Aborts()
     for each in (rank, its):
         each.begin(os.urandom(8).hex() if each is rank else rank._engine)

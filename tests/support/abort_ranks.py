@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_graphfix.engine import abort, abort_channel
 from vllm_graphfix.engine.abort import Aborts
+from vllm_graphfix.engine.verdict import Verdict
 
 PATIENCE = 120.0
 """Seconds until what a test waits for counts as never."""
@@ -70,8 +71,7 @@ def steps(aborts: Aborts, scheduler: SchedulerStandIn) -> None:
 
 def ended_by(aborts: Aborts) -> Aborts:
     """*aborts*, in whose process requests end without vLLM's enumeration of reasons, and without outputs."""
-    abort._finished_error = lambda: "error"
-    abort._hand_out = lambda outputs, ended: None
+    vars(abort).update(finished_error=lambda: "error", hand_out=lambda outputs, ended: None)
     return aborts
 
 
@@ -114,7 +114,7 @@ def scheduler_that_stops(engine: str, starts: Any, ends: Connection, to_rank: Co
 def flood(engine: str, pid: int, ends: Connection) -> None:
     """A rank that sends without a pause and reads no answer, until it is killed."""
     sender = abort_channel.Sender(engine, pid)
-    message = abort.Verdict("shadow", ("=nobody",), tuple(range(1, 1000)), "wrong").encode()
+    message = Verdict("shadow", ("=nobody",), tuple(range(1, 1000)), "wrong").encode()
     ends.send("floods")
     while True:
         try:
@@ -127,7 +127,7 @@ def die(engine: str, pid: int, number: int, ends: Connection) -> None:
     """A rank that reads no answer, and is gone in the middle of what it has to say."""
     sender = abort_channel.Sender(engine, pid)
     for each in range(number):
-        sender._socket.send(abort.Verdict("shadow", (f"=request-{each}",), (), "wrong").encode())
+        sender._socket.send(Verdict("shadow", (f"=request-{each}",), (), "wrong").encode())
     ends.send("has sent")
     ends.recv()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -145,7 +145,7 @@ def outcome(engine: str, pid: int) -> str:
     connection.settimeout(PATIENCE)
     connection.connect(abort_channel._address(engine, pid))
     try:
-        connection.send(abort.Verdict("shadow", ("=a",), (), "wrong").encode())
+        connection.send(Verdict("shadow", ("=a",), (), "wrong").encode())
         return "heard" if connection.recv(64) else "refused"
     except (BrokenPipeError, ConnectionResetError):
         return "refused"

@@ -35,7 +35,17 @@ TOKENS, MORE_TOKENS = 8, 16
 """Of an answer; marks are looked at every few steps."""
 WATCHED = ("shadow", "abort", "kv-marks")
 PARTS = ("shadow", "marks", "records", "engine")
-OF_ENGINE = ("abort", "abort_channel", "addresses", "rank_addresses", "metrics", "status_record", "steps")
+OF_ENGINE = (
+    "abort",
+    "abort_channel",
+    "addresses",
+    "ended_requests",
+    "metrics",
+    "rank_addresses",
+    "status_record",
+    "steps",
+    "verdict",
+)
 """The modules of the plugin's `engine` that run while it serves."""
 ERRORS: dict[str, Callable[[], Exception]] = {
     "OSError": lambda: OSError(5, "Input/output error"),

@@ -12,84 +12,41 @@ leaves cached blocks of ended requests in the cache, and ends a 0.33.0 engine wi
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import multiprocessing
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
 from vllm_graphfix.engine import abort_channel
+from vllm_graphfix.engine.ended_requests import evict, finished_error, hand_out, names_of
+from vllm_graphfix.engine.verdict import (
+    DETECTORS,
+    LONGEST_NAME,
+    CannotTellError,
+    Verdict,
+    reference,
+    undelivered_reason,
+)
 from vllm_graphfix.fix import Code, Mode, State
 from vllm_graphfix.log import logger
-from vllm_graphfix.marks import process as marks
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
-from vllm_graphfix.settings.json_object import JsonError, JsonObject
-from vllm_graphfix.shadow import process as shadow
 from vllm_graphfix.text import printable
 
 NAME = "abort"
 """Its name in records, `fleet` and metrics, which hold it like a fix."""
-DETECTORS = (shadow.NAME, marks.NAME)
-"""Detectors whose verdicts end requests; these are counted as their events."""
 _CODES = {State.INCOMPATIBLE: Code.ENGINE, State.FAILED: Code.UNDELIVERED}
-_KINDS = ("=", "#")
 _LONGEST_WHY = 900
-_LONGEST_NAME = 256
-"""Characters of a request's name that is not sent as a digest. At twelve bytes each in JSON, a name and a reason fit
-one message."""
 _NOT_ADMITTED = (
     "the process that started it has closed the connection: its thread has ended, or this rank is none of its own to "
     "it (another user, another PID namespace)"
 )
 _START_UP = 60.0
 """Seconds after a capture within which there may be no scheduler yet."""
-
-
-class Verdict(NamedTuple):
-    """Requests that must end, and blocks that no request may read any more."""
-
-    detector: str
-    requests: tuple[str, ...]
-    """``=`` and the name, or ``#`` and the digest of a long name: a client may have chosen it."""
-    blocks: tuple[int, ...]
-    why: str
-
-    def encode(self) -> bytes:
-        return json.dumps(self._asdict(), separators=(",", ":")).encode()
-
-    @classmethod
-    def decode(cls, message: bytes) -> Verdict:
-        """Return the verdict in *message*. Raises JsonError."""
-        try:
-            fields = JsonObject(json.loads(message), "a verdict")
-        except (ValueError, RecursionError) as error:
-            raise JsonError(str(error)) from None
-        requests, blocks = fields.get("requests"), fields.get("blocks")
-        if not isinstance(requests, list) or not all(isinstance(each, str) and each[:1] in _KINDS for each in requests):
-            fields.refuse("requests")
-        if not isinstance(blocks, list) or not all(type(each) is int and each > 0 for each in blocks):
-            fields.refuse("blocks")
-        return cls(fields.one_of("detector", DETECTORS), tuple(requests), tuple(blocks), fields.text("why"))
-
-    def parts(self) -> Iterator[Verdict]:
-        """Yield this verdict in parts that fit one message each."""
-        size = len(self.requests) + len(self.blocks)
-        if size <= 1 or len(self.encode()) <= abort_channel.MOST_BYTES:
-            yield self
-            return
-        requests, blocks = len(self.requests) // 2, -(-len(self.blocks) // 2)
-        yield from self._replace(requests=self.requests[:requests], blocks=self.blocks[:blocks]).parts()
-        yield from self._replace(requests=self.requests[requests:], blocks=self.blocks[blocks:]).parts()
-
-
-class CannotTellError(OSError):
-    """The scheduler cannot be told of a verdict, for the reason in the text."""
 
 
 class Aborts:
@@ -222,7 +179,7 @@ class Aborts:
             with self._sending:
                 sender = self._connect()
         except OSError as error:
-            self._why_not = _why_not(error)
+            self._why_not = undelivered_reason(error)
             return self._why_not
         if sender is None or sender.admitted:
             self._reconnect_at = 0.0
@@ -235,7 +192,7 @@ class Aborts:
 
         Does not wait for room, and a quarter of a second at most for the answer of the scheduler's process.
         """
-        verdict = Verdict(detector, tuple(map(_reference, requests)), tuple(blocks), printable(why)[:_LONGEST_WHY])
+        verdict = Verdict(detector, tuple(map(reference, requests)), tuple(blocks), printable(why)[:_LONGEST_WHY])
         failed: OSError | None = None
         for part in verdict.parts():
             try:
@@ -244,7 +201,7 @@ class Aborts:
                 self._undelivered += 1
                 failed = error
         if failed is not None:
-            raise CannotTellError(_why_not(failed)) from None
+            raise CannotTellError(undelivered_reason(failed)) from None
 
     def _deliver(self, verdict: Verdict) -> None:
         if self._scheduled_here:
@@ -376,11 +333,11 @@ class Aborts:
         self._insist(self._end_requests, scheduler, ended)
         outputs = stock(scheduler, *args, **kwargs)
         try:
-            _hand_out(outputs, ended)
+            hand_out(outputs, ended)
         except Exception:
             logger.exception("graphfix: requests that have ended could not be reported; it is tried once more")
             # If it raises again, the engine stops: otherwise clients would wait for the end of these requests for ever.
-            _hand_out(outputs, ended)
+            hand_out(outputs, ended)
         return outputs
 
     def _insist(self, act: Callable[..., None], *args: Any) -> None:
@@ -407,7 +364,7 @@ class Aborts:
         # A fixed number: a rank may add as fast as they are taken.
         for _ in range(len(self._pending)):
             verdict = self._pending[0]
-            _evict(scheduler, _names(scheduler, verdict), verdict.blocks)
+            evict(scheduler, names_of(scheduler, verdict), verdict.blocks)
             self._waiting.append(verdict)
             self._pending.popleft()  # last: after an error the verdict still waits, and a repetition does no harm
 
@@ -415,20 +372,20 @@ class Aborts:
         self._take_out(scheduler)
         if not self._waiting or scheduler is not self._scheduler():
             return
-        error, before = _finished_error(), len(ended)
+        error, before = finished_error(), len(ended)
         while self._waiting:
             verdict = self._waiting[0]
-            for name in _names(scheduler, verdict):
+            for name in names_of(scheduler, verdict):
                 request = scheduler.requests.get(name)
                 if request is not None and not request.is_finished():
                     # Again: the running step has given it blocks, whose contents are computed from wrong ones.
-                    _evict(scheduler, (name,), ())
+                    evict(scheduler, (name,), ())
                     # Before `finish_requests`: without an entry here, the client is never told of the end.
                     if all(each is not request for each, _ in ended):
                         ended.append((request, verdict.why))
                     scheduler.finish_requests(name, error)
                     self.ended[verdict.detector] += 1
-                    shortened = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
+                    shortened = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…"
                     logger.error("graphfix: request %s ends with an error: %s", ascii(shortened)[1:-1], verdict.why)
             del self._waiting[0]  # last, as above
         if len(ended) > before:
@@ -447,62 +404,3 @@ class DetectorAborts:
     def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None:
         """Deliver a verdict. Raises OSError if the scheduler cannot be told."""
         self._aborts.tell(self._detector, requests, blocks, why)
-
-
-def _why_not(error: OSError) -> str:
-    why = str(error) if isinstance(error, CannotTellError) else error.strerror or type(error).__name__
-    return f"the scheduler of this rank cannot be told: {why}"
-
-
-def _reference(name: str) -> str:
-    return f"={name}" if len(name) <= _LONGEST_NAME else f"#{_digest(name)}"
-
-
-def _digest(name: str) -> str:
-    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _names(scheduler: Any, verdict: Verdict) -> list[str]:
-    """Return the names of the requests of *verdict*; digests are searched among all long names of the scheduler."""
-    names = [each[1:] for each in verdict.requests if each[0] == "="]
-    if digests := {each[1:] for each in verdict.requests if each[0] == "#"}:
-        names += [name for name in scheduler.requests if len(name) > _LONGEST_NAME and _digest(name) in digests]
-    return names
-
-
-def _evict(scheduler: Any, requests: Collection[str], blocks: Collection[int]) -> None:
-    """Take *blocks*, and all blocks of *requests*, out of the prefix cache."""
-    manager = scheduler.kv_cache_manager
-    known = len(manager.block_pool.blocks)
-    evicted = set(blocks)
-    for request in requests:
-        if request in scheduler.requests:
-            evicted.update(number for group in manager.get_block_ids(request) for number in group)
-    manager.evict_blocks({number for number in evicted if 0 < number < known})
-
-
-def _finished_error() -> Any:
-    from vllm.v1.request import RequestStatus
-
-    return RequestStatus.FINISHED_ERROR
-
-
-def _hand_out(outputs: Any, ended: list[tuple[Any, str]]) -> None:
-    """Move a last output for each request in *ended* to the *outputs* of a step, by client."""
-    if not ended:
-        return
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-
-    while ended:
-        request, why = ended[0]
-        if request.is_finished():  # unless `finish_requests` failed
-            last = EngineCoreOutput(
-                request_id=request.request_id,
-                new_token_ids=[],
-                finish_reason=request.get_finished_reason(),
-                stop_reason=why,
-                events=request.take_events(),
-                trace_headers=request.trace_headers,
-            )
-            outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last)
-        del ended[0]

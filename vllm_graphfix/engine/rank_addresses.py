@@ -177,7 +177,7 @@ class RankAddresses:
             self._depth -= 1
 
     def _note_sleep_and_update(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What is asleep, and whether an update in several calls goes on."""
+        """Track what is asleep, and an update in several calls."""
         tags = kwargs.get("tags", args[1] if len(args) > 1 else None)
         if name == "sleep":
             self._asleep = {"weights", "kv_cache"}
