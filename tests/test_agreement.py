@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from ranks import STAGE, compared, report
 from vllm_graphfix.engine import own_report, rank_agreement
 from vllm_graphfix.engine.process import EngineProcess
-from vllm_graphfix.engine.rank_agreement import RankReport, compare, publish, publish_end
+from vllm_graphfix.engine.rank_agreement import compare, publish, publish_end
+from vllm_graphfix.engine.rank_report import RankReport
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import decide

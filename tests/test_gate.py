@@ -88,13 +88,14 @@ from rank_processes import run_worlds
 import vllm.v1.attention.backends.mamba_attn
 import vllm.v1.worker.gpu_worker as workers
 
-def put_a_fault(fault, agreement):
+def put_a_fault(fault):
     from vllm_graphfix import _this_process
+    from vllm_graphfix.engine import rank_report
     error, process = OSError(errno.EMFILE, "Too many open files"), _this_process().manager
     def fail(*args, **kwargs):
         raise error
     if fault == "token":
-        agreement.new_token = fail
+        rank_report.new_token = fail
     elif fault == "states":
         process.states = fail
     elif fault == "give up":
@@ -115,7 +116,7 @@ def rank(world, number, size, port, given):
     if plugin:
         from vllm_graphfix.engine import rank_agreement as agreement
         agreement.TIMEOUT_FOR_A_WARNING = 4.0 if "lacks" in world else 60.0
-        put_a_fault(os.environ.get("FAULT"), agreement)
+        put_a_fault(os.environ.get("FAULT"))
     mode = SimpleNamespace(name=os.environ.get("GRAPHS", "FULL"))
     worker_double = SimpleNamespace(local_rank=number, use_v2_model_runner=False, vllm_config=SimpleNamespace(
         parallel_config=SimpleNamespace(data_parallel_rank=0), model_config=SimpleNamespace(enforce_eager=mode.name == "NONE"),

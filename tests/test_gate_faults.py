@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from ranks import STAGE, report
 from records import eventually
 from vllm_graphfix.commands.fleet import look
-from vllm_graphfix.engine import capture_gate, own_report, rank_agreement
+from vllm_graphfix.engine import capture_gate, own_report, rank_agreement, rank_report
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
 from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import Agreement, compare, publish
@@ -136,7 +136,7 @@ def gate_of_two(
         patched.setattr(distributed_c10d, "PrefixStore", lambda name, store: FailingStore(real(name, store), faults))
         patched.setattr(capture_gate, "world", lambda: (faults.here.rank, 2))
         patched.setattr(own_report, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
-        patched.setattr(rank_agreement, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
+        patched.setattr(rank_report, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
         patched.setattr(rank_agreement, "time", SimpleNamespace(monotonic=faults.around("monotonic", time.monotonic)))
         patched.setattr(rank_agreement, "_LAST_READERS", 0.1)
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1)]

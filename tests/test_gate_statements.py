@@ -20,14 +20,14 @@ from torch.distributed import distributed_c10d
 from statements import call_before_each_statement
 from test_gate_faults import process_double, worker_of
 from vllm_graphfix import ranks
-from vllm_graphfix.engine import capture_gate, failed_graphs, graph_dispatch, own_report, rank_agreement
+from vllm_graphfix.engine import capture_gate, failed_graphs, graph_dispatch, own_report, rank_agreement, rank_report
 from vllm_graphfix.engine.capture_gate import STOPS
 from vllm_graphfix.engine.graph_dispatch import Graph
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import FixState
 
-MODULES = (capture_gate, rank_agreement, own_report, failed_graphs, graph_dispatch, ranks)
+MODULES = (capture_gate, rank_agreement, rank_report, own_report, failed_graphs, graph_dispatch, ranks)
 NOT_OF_THE_GATE = frozenset({"around", "world", "watch", "_watch_start", "_watch_profiling", "_watch_capture"})
 """What puts it around vLLM's functions, and what a double replaces."""
 MODES: Mapping[str, Mapping[str, str]] = {

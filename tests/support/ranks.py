@@ -10,8 +10,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from vllm_graphfix.engine import rank_agreement
-from vllm_graphfix.engine.rank_agreement import Agreement, RankReport, compare, publish
+from vllm_graphfix.engine.rank_agreement import Agreement, compare, publish
+from vllm_graphfix.engine.rank_report import RankReport, new_token
 
 STAGE = "start"
 
@@ -27,7 +27,7 @@ def report(host: str = "node-a", **changed: Any) -> RankReport:
         master="on",
         modes={"mamba-padding": "auto", "capture-state": "auto"},
         states={"mamba-padding": "active", "capture-state": "active"},
-        token=rank_agreement.new_token(),
+        token=new_token(),
     )
     return said._replace(**changed)
 

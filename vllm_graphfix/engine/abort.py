@@ -23,14 +23,7 @@ from typing import Any
 
 from vllm_graphfix.engine import abort_channel
 from vllm_graphfix.engine.ended_requests import evict, finished_error, hand_out, names_of
-from vllm_graphfix.engine.verdict import (
-    DETECTORS,
-    LONGEST_NAME,
-    CannotTellError,
-    Verdict,
-    reference,
-    undelivered_reason,
-)
+from vllm_graphfix.engine.verdict import DETECTORS, LONGEST_NAME, CannotTellError, Verdict, failure_text, reference
 from vllm_graphfix.fix import Code, Mode, State
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.applied_fix import FixState
@@ -179,7 +172,7 @@ class Aborts:
             with self._sending:
                 sender = self._connect()
         except OSError as error:
-            self._why_not = undelivered_reason(error)
+            self._why_not = failure_text(error)
             return self._why_not
         if sender is None or sender.admitted:
             self._reconnect_at = 0.0
@@ -201,7 +194,7 @@ class Aborts:
                 self._undelivered += 1
                 failed = error
         if failed is not None:
-            raise CannotTellError(undelivered_reason(failed)) from None
+            raise CannotTellError(failure_text(failed)) from None
 
     def _deliver(self, verdict: Verdict) -> None:
         if self._scheduled_here:

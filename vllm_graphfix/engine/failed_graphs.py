@@ -15,7 +15,7 @@ from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.graph_dispatch import Dispatch
-    from vllm_graphfix.engine.rank_agreement import RankReport
+    from vllm_graphfix.engine.rank_report import RankReport
     from vllm_graphfix.patching.manager import FixManager
 
 _MOST_LISTED = 8

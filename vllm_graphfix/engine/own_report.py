@@ -12,7 +12,7 @@ from vllm_graphfix.log import logger
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.context import EngineContext
-    from vllm_graphfix.engine.rank_agreement import RankReport
+    from vllm_graphfix.engine.rank_report import RankReport
     from vllm_graphfix.patching.applied_fix import FixState
 
 _WITH_REASON = (State.FAILED, State.CONFLICT, State.INCOMPATIBLE)
@@ -25,7 +25,7 @@ def own_report(context: EngineContext) -> RankReport | None:
     If the states cannot be determined, the report holds the error instead: a rank without a report would keep the
     others waiting.
     """
-    from vllm_graphfix.engine.rank_agreement import RankReport, new_token, one_line
+    from vllm_graphfix.engine.rank_report import RankReport, new_token, one_line
 
     decision = context.decision
     if decision is None:
@@ -65,13 +65,13 @@ def report_after_capture(
 
     If there are more graphs than a report may hold, it names none: they are not left out, and the fix has failed.
     """
-    from vllm_graphfix.engine import rank_agreement
+    from vllm_graphfix.engine.rank_report import MOST_GRAPHS, one_line
 
     report, named = own_report(context), list(dict.fromkeys(graphs))
-    if len(named) > rank_agreement.MOST_GRAPHS:
+    if len(named) > MOST_GRAPHS:
         named = [(fix, "") for fix in failed]
     return report and report._replace(
-        failed={fix: rank_agreement.one_line(why) for fix, why in failed.items()},
+        failed={fix: one_line(why) for fix, why in failed.items()},
         graphs=named,
         can_leave_out=can_leave_out,
     )

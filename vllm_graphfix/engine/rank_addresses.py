@@ -127,16 +127,14 @@ class RankAddresses:
             self._wrap_once(kind, "process_weights_after_loading", _LAYER, together=False)
 
     def _hook_others(self, kind: type) -> None:
-        """Wrap methods of a worker extension or a foreign worker class, which vLLM calls on all ranks.
-
-        Only methods that load something, by their names: others may be called in each step.
-        """
+        """Wrap loading methods, by name, of a worker extension or a foreign worker class: all ranks call them."""
         vllms = {name for each in kind.__mro__ if each.__module__.startswith("vllm.") for name in vars(each)}
         for owner in kind.__mro__:
             if owner.__module__.startswith("vllm.") or owner is object:
                 continue
             for name, value in list(vars(owner).items()):
                 plain = isinstance(value, FunctionType) and not inspect.iscoroutinefunction(value)
+                # No other method: it may be called in each step.
                 if plain and name not in vllms and not name.startswith("_") and _LOADS.search(name):
                     self._wrap_once(owner, name, name, together=True)
 

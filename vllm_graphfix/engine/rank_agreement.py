@@ -7,18 +7,14 @@ its report in the key-value store of torch.distributed's rendezvous, and reads t
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from vllm_graphfix.settings.environment import effective, is_brief
-from vllm_graphfix.settings.json_object import JsonObject
-from vllm_graphfix.text import printable, ranks_named
+from vllm_graphfix.engine.rank_report import HEX_ID, RankReport, one_line
+from vllm_graphfix.text import ranks_named
 
 WARN_AFTER = 30.0
 """Seconds after which the log names the ranks that have not reported."""
@@ -26,68 +22,8 @@ _SLICE = 3.0
 """Seconds between two checks of a waiting rank for the end of the engine on another."""
 TIMEOUT_FOR_A_WARNING = 10.0
 """Seconds to wait if an unresponsive rank does not stop the engine."""
-_LONGEST = 255
-"""Limit of characters of a text in another rank's report."""
-MOST_GRAPHS = 4096
-"""Limit of graphs in another rank's report: more than vLLM captures, for all fixes."""
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
-_GRAPH = re.compile(r"[A-Za-z0-9_.]{1,80} (FULL|PIECEWISE) [0-9]{1,9}")
-_HEX_ID = r"[0-9a-f]{16}"
-"""The form of engines and tokens."""
 _LAST_READERS = 5.0
 """Seconds that the rank which holds the store waits at its end, so that the others can read the difference."""
-
-
-class RankReport(NamedTuple):
-    """The report of one rank to the others."""
-
-    host: str
-    pid: int
-    engine: str
-    """The engine of the rank's decision. Not compared: nodes that start on their own have one each."""
-    graphfix: str
-    vllm: str
-    canary: bool
-    master: str
-    modes: Mapping[str, str]
-    states: Mapping[str, str]
-    token: str
-    """Random, for each rank and comparison; that of rank 0 names the group."""
-    reasons: Mapping[str, str] = {}
-    """Reasons of fixes that should be applied and are not, by name. Not compared; part of the message if states
-    differ."""
-    off: bool = False
-    """Its settings disable the fixes everywhere: the kill switch, or an invalid percentage."""
-    misconfigured: Mapping[str, str] = {}
-    """Variables with an invalid value or an unknown name on this rank, each with its value."""
-    fault: str = ""
-    """The error of a rank that cannot determine its states: a difference, even if all ranks report the same error."""
-    failed: Mapping[str, str] = {}
-    """Fixes that failed while graphs were captured, each with its first error: no difference, but all ranks have to act
-    on it."""
-    graphs: Sequence[tuple[str, str]] = ()
-    """Pairs of a fix in `failed` and a graph in which it failed; an empty name if the graph cannot be taken out of
-    dispatch."""
-    can_leave_out: bool = True
-    """vLLM's dispatch on this rank is known well enough to take a graph out of it."""
-    ended: bool = False
-    """The capture on this rank has ended in an error of vLLM, which vLLM will report."""
-
-    def compared(self) -> dict[str, str]:
-        """Return the values that must be equal on all ranks, the most telling first.
-
-        Without fixes that are `waiting`: they concern code that this rank does not run, such as a drafter, which only
-        the last stage of a pipeline has.
-        """
-        values = {
-            "vllm-graphfix": self.graphfix,
-            "vLLM": self.vllm,
-            "VLLM_GRAPHFIX": self.master,
-            "in the rollout": "yes" if self.canary else "no",
-            "misconfigured": ", ".join(effective(self.misconfigured, self.master, self.modes)) or "nothing",
-        }
-        values |= {f"the mode of {name}": mode for name, mode in sorted(self.modes.items())}
-        return values | {name: state for name, state in sorted(self.states.items()) if state != "waiting"}
 
 
 class Agreement(NamedTuple):
@@ -125,9 +61,9 @@ def publish(store: Any, stage: str, rank: int, report: RankReport) -> str:
     place = f"{stage}-{number}"
     # The report before its digest: a rank that sees the digest may read the report. Most read only digests, which
     # keeps the traffic of a thousand ranks small.
-    with_one_retry(store.set, f"{place}/word/{rank}", json.dumps(report._asdict()))
+    with_one_retry(store.set, f"{place}/word/{rank}", report.encode())
     with_one_retry(store.set, f"{place}/engine/{rank}", report.engine)
-    with_one_retry(store.set, f"{place}/{rank}", _digest(report))
+    with_one_retry(store.set, f"{place}/{rank}", report.digest())
     return place
 
 
@@ -186,7 +122,7 @@ def compare(
     # If a rank stops, this one has not waited for the rest, so they are not unresponsive.
     unresponsive = [] if stopping else [other for other in missing if other not in unchecked]
     digests = store.multi_get([f"{stage}/{other}" for other in reporting])
-    if len(set(digests)) == 1 and not missing and not (report.fault or _needs_action(report)):
+    if len(set(digests)) == 1 and not missing and not (report.fault or report.needs_action):
         first = _read_report(store, f"{stage}/word/0") or report
         followers = _followers(store, stage, reporting, report.engine) if rank == 0 else ()
         return Agreement(first.token, first.engine, world_size, world_size, None, first.off, followers=followers)
@@ -197,7 +133,7 @@ def compare(
     if stopping:
         errors = "; ".join(f"rank {other}: {why.rstrip('.')}" for other, why in stopping.items())
         difference = " ".join(filter(None, (difference, f"Stopped by an error of its own: {errors}.")))
-    failing = {other: each for other, each in reports.items() if _needs_action(each)}
+    failing = {other: each for other, each in reports.items() if each.needs_action}
     differing = _minority_ranks(reports) | {other for other, each in reports.items() if each.fault}
     if difference is not None or failing:
         _wait_for_readers(store, stage, rank, reporting)
@@ -221,28 +157,11 @@ def _followers(store: Any, stage: str, reporting: list[int], engine: str) -> tup
     if not store.check(keys):
         return ()
     engines = [each.decode("ascii", "replace") for each in store.multi_get(keys)]
-    return _without(engine, (each for each in engines if re.fullmatch(_HEX_ID, each)))
+    return _without(engine, (each for each in engines if re.fullmatch(HEX_ID, each)))
 
 
 def _without(engine: str, engines: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(engines) - {engine}))
-
-
-def _needs_action(report: RankReport) -> bool:
-    """Tell if *report* has failures of a capture on which the ranks may have to act, even if all report the same."""
-    return bool(report.failed) or report.ended or not report.can_leave_out
-
-
-def _digest(report: RankReport) -> str:
-    fields = [
-        report.compared(),
-        report.fault,
-        dict(report.failed),
-        list(report.graphs),
-        report.can_leave_out,
-        report.ended,
-    ]
-    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
 
 def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Callable[[str], None]) -> list[int]:
@@ -270,56 +189,9 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
 
 
 def _read_report(store: Any, key: str) -> RankReport | None:
-    """Read the report under *key*; None if there is none, or another version or somebody else has written it."""
-    if not store.check([key]):  # `get` would wait for it
-        return None
-    try:
-        fields = JsonObject(json.loads(store.get(key)), "the report")
-        return RankReport(**{name: _FIELDS[name](fields, name) for name in RankReport._fields if name in fields})
-    except (ValueError, TypeError, RecursionError):
-        return None
-
-
-def _one_text(fields: JsonObject, key: str) -> str:
-    return fields.line(key, _LONGEST)
-
-
-def _hex_id(fields: JsonObject, key: str) -> str:
-    return fields.name(key, _HEX_ID)
-
-
-def _table_of_texts(fields: JsonObject, key: str) -> dict[str, str]:
-    return fields.table(key, lambda name, value: _NAME.fullmatch(name) is not None and _is_line(value))
-
-
-def _is_line(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
-
-
-def _graphs(fields: JsonObject, key: str) -> list[tuple[str, str]]:
-    graphs = fields.get(key)
-    if not isinstance(graphs, list) or len(graphs) > MOST_GRAPHS or not all(map(_is_graph, graphs)):
-        fields.refuse(key, "pairs of a fix and a graph")
-    return [(fix, name) for fix, name in graphs]
-
-
-def _is_graph(graph: object) -> bool:
-    if not isinstance(graph, list) or len(graph) != 2 or not all(isinstance(part, str) for part in graph):
-        return False
-    fix, name = graph
-    return _NAME.fullmatch(fix) is not None and (not name or _GRAPH.fullmatch(name) is not None)
-
-
-# Strict, since all fields are displayed and stored in records.
-_FIELDS: dict[str, Callable[[JsonObject, str], Any]] = {
-    **dict.fromkeys(("host", "graphfix", "vllm", "master", "fault"), _one_text),
-    **dict.fromkeys(("engine", "token"), _hex_id),
-    **dict.fromkeys(("modes", "states", "reasons", "failed"), _table_of_texts),
-    **dict.fromkeys(("canary", "off", "can_leave_out", "ended"), JsonObject.truth),
-    "pid": JsonObject.whole,
-    "misconfigured": lambda fields, key: fields.table(key, is_brief),
-    "graphs": _graphs,
-}
+    """Read the report under *key*; None if there is none, or an unreadable one."""
+    # `get` would wait for a missing key.
+    return RankReport.decode(store.get(key)) if store.check([key]) else None
 
 
 def _wait_for_readers(store: Any, stage: str, rank: int, reporting: list[int]) -> None:
@@ -401,12 +273,3 @@ def with_hosts(ranks: list[int], reports: Mapping[int, RankReport]) -> str:
     return ", ".join(
         f"{ranks_named([rank for rank in ranks if reports[rank].host == host])} ({host})" for host in hosts
     )
-
-
-def one_line(text: str) -> str:
-    """Return *text* on one line, cut to the limit of a report's texts."""
-    return printable(text)[:_LONGEST]
-
-
-def new_token() -> str:
-    return os.urandom(8).hex()

@@ -71,7 +71,7 @@ class CannotTellError(OSError):
     """The scheduler cannot be told of a verdict, for the reason in the text."""
 
 
-def undelivered_reason(error: OSError) -> str:
+def failure_text(error: OSError) -> str:
     """Return the reason for which a verdict was not delivered, from the *error* of its delivery."""
     why = str(error) if isinstance(error, CannotTellError) else error.strerror or type(error).__name__
     return f"the scheduler of this rank cannot be told: {why}"
