@@ -33,8 +33,7 @@ _LISTED = 5
 _BEGIN, _END = ("start_weight_update", "start_draft_weight_update"), "finish_weight_update"
 """Between these calls vLLM moves tensors away and back (0.21.0 and later)."""
 _ELASTIC = ("reinitialize_distributed", "elastic_ep_execute")
-"""Called for several steps of one change, the last of which captures again; with NIXL's exchange none does, and the
-heartbeat notices the moves."""
+"""Steps of one change, the last of which captures again; with NIXL's exchange none does, and a heartbeat compares."""
 _LAYER = "process_weights_after_loading of a layer"
 _UNFINISHED = ("load_weights", _LAYER)
 """May be called alone, while other tensors still have the form in which they are loaded."""
