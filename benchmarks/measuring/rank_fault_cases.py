@@ -71,6 +71,6 @@ CASES = {
     "addresses, heartbeat": Case(
         {"at": "engine.rank_addresses:RankAddresses._poll", "first": 2}, (RIGHT,), "addresses are not compared"
     ),
-    "marks, begin": Case({"at": "marks.watch:KVMarks._serve"}, (RIGHT,), "kv-marks is failed"),
-    "marks, step": Case({"at": "marks.watch:KVMarks._follow", "first": 2}, (RIGHT,), "kv-marks is failed"),
+    "marks, begin": Case({"at": "marks.watch:ChecksumMonitor._start_on"}, (RIGHT,), "kv-marks is failed"),
+    "marks, step": Case({"at": "marks.watch:ChecksumMonitor._track", "first": 2}, (RIGHT,), "kv-marks is failed"),
 }
