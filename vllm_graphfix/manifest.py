@@ -138,7 +138,8 @@ def _acted_on_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) ->
 def _is_edited(fix: Patchable, source: Source) -> bool:
     """Tell if a file that *fix* reads is of no known release, or may not be what is imported."""
     search = _search(source)
-    edited = (path for path in search.paths if path in fix.inspected_files and not search.has_known_code(path))
+    inspected = (path for path in search.paths if path in fix.inspected_files)
+    edited = (path for path in inspected if not (search.has_known_code(path) or search.has_known_functions(path)))
     return search.without_source is not None or any(edited)
 
 

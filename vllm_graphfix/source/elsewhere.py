@@ -22,6 +22,7 @@ from vllm_graphfix.source.known_code import (
     DIGEST,
     KNOWN_CODE,
     KNOWN_FILES,
+    KNOWN_FUNCTIONS,
     code_digest,
     digest,
     is_known_extension,
@@ -200,6 +201,11 @@ class Search:
         for owner, node in _units(tree) if tree is not None else ():
             text = _DESCRIPTION.sub("", f"{owner}.{getattr(node, 'name', '')} {canonical(node)}")
             yield owner, node, hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
+
+    def has_known_functions(self, path: str) -> bool:
+        """Return True if known releases have each function and statement of the file, whatever its layout."""
+        known_functions = known(KNOWN_FUNCTIONS)
+        return self._tree(path) is not None and all(value in known_functions for *_, value in self.units(path))
 
     @functools.cache  # noqa: B019 - one search at a time is kept
     def words(self, path: str) -> frozenset[str]:
