@@ -18,7 +18,7 @@ PROMPTS = [[3, 4, 5], [6, 7, 8, 9]]
 
 
 class WorkerReport:
-    """What vLLM adds to its worker class (`worker_extension_cls`): `collective_rpc` calls methods by their name."""
+    """Methods that vLLM adds to its worker class (`worker_extension_cls`), for `collective_rpc` to call."""
 
     def graphfix_report(self) -> dict[str, Any]:
         """The fixes and counters of this worker; nothing but text and numbers, which any executor can send."""
@@ -35,7 +35,7 @@ class WorkerReport:
 
 
 def problems(report: dict[str, Any]) -> Iterator[str]:
-    """What makes the rollouts of a worker doubtful."""
+    """Yield the reasons to doubt the rollouts of a worker."""
     if not report["registered"]:
         yield "vLLM has not loaded the plugin in this worker: is VLLM_PLUGINS set, without graphfix?"
     for name, fix in report["fixes"].items():
@@ -53,12 +53,12 @@ def main() -> int:
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="less, beside a trainer")
     parser.add_argument("--enforce-eager", action="store_true", help="without CUDA graphs, for comparison")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        **vars(given),
+        **vars(arguments),
         max_model_len=256,
         skip_tokenizer_init=True,
         worker_extension_cls="rollouts.WorkerReport",
@@ -72,7 +72,7 @@ def main() -> int:
         llm.collective_rpc("reload_weights")
         llm.reset_prefix_cache()  # what is cached was computed with the old weights
 
-    found = 0
+    doubtful = 0
     for rank, report in enumerate(llm.collective_rpc("graphfix_report")):
         states: dict[str, list[str]] = {}
         for name, fix in report["fixes"].items():
@@ -81,9 +81,9 @@ def main() -> int:
             print(f"worker {rank}: {state}: {', '.join(names)}")
         print(f"worker {rank}: shadow check: {report['events'].get('shadow', 'off')}")
         for problem in problems(report):
-            found += 1
+            doubtful += 1
             print(f"worker {rank}: PROBLEM: {problem}")
-    return 1 if found else 0
+    return 1 if doubtful else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the ranks of this engine report, on vLLM's own /metrics.
+"""Series of this engine's ranks on vLLM's own /metrics.
 
 With prometheus_client, which comes with vLLM, and as vLLM itself uses it: with several API servers it runs in
 multiprocess mode, in which collectors of one's own do not exist, and a Gauge says what holds for the whole engine in
@@ -107,7 +107,7 @@ class Process(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What the records of one engine's ranks said when they were read last."""
+    """Content of the records of one engine's ranks when they were last read."""
 
     read_at: float
     """Epoch seconds."""
@@ -137,14 +137,14 @@ def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
 
     These are its own, and those of nodes that follow its rank 0 and have no /metrics of their own.
     """
-    given = list(records)
-    told_elsewhere = {record.engine for record in given if record.serves_metrics and record.engine != engine}
+    all_records = list(records)
+    exposed_elsewhere = {record.engine for record in all_records if record.serves_metrics and record.engine != engine}
     return [
         record
-        for record in given
-        # An error that came early may have kept a rank from knowing which it is.
+        for record in all_records
+        # An error that came early may have hidden from a rank which it is.
         if (record.rank is not None or record.unchecked is not None)
-        and (record.engine == engine or (record.leader == engine and record.engine not in told_elsewhere))
+        and (record.engine == engine or (record.leader == engine and record.engine not in exposed_elsewhere))
     ]
 
 
@@ -156,7 +156,7 @@ def snapshot_of(
     schedulers: Iterable[Record] = (),
     expected: int = 0,
 ) -> Snapshot:
-    """What the records of the ranks of one engine say together, if *silent* of its *expected* ranks are silent.
+    """Sum up the records of one engine's ranks, of which *silent* of *expected* are silent.
 
     Of those that have *ended* only what they have counted; of its *schedulers*, that are no ranks, only how many
     requests they have ended, and that they can end none where that is so: a rank may not know.
@@ -164,15 +164,15 @@ def snapshot_of(
     fixes: Tally[tuple[str, ...]] = Tally()
     states: Tally[tuple[str, ...]] = Tally()
     groups: dict[str, AgreementReport] = {}
-    given = list(records)
-    for record in given:
+    all_records = list(records)
+    for record in all_records:
         for name, fix in record.fixes.items():
             states[name, fix.mode, fix.state, fix.reason, record.vllm, record.graphfix] += 1
             if fix.state != "not-needed":
                 fixes[name, fix.mode, fix.state, fix.code] += 1
         if record.agreement is not None:
             groups[record.agreement.group] = record.agreement
-    events = {Process(each.host, each.pid, each.start_ticks): _counted(each) for each in (*given, *ended)}
+    events = {Process(each.host, each.pid, each.start_ticks): _counted(each) for each in (*all_records, *ended)}
     for each in schedulers:
         events[Process(each.host, each.pid, each.start_ticks)] = _aborted(each)
         ends = each.fixes.get("abort")
@@ -181,7 +181,7 @@ def snapshot_of(
     agreeing = sum(group.agreeing for group in groups.values()) if groups else None
     if agreeing is not None and agreeing == sum(group.world_size for group in groups.values()) < expected:
         agreeing = None  # of some ranks nothing is known here, and no other one differs
-    unchecked = sum(record.unchecked is not None for record in given)
+    unchecked = sum(record.unchecked is not None for record in all_records)
     return Snapshot(read_at, dict(fixes), dict(states), events, agreeing, silent, unchecked)
 
 
@@ -278,7 +278,7 @@ class Exposition:
             registry=registry,
         )
         self._counts = counts
-        self._told: dict[Process, dict[tuple[str, ...], int]] = {}
+        self._exposed: dict[Process, dict[tuple[str, ...], int]] = {}
 
     def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
         from prometheus_client import Gauge
@@ -326,13 +326,13 @@ class Exposition:
         self._state.set(snapshot.states)
         for process, events in snapshot.events.items() if self._counts else ():
             # By process: of a rank that is gone, or whose record is missing for a moment, what it has counted stays.
-            told = self._told.setdefault(process, {})
+            exposed = self._exposed.setdefault(process, {})
             for labels, count in events.items():
-                before = told.get(labels, 0)
+                before = exposed.get(labels, 0)
                 self._events.labels(*labels).inc(max(0, count - before))
                 if labels[1] == "milliseconds":
                     self._seconds.labels(labels[0]).inc(max(0, count - before) / 1000)
-                told[labels] = max(count, before)
+                exposed[labels] = max(count, before)
 
 
 class Watcher:
@@ -360,33 +360,33 @@ class Watcher:
             time.sleep(EVERY)
 
     def look(self) -> None:
-        """Reads the records now. Where no rank's can be read, what was told last stays, with its time."""
+        """Read the records now. Where no rank's can be read, the last values stay, with their time."""
         from vllm_graphfix import records
 
         self._exposition.tell_engine(self.engine)
         now, here = time.time(), records.identity()
         # Our own user's: what others write is not ours to tell.
-        found, _, _, unreadable = records.read(self._base, own=True, engines={self.engine.id})
+        stored, _, _, unreadable = records.read(self._base, own=True, engines={self.engine.id})
         # By name: on shared storage there are those of a whole fleet, and this process serves requests.
-        self._followers = self._followers.union(*(each.record.followers for each in found)) - {self.engine.id}
+        self._followers = self._followers.union(*(each.record.followers for each in stored)) - {self.engine.id}
         if self._followers:
             of_followers = records.read(self._base, own=True, engines=self._followers)
-            found, unreadable = found + of_followers.found, unreadable + of_followers.unreadable
+            stored, unreadable = stored + of_followers.found, unreadable + of_followers.unreadable
         # Not by the dates of files: a file server's clock may be minutes off.
         self._heartbeats = self._heartbeats or records.HeartbeatWatch()
-        found = tuple(self._heartbeats.by_this_clock(found, now))
-        others = {each.record.engine for each in found if each.record.serves_metrics} - {self.engine.id}
+        stored = tuple(self._heartbeats.by_this_clock(stored, now))
+        others = {each.record.engine for each in stored if each.record.serves_metrics} - {self.engine.id}
         of_ours_alone = [each for each in unreadable if each.engine not in others and records.may_run(each, here)]
-        if found or unreadable:  # else the folder may be gone, which is another number
+        if stored or unreadable:  # else the folder may be gone, which is another number
             self._exposition.tell_unreadable(len(of_ours_alone))
-        ours = {record.file_name for record in records_of_engine((each.record for each in found), self.engine.id)}
-        of_ours = [each for each in found if each.path.name in ours]
+        ours = {record.file_name for record in records_of_engine((each.record for each in stored), self.engine.id)}
+        of_ours = [each for each in stored if each.path.name in ours]
         states = [records.liveness_of(each, now, here) for each in of_ours]
         there = [each for each, state in zip(of_ours, states, strict=True) if state is not records.Liveness.DEAD]
         ended = [each.record for each, state in zip(of_ours, states, strict=True) if state is records.Liveness.DEAD]
         if there:
             # Not a rank that could not be checked before it knew which it is: that is one of ours already.
-            cores = [each for each in found if each.record.rank is None and each.record.unchecked is None]
+            cores = [each for each in stored if each.record.rank is None and each.record.unchecked is None]
             engines = {record.engine for record in (*(each.record for each in there), *ended)}
             schedulers = [each.record for each in cores if each.record.engine in engines]
             # Engine cores, too: they wait for the result of a step whose rank has gone on to wait elsewhere.

@@ -22,7 +22,7 @@ STEPS = (
     ("vllm.v1.worker.gpu_worker", "Worker", ("execute_model", "sample_tokens")),
     ("vllm.v1.worker.cpu_worker", "CPUWorker", ("execute_model", "sample_tokens")),
 )
-"""What runs a step, by module, class and methods; a method that a class only inherits is wrapped where it is."""
+"""Methods that run a step, by module and class. A method that a class only inherits is wrapped in its base."""
 
 
 class StepClock:
@@ -40,10 +40,10 @@ class StepClock:
             when_imported(module, functools.partial(self._hook, owner, names))
 
     def _hook(self, owner: str, names: tuple[str, ...], module: Any) -> None:
-        found = getattr(module, owner)
+        stepping = getattr(module, owner)
         for name in names:
-            if name in vars(found):
-                wrap(found, name, self._around)
+            if name in vars(stepping):
+                wrap(stepping, name, self._around)
 
     def _around(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._began is not None:  # an engine core that runs the model itself: the outermost call is the step

@@ -45,7 +45,7 @@ class Shadow:
         self._refuse = refuse
         self._abort = abort
         self.cannot_abort: str | None = None
-        """Why no request can be ended, though that is the action."""
+        """Reason for which no request can be ended, though that is the action; None if it can."""
         self.schedule = Schedule(rate)
         self.action = action
         self.results = Results()

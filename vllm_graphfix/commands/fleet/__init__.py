@@ -1,4 +1,4 @@
-"""What the processes of all engines say of themselves, put together: who agrees, who is gone, and who says nothing."""
+"""Sums up the records of all engines' processes: who agrees, who is gone, and who is silent."""
 
 from __future__ import annotations
 
