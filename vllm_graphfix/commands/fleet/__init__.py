@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from vllm_graphfix.commands.fleet.engine import Engine, Member
+from vllm_graphfix.commands.fleet.engine import Engine
 from vllm_graphfix.commands.fleet.json_report import as_json
+from vllm_graphfix.commands.fleet.member import Member
 from vllm_graphfix.commands.fleet.survey import Fleet, FleetError, look
 from vllm_graphfix.commands.fleet.table import kind, render, watch
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded

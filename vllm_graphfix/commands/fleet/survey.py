@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_graphfix.commands.fleet.engine import Engine, Member
+from vllm_graphfix.commands.fleet.engine import Engine
+from vllm_graphfix.commands.fleet.judgement import judged
+from vllm_graphfix.commands.fleet.member import Member
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded, without_record
 from vllm_graphfix.records import (
     PRUNED_AFTER,
@@ -187,7 +189,7 @@ def _engines(
         place = one.path.parent
         broken.setdefault((place, leaders.get((place, one.engine)) or one.engine), []).append(one)
     engines = [
-        Engine(place[1], tuple(sorted(members_there, key=_order)), tuple(broken.get(place, ())))
+        judged(Engine(place[1], tuple(sorted(members_there, key=_order)), tuple(broken.get(place, ()))))
         for place, members_there in joined.items()
     ]
     live = {(engine.members[0].found.path.parent, engine.name) for engine in engines if engine.live}

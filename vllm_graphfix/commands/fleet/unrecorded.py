@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_graphfix.commands.fleet.engine import YOUNG, Member, user_name
+from vllm_graphfix.commands.fleet.engine import YOUNG, user_name
+from vllm_graphfix.commands.fleet.member import Member
 from vllm_graphfix.records import Identity, base_folder
 from vllm_graphfix.settings.environment import STATUS_DIR
 
