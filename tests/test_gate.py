@@ -113,8 +113,10 @@ def rank(world, number, size, port, given):
     load_general_plugins()
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=size)
     distributed.new_group(list(range(size)), backend="gloo")
+    ends = []
     if plugin:
-        from vllm_graphfix.engine import rank_agreement as agreement
+        from vllm_graphfix.engine import capture_gate, rank_agreement as agreement
+        capture_gate.exit_process = lambda: ends.append(" AND ENDS ITS PROCESS")
         agreement.TIMEOUT_FOR_A_WARNING = 4.0 if "lacks" in world else 60.0
         put_a_fault(os.environ.get("FAULT"))
     mode = SimpleNamespace(name=os.environ.get("GRAPHS", "FULL"))
@@ -127,7 +129,7 @@ def rank(world, number, size, port, given):
     except AttributeError:
         said = "STARTS"  # the stock start-up was called, with an object that is no worker
     except RuntimeError as error:
-        said = f"{type(error).__name__} {error}"
+        said = "".join([f"{type(error).__name__} {error}", *ends])
     return said == "STARTS", said
 
 run_worlds(WORLDS, rank)
@@ -224,6 +226,8 @@ def test_all_ranks_that_insist_stop_where_they_cannot_be_compared(said: dict[str
         assert "vllm-graphfix stops this engine before it captures its CUDA graphs: whether its ranks agree is" in line
         assert "no attribute '_get_default_store'" in line
         assert "set VLLM_GRAPHFIX=off on all nodes" in line
+    # vLLM's executor reads the result of rank 0; of rank 1 it notices the end of the process.
+    assert [line.endswith(" AND ENDS ITS PROCESS") for line in stopped] == [False, True]
 
 
 def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host(said: dict[str, list[str]]) -> None:

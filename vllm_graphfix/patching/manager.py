@@ -339,7 +339,7 @@ class FixManager:
         Activity.capturing = None
         failures: dict[str, dict[Any, str]] = {}
         for name, applied in self._applied.items():
-            graphs = {g: why for g, why in applied.activity.graphs.items() if getattr(g, "kept", True)}
+            graphs = {g: why for g, why in applied.activity.graphs.items() if getattr(g, "serves", True)}
             if graphs and applied.observes:  # the graphs are stock's anyway, but its counts may be too low from here on
                 applied.activity.error = applied.activity.error or next(iter(graphs.values()))
             elif graphs:
