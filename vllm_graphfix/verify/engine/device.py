@@ -98,7 +98,7 @@ def _query_torch() -> Device:
         round(free / GIB, 1),
         round(total / GIB, 1),
         driver(),
-        torch.__version__,
+        str(torch.__version__),
         torch.version.cuda or "none",
         platform.python_version(),
         count,

@@ -229,7 +229,7 @@ def _facts() -> dict[str, str]:
     return {
         "vllm": vllm.__version__,
         "graphfix": vllm_graphfix.__version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": str(current_platform.get_device_name()),  # from NVML, which does not touch the GPU
         "driver": driver(),
