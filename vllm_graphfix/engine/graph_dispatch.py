@@ -20,7 +20,7 @@ class Graph(NamedTuple):
     """A graph that was being captured."""
 
     owner: object
-    """In model runner V2 the manager of the graph; model runner V1 itself."""
+    """The object that dispatches to the graph: a manager of model runner V2, or model runner V1 itself."""
     mode: str
     """``FULL`` or ``PIECEWISE``."""
     tokens: int

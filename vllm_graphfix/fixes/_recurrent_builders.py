@@ -194,11 +194,12 @@ class Prefills(NamedTuple):
     """The rows that a builder takes for prefills: a higher number means more rows. Several builders: the highest."""
 
     one_token: int
-    """In decodes of one token: 0 none, 1 rows without a state, 2 in their prompt, 3 that compute any known token."""
+    """Where each row has one token: 0 no row, 1 rows without a state, 2 rows in their prompt, 3 rows that compute any
+    known token."""
     in_prompt: int
-    """In decodes with drafts: 0 none, 1 rows in their prompt without state or placeholders, 2 in their prompt."""
+    """Where rows have drafts: 0 no row, 1 rows in their prompt without state or placeholders, 2 each in its prompt."""
     undrafted: int
-    """In decodes with drafts, rows without drafts: 0 none, 1 if all rows are such, 2 each."""
+    """Rows without drafts, in decodes with drafts: 0 no row, 1 all of them if no row has drafts, 2 each."""
 
     def rows(self, length: int, computed: Any, prompt: Any, known: Any) -> Any:
         """Return the rows, (rows,) bool, of a step of *length* tokens each that a builder takes for prefills, or None.

@@ -24,7 +24,7 @@ class DrafterGraphs(NamedTuple):
     """The full graphs of one manager, and the method that runs the same step without one."""
 
     name: str
-    """As people see it."""
+    """The name of these graphs in messages and reports."""
     manager: str
     """Attribute of the speculator."""
     caller: str

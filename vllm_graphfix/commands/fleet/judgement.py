@@ -254,7 +254,7 @@ _CHECKS_WHILE_IT_RUNS: tuple[Callable[[Engine], Iterator[Finding]], ...] = (
     *(_lost, _stuck, _outdated, _starting, _unreadable, _unrecorded, _uncompared, _states),
     *(_limited_detectors, _unseen, _detected, _idle_detectors, _settings),
 )
-"""In the order in which people read them."""
+"""The checks of an engine with a living process, in the order in which their sentences are listed."""
 
 
 def _names_by_value(engine: Engine, values: Mapping[str, Sequence[Member]]) -> str:
