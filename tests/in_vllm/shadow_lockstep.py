@@ -232,7 +232,7 @@ def test_a_rank_whose_check_is_over_for_a_reason_of_its_own_tells_the_other_one(
     ended = of_one(fail)
     assert [each.messages[-1] for each in ended] == [
         [2, "it failed on another rank of the same group", None],
-        [2, "planted", None],
+        [2, "RuntimeError: planted", None],
     ], ended
     for each in ended:
         assert each.log.count("the shadow check is now off") == 1, ended

@@ -10,6 +10,7 @@ a GPU has queued, a thread.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import multiprocessing
@@ -34,7 +35,7 @@ from vllm.forward_context import BatchDescriptor, get_forward_context
 from wrapped_model import CAPTURED, EVERY_STEP, ModelStandIn, Served
 
 from vllm_graphfix.settings.shadow_rate import Action, Rate
-from vllm_graphfix.shadow import memory, process, ranks, watchdog
+from vllm_graphfix.shadow import memory, process, ranks, runner_v1, watchdog
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import Attempt
 from vllm_graphfix.shadow.runs import Step
@@ -276,6 +277,48 @@ def test_a_rank_that_is_stopped_or_gone_ends_the_other_one(fault: Callable[[], N
         be_killed: "the ranks of its group cannot agree any more",
     }
     clean_stop(two_ranks(with_fault(fault, 1, quarantined=quarantined)), in_log[fault])
+
+
+def where_reading_fails(failing: range, *, captured: bool = True) -> list[Ended]:
+    """Ranks of which one cannot tell, at the calls of these numbers, whether it is about to replay."""
+
+    def scenario(rank: int, say: Say) -> None:
+        with served(rank, Action.REPORT, quarantined=False) as (watched, right):
+            calls, stock = itertools.count(), runner_v1._replays
+
+            def replays(*call: Any) -> bool:
+                if next(calls) in failing and rank == FAULTY:
+                    raise ValueError("planted")
+                return captured and stock(*call)
+
+            watched.shadow.memory.measuring = not captured
+            with mock.patch.object(runner_v1, "_replays", replays):
+                for expected in right:
+                    say(bool(torch.equal(watched.step(), expected)))
+            say(watched.shadow.results.checks, watched.shadow.stopped)
+
+    ended = two_ranks(scenario)
+    never_wrong(ended)
+    return ended
+
+
+@pytest.mark.parametrize("failing", [range(1), range(STEPS)], ids=["once", "always"])
+def test_a_rank_that_cannot_read_its_first_call_turns_the_check_off_on_both(failing: range) -> None:
+    ended = where_reading_fails(failing)
+    assert [each.code for each in ended] == [0, 0], ended
+    reasons = ["it failed on another rank of the same group", "ValueError: planted"]
+    assert [each.messages[-1] for each in ended] == [[0, reason] for reason in reasons]
+
+
+def test_a_rank_that_cannot_read_a_later_call_ends_and_the_other_one_with_it() -> None:
+    ended = where_reading_fails(range(3, STEPS))
+    clean_stop(ended, "the check has failed on this rank: ValueError: planted")
+    assert [each.code for each in ended] == [watchdog.EXIT_CODE] * 2
+
+
+def test_nobody_waits_for_a_rank_that_cannot_read_a_call_before_the_capture() -> None:
+    ended = where_reading_fails(range(STEPS), captured=False)
+    assert [(each.code, each.messages[-1]) for each in ended] == [(0, [0, None])] * 2
 
 
 def test_a_step_that_fails_alike_on_all_ranks_is_a_mismatch_as_on_one() -> None:

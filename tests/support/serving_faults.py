@@ -32,11 +32,6 @@ _SLOW = 120.0
 """Seconds that are waited for an outcome, of a machine that may be slow; the engine itself measures the limit."""
 
 
-OPEN = frozenset({"_replays", "_full"})
-"""Functions of shadow/runner_v1.py whose error on one rank alone still hangs the engine for as long as vLLM lets a step
-take: that rank checks no more, and the others wait for it at the next replay. Not planted until that is mended."""
-
-
 class Fault(NamedTuple):
     """An error of one statement: the next time, or always."""
 
@@ -116,8 +111,7 @@ def functions(places: Sequence[str]) -> list[str]:
             if isinstance(node, ast.FunctionDef) and node.lineno <= _line(place) <= (node.end_lineno or 0)
         ]
         innermost = max(around, key=lambda node: node.lineno)
-        if file != "shadow/runner_v1.py" or innermost.name not in OPEN:
-            first.setdefault((file, innermost.lineno), place)
+        first.setdefault((file, innermost.lineno), place)
     return sorted(first.values())
 
 

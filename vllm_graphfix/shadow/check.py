@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import NEVER, Abort, Action, Rate
@@ -29,6 +29,7 @@ from vllm_graphfix.shadow.schedule import Schedule
 from vllm_graphfix.shadow.stages import PipelineCoordinator
 from vllm_graphfix.shadow.verdict import TARGET, GraphHistory, Mismatch, Results
 
+T = TypeVar("T")
 CONFIRMATIONS = 2
 """Mismatches of one graph, each confirmed by a second eager run, that put it into quarantine."""
 _MAX_SKIPPED = 5
@@ -56,6 +57,8 @@ class Shadow:
         self._warned_of_replay = self._logged_skip = False
         self._is_over = False
         """Nothing is checked any more."""
+        self._readable: set[str] = set()
+        """The models whose calls every rank of the group can read."""
         self.stopped: str | None = None
         """The failure that ended the check."""
         self._pipeline: PipelineCoordinator | None = None
@@ -168,6 +171,36 @@ class Shadow:
         if self._pipeline is not None:
             with suppress(Exception):
                 self._pipeline.end()
+
+    def read(self, model: str, function: Callable[[], T]) -> T | None:
+        """Return what *function* says of the call of *model* that is due; None, as it may say itself, if it fails.
+
+        All ranks of the group are here at once, but they wait for each other in a check only if this says that it is a
+        replay, which it says on all of them. So they agree at the first call: where vLLM's code is not as expected it
+        fails on each, and nobody checks. Later an error is this rank's alone, and ends its process. Raises nothing.
+        """
+        if self.lockstep is None and model not in self._readable:
+            result = None
+            with Attempt() as attempt:
+                result = function()
+            if result is None and self.memory.measuring:
+                return None  # before the capture ranks may make calls of their own; an error comes again after it
+            with ranks.deadline(ranks.step_timeout()), Agreement(self.stop, error=attempt.error) as agreed:
+                pass
+            if agreed.failed:
+                return None
+            self._readable.add(model)
+            return result
+        try:
+            return function()
+        except Exception as error:
+            # In lockstep the others learn of it in the agreement that follows. UnsafeError is said of the engine or of
+            # vLLM's code, which are the same on every rank.
+            if self.lockstep is not None or isinstance(error, UnsafeError):
+                self.stop(error)
+            else:
+                self._stop_on_this_rank(error)
+        return None
 
     def plan_next(self) -> None:
         """Agree on the step that is due next, at the step that the stages of a pipeline have set for that.

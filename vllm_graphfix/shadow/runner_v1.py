@@ -199,14 +199,15 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
         return kind.__call__(wrapper, *args, **kwargs)
 
     shadow.plan_next()
-    key: tuple[int, Any] | None = None
-    try:
-        context = sys.modules["vllm.forward_context"]._forward_context
-        if _replays(wrapper, context):
-            descriptor = context.batch_descriptor
-            key = id(wrapper), descriptor if shadow.lockstep is None else shape_of(descriptor)
-    except Exception as error:  # the same on every rank: no tensor was looked at
-        shadow.stop(error)
+    context = sys.modules["vllm.forward_context"]._forward_context
+
+    def read() -> tuple[int, Any] | None:
+        if not _replays(wrapper, context):
+            return None
+        descriptor = context.batch_descriptor
+        return id(wrapper), descriptor if shadow.lockstep is None else shape_of(descriptor)
+
+    key = shadow.read(TARGET, read)
     together = shadow.lockstep is None or shadow.all_ranks_replay(key[1] if key is not None else None)
     if key is None or not together:
         return replay()

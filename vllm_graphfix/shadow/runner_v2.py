@@ -241,18 +241,21 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
         return stock(manager, desc)
 
     shadow.plan_next()
-    try:
+    frame = sys._getframe(2)
+
+    def read() -> Mapping[str, Any] | None:
         if (reason := unsafe(manager.vllm_config)) is not None:
             process.refuse(reason)
-            return replay()
-        key = (id(manager), desc)
-        caller = _variables_of_caller(sys._getframe(2))
+            return None
+        caller = _variables_of_caller(frame)
         if caller is None or caller["dummy_run"] or not caller["attn_metadata"]:
-            return replay()
-    except Exception as error:  # the same on every rank: no tensor was looked at
-        shadow.stop(error)
+            return None
+        return caller
+
+    caller = shadow.read(TARGET, read)
+    if caller is None:
         return replay()
-    return shadow.run(key, lambda: _step(manager, desc, caller), replay)
+    return shadow.run((id(manager), desc), lambda: _step(manager, desc, caller), replay)
 
 
 def _variables_of_caller(frame: FrameType | None) -> Mapping[str, Any] | None:
