@@ -26,7 +26,7 @@ class Fault(NamedTuple):
     folder: str
     """Where `fault-at` gets a line each time, the seconds of the epoch."""
     at: str = ""
-    """A function of the package that raises instead of doing anything: ``records.reporter:write``."""
+    """Functions of the package that raise instead of running, comma-separated: ``records.reporter:write``."""
     error: str = "RuntimeError"
     """An OSError with this name in `errno`, or a class."""
     first: int = 1
@@ -58,8 +58,8 @@ def plant() -> None:
     from vllm_graphfix.records.reporter import Reporter
 
     Reporter.keep.__defaults__ = (BEAT,)
-    if fault.at:
-        _fail(fault)
+    for function in filter(None, fault.at.split(",")):
+        _fail(function, fault)
     if fault.wrong:
         _replay_wrongly(fault)
 
@@ -76,11 +76,11 @@ def _note(fault: Fault) -> None:
         file.write(f"{time.time()}\n")
 
 
-def _fail(fault: Fault) -> None:
+def _fail(function: str, fault: Fault) -> None:
     import builtins
     import errno
 
-    module, _, name = fault.at.partition(":")
+    module, _, name = function.partition(":")
     owner: Any = importlib.import_module(f"vllm_graphfix.{module}")
     *path, last = name.split(".")
     for part in path:

@@ -16,6 +16,8 @@ WATCHED = {
     settings.KV_MARKS: "1/1",
     settings.KV_MARKS_ACTION: "abort",
 }
+_READING = "shadow.runner_v1:_replays,shadow.runner_v2:_variables_of_caller"
+"""The functions by which a rank learns whether a call is a replay."""
 
 
 class Case(NamedTuple):
@@ -60,6 +62,8 @@ CASES = {
     **_gate("report after", before=False, at="engine.own_report:report_after_capture", times=1),
     **_gate("act after", before=False, at="engine.capture_gate:CaptureGate._act_on_failures", times=1),
     "records, no space": Case({"at": "records.reporter:write", "error": "ENOSPC"}, (RIGHT,), "record not written for"),
+    "shadow, each call": Case({"at": _READING}, (RIGHT,), "shadow is failed"),
+    "shadow, a later call": Case({"at": _READING, "first": 30, "times": 1}, (STOP,), "shadow"),
     "shadow, before the step": Case(
         {"at": "shadow.runs:CheckedStep.__init__", "first": 3}, (RIGHT,), "shadow is failed"
     ),
