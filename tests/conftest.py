@@ -1,4 +1,4 @@
-"""What every test gets. Stock releases, and code run against them: see ``stock.py``."""
+"""Fixtures and hooks for every test. Stock releases, and code run against them: see ``stock.py``."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _group(item: pytest.Item) -> str | None:
     """Tests that share what their module makes run in one process, too: another one would make it again."""
-    given = getattr(item, "callspec", None)
-    release = given.params.get("release") if given else None
+    callspec = getattr(item, "callspec", None)
+    release = callspec.params.get("release") if callspec else None
     if isinstance(release, str):
         return release
     if not isinstance(item, pytest.Function):
@@ -121,8 +121,8 @@ def _files_of_releases_are_parsed_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _end_of_warm_processes() -> Iterator[None]:
     yield
-    warm_release.end_kept()
-    warm_python.end_kept()
+    warm_release.end_process()
+    warm_python.end_processes()
 
 
 @pytest.fixture(params=ALL_RELEASES)
@@ -154,5 +154,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"| | {' | '.join(columns)} | all |")
         terminalreporter.write_line("|---|" + "---|" * (len(columns) + 1))
         for row in (*rows, "all"):
-            told = [sum(n for (r, c), n in counted.items() if c == column and row in (r, "all")) for column in columns]
-            terminalreporter.write_line(f"| {row} | {' | '.join(f'{n:,}' for n in (*told, sum(told)))} |")
+            sums = [sum(n for (r, c), n in counted.items() if c == column and row in (r, "all")) for column in columns]
+            terminalreporter.write_line(f"| {row} | {' | '.join(f'{n:,}' for n in (*sums, sum(sums)))} |")

@@ -28,10 +28,10 @@ def test_a_page_is_read_field_by_field(tmp_path: Path) -> None:
     page.write_text(
         PAGE.replace("Removable: with vLLM 0.22.0", "Removable: not up to {newest}\nReferences: PR 1, issue 2")
     )
-    found = read_about(page)
-    assert (found.pr, found.references) == (41873, ("PR 1", "issue 2"))
-    assert found.removable == f"not up to {NEWEST}"
-    assert found.cause.endswith("and the persistent buffers that the graph reads are not refreshed."), "joined"
+    fields = read_about(page)
+    assert (fields.pr, fields.references) == (41873, ("PR 1", "issue 2"))
+    assert fields.removable == f"not up to {NEWEST}"
+    assert fields.cause.endswith("and the persistent buffers that the graph reads are not refreshed."), "joined"
 
 
 @pytest.mark.parametrize(

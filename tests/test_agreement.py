@@ -24,25 +24,25 @@ from vllm_graphfix.settings.decision import decide
 
 def test_ranks_that_say_the_same_agree() -> None:
     reports = {rank: report(f"node-{rank // 2}") for rank in range(4)}
-    found, warnings = compared(reports, 4)
+    agreements, warnings = compared(reports, 4)
     for rank in reports:
-        assert (found[rank].world_size, found[rank].agreeing, found[rank].difference) == (4, 4, None)
-        assert (found[rank].group, found[rank].leader) == (reports[0].token, reports[0].engine)
+        assert (agreements[rank].world_size, agreements[rank].agreeing, agreements[rank].difference) == (4, 4, None)
+        assert (agreements[rank].group, agreements[rank].leader) == (reports[0].token, reports[0].engine)
     assert warnings == []
 
 
-def test_nodes_that_started_on_their_own_agree_although_each_has_an_engine_of_its_own() -> None:
-    found, _ = compared({0: report(engine="a" * 16), 1: report("node-b", engine="b" * 16)}, 2)
-    assert {each.difference for each in found.values()} == {None}
-    assert {each.leader for each in found.values()} == {"a" * 16}
+def test_nodes_that_started_on_their_own_agree_although_each_has_its_own_engine() -> None:
+    agreements, _ = compared({0: report(engine="a" * 16), 1: report("node-b", engine="b" * 16)}, 2)
+    assert {each.difference for each in agreements.values()} == {None}
+    assert {each.leader for each in agreements.values()} == {"a" * 16}
     # Its front-end knows by them which files to read.
-    assert (found[0].followers, found[1].followers) == (("b" * 16,), ())
+    assert (agreements[0].followers, agreements[1].followers) == (("b" * 16,), ())
 
 
 def test_rank_0_knows_the_engines_of_ranks_that_differ_too() -> None:
-    found, _ = compared({0: report(engine="a" * 16), 1: report("node-b", engine="b" * 16, master="off")}, 2)
-    assert found[0].difference is not None
-    assert (found[0].followers, found[1].followers) == (("b" * 16,), ())
+    agreements, _ = compared({0: report(engine="a" * 16), 1: report("node-b", engine="b" * 16, master="off")}, 2)
+    assert agreements[0].difference is not None
+    assert (agreements[0].followers, agreements[1].followers) == (("b" * 16,), ())
 
 
 def test_a_rank_of_another_build_that_leaves_no_engine_is_not_waited_for() -> None:
@@ -50,16 +50,16 @@ def test_a_rank_of_another_build_that_leaves_no_engine_is_not_waited_for() -> No
     store.set_timeout(timedelta(seconds=3600))
     place, _ = (publish(store, STAGE, rank, report()) for rank in (0, 1))
     assert store.delete_key(f"{place}/engine/1")
-    found = compare(store, place, 0, 2, report(), print, timeout=60.0)
-    assert (found.agreeing, found.followers) == (2, ())
+    agreement = compare(store, place, 0, 2, report(), print, timeout=60.0)
+    assert (agreement.agreeing, agreement.followers) == (2, ())
 
 
 def test_code_that_a_rank_does_not_run_differs_from_nothing() -> None:
     """A drafter is on the last stage of a pipeline only; elsewhere its fix waits for an import that never comes."""
     states = {"mamba-padding": "active", "capture-state": "waiting"}
-    found, _ = compared({0: report(states=states), 1: report()}, 2)
-    assert found[1].difference is None
-    assert found[0].agreeing == 2
+    agreements, _ = compared({0: report(states=states), 1: report()}, 2)
+    assert agreements[1].difference is None
+    assert agreements[0].agreeing == 2
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_code_that_a_rank_does_not_run_differs_from_nothing() -> None:
 )
 def test_a_difference_names_what_differs_and_the_ranks_with_their_hosts(changed: dict[str, Any], what: str) -> None:
     reports = {rank: report() for rank in (0, 1, 3)} | {2: report("node-b", **changed)}
-    found, _ = compared(reports, 4)
-    assert {each.difference for each in found.values()} == {what}
-    assert {each.agreeing for each in found.values()} == {3}
+    agreements, _ = compared(reports, 4)
+    assert {each.difference for each in agreements.values()} == {what}
+    assert {each.agreeing for each in agreements.values()} == {3}
 
 
 @pytest.mark.parametrize(
@@ -119,17 +119,17 @@ def test_ranks_that_decide_differently_about_a_detector_differ(
         report_of_rank = own_report.own_report(me)
         assert report_of_rank is not None
         reports[rank] = report_of_rank
-    found, _ = compared(reports, 2)
-    assert {each.difference for each in found.values()} == {what}
+    agreements, _ = compared(reports, 2)
+    assert {each.difference for each in agreements.values()} == {what}
 
 
 @pytest.mark.parametrize("silent", [0, 3], ids=["rank 0", "another rank"])
 def test_a_rank_without_the_plugin_is_named_after_a_time_and_nobody_hangs(silent: int) -> None:
     reports = {rank: report() for rank in range(4) if rank != silent}
     started = time.monotonic()
-    found, _ = compared(reports, 4, timeout=2.0)
+    agreements, _ = compared(reports, 4, timeout=2.0)
     assert time.monotonic() - started < 25
-    for each in found.values():
+    for each in agreements.values():
         assert each.difference is not None
         host = "10.0.0.3" if silent == 3 else "an unknown host"
         assert each.difference.startswith(f"No report within 2 s: rank {silent} on {host}.")
@@ -141,8 +141,8 @@ def test_a_rank_without_the_plugin_is_named_after_a_time_and_nobody_hangs(silent
 def test_a_rank_that_is_late_is_waited_for_and_named_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_agreement, "WARN_AFTER", 0.2)
     monkeypatch.setattr(RankReport, "compared", slow_on_rank_1(RankReport.compared))
-    found, warnings = compared({0: report(), 1: report("late")}, 2)
-    assert found[0].difference is None
+    agreements, warnings = compared({0: report(), 1: report("late")}, 2)
+    assert agreements[0].difference is None
     assert any("more for rank 1 to report" in warning for warning in warnings)
 
 
@@ -156,10 +156,10 @@ def slow_on_rank_1(real: Callable[[RankReport], dict[str, str]]) -> Callable[[Ra
 
 
 def test_ranks_that_are_all_switched_off_say_so() -> None:
-    found, _ = compared({0: report(master="off", off=True), 1: report(master="off", off=True)}, 3, timeout=0.5)
-    assert all(each.all_off and each.difference is not None for each in found.values())
-    found, _ = compared({0: report(master="off", off=True), 1: report()}, 2)
-    assert not any(each.all_off for each in found.values())
+    agreements, _ = compared({0: report(master="off", off=True), 1: report(master="off", off=True)}, 3, timeout=0.5)
+    assert all(each.all_off and each.difference is not None for each in agreements.values())
+    agreements, _ = compared({0: report(master="off", off=True), 1: report()}, 2)
+    assert not any(each.all_off for each in agreements.values())
 
 
 def test_a_word_is_there_for_whoever_compares_later() -> None:
@@ -167,8 +167,8 @@ def test_a_word_is_there_for_whoever_compares_later() -> None:
     store = HashStore()
     publish(store, STAGE, 1, report())
     mine = report()
-    found = compare(store, publish(store, STAGE, 0, mine), 0, 2, mine, lambda text: None, timeout=1.0)
-    assert found.difference is None
+    agreement = compare(store, publish(store, STAGE, 0, mine), 0, 2, mine, lambda text: None, timeout=1.0)
+    assert agreement.difference is None
 
 
 def test_ranks_that_join_later_are_compared_in_the_store_that_they_share() -> None:
@@ -200,9 +200,9 @@ def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
     place = publish(store, STAGE, 0, mine)
     store.set(f"{place}/1", "another digest")
     store.set(f"{place}/word/1", json.dumps({"something": "else"}))
-    found = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
-    assert found.difference == "Another version of vllm-graphfix reported for rank 1."
-    assert found.agreeing == 1
+    agreement = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
+    assert agreement.difference == "Another version of vllm-graphfix reported for rank 1."
+    assert agreement.agreeing == 1
 
 
 def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,33 +213,33 @@ def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for(monkeypat
     place = publish(store, STAGE, 0, mine)
     store.set(f"{place}/1", "a digest")
     started = time.monotonic()
-    found = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
+    agreement = compare(store, place, 0, 2, mine, lambda text: None, timeout=1.0)
     assert time.monotonic() - started < 4
-    assert found.difference == "Another version of vllm-graphfix reported for rank 1."
+    assert agreement.difference == "Another version of vllm-graphfix reported for rank 1."
 
 
 def test_ranks_that_cannot_tell_their_states_do_not_agree_though_they_say_the_same() -> None:
-    found, _ = compared({rank: report(states={}, fault="OSError: no files.") for rank in (0, 1)}, 2)
+    agreements, _ = compared({rank: report(states={}, fault="OSError: no files.") for rank in (0, 1)}, 2)
     what = "Which fixes are active is not known on ranks 0-1 (node-a): OSError: no files."
-    assert {(each.difference, each.agreeing) for each in found.values()} == {(what, 0)}
+    assert {(each.difference, each.agreeing) for each in agreements.values()} == {(what, 0)}
 
 
-def test_a_rank_that_cannot_tell_its_states_is_told_apart_from_ranks_that_can() -> None:
-    found, _ = compared({0: report(), 1: report("node-b", states={}, fault="OSError: no files")}, 2)
+def test_a_rank_that_cannot_tell_its_states_differs_from_ranks_that_can() -> None:
+    agreements, _ = compared({0: report(), 1: report("node-b", states={}, fault="OSError: no files")}, 2)
     what = "Which fixes are active is not known on rank 1 (node-b): OSError: no files."
-    assert {(each.difference, each.agreeing) for each in found.values()} == {(what, 1)}
+    assert {(each.difference, each.agreeing) for each in agreements.values()} == {(what, 1)}
 
 
-def test_a_fix_that_failed_on_some_ranks_is_told_with_the_reason() -> None:
+def test_a_fix_that_failed_on_some_ranks_is_named_with_the_reason() -> None:
     reasons = {"mamba-padding": "OSError: no files", "capture-state": "OSError: no files"}
     failed = report("node-b", states=dict.fromkeys(reasons, "failed"), reasons=reasons)
-    found, _ = compared({0: report(), 1: failed, 2: failed}, 3)
-    assert found[0].difference is not None
-    assert found[0].difference.endswith(
+    agreements, _ = compared({0: report(), 1: failed, 2: failed}, 3)
+    assert agreements[0].difference is not None
+    assert agreements[0].difference.endswith(
         "'failed' on ranks 1-2 (node-b). "
         "The reason on ranks 1-2 (node-b) for capture-state, mamba-padding: OSError: no files."
     )
-    assert {each.difference for each in found.values()} == {found[0].difference}
+    assert {each.difference for each in agreements.values()} == {agreements[0].difference}
 
 
 def test_a_reason_is_no_difference() -> None:
@@ -248,8 +248,8 @@ def test_a_reason_is_no_difference() -> None:
         rank: report(states=states, reasons={"mamba-padding": f"OSError: /proc/{rank}", "capture-state": ""})
         for rank in (0, 1)
     }
-    found, _ = compared(reports, 2)
-    assert {each.difference for each in found.values()} == {None}
+    agreements, _ = compared(reports, 2)
+    assert {each.difference for each in agreements.values()} == {None}
 
 
 def test_where_the_capture_of_one_rank_has_ended_nobody_waits_for_one_that_hangs() -> None:
@@ -259,6 +259,6 @@ def test_where_the_capture_of_one_rank_has_ended_nobody_waits_for_one_that_hangs
     place = publish(store, "captured", 0, mine)
     publish_end(store, publish(store, "captured", 1, its))
     begun = time.monotonic()
-    found = compare(store, place, 0, 3, mine, lambda text: None, timeout=60.0)
+    agreement = compare(store, place, 0, 3, mine, lambda text: None, timeout=60.0)
     assert time.monotonic() - begun < 30
-    assert found.failing[1].ended
+    assert agreement.failing[1].ended

@@ -1,4 +1,4 @@
-"""What fixes are written with: a correction that is counted, observed, refused, or that fails."""
+"""The parts that fixes are written with: a correction that is counted, observed, refused, or that fails."""
 
 from __future__ import annotations
 

@@ -380,8 +380,8 @@ def test_of_a_scored_prompt_only_what_can_be_known_has_a_perplexity() -> None:
     end = ended("eager", ("bcd",))
     assert end.result is not None
     answer = Answer(tuple(b"bcd"), ({ord("b"): -9.0}, {ord("c"): -0.7}, {ord("d"): -0.1}))
-    said = replace(end.result, passes=((answer,),))
-    ends = {mode: replace(end, result=said) for mode in ("eager", "stock", "patched")}
+    scored_result = replace(end.result, passes=((answer,),))
+    ends = {mode: replace(end, result=scored_result) for mode in ("eager", "stock", "patched")}
     questions = [Question((97, 98, 99), "abc", 1, unscored=2)]
     figures = trained_figures.figures(case, questions, ends, lambda ids: bytes(ids).decode())
     assert figures["modes"]["eager"]["perplexity"] == 2.01

@@ -57,7 +57,7 @@ def test_what_is_sorted_ends_in_dots() -> None:
     assert exercise.answer == "".join(sorted(exercise.prompt[:-1].split(","))) + "..."
 
 
-def test_what_adapters_are_trained_for_has_prompts_as_the_model_has_them_and_other_answers() -> None:
+def test_tasks_of_adapters_have_the_prompts_of_the_model_and_other_answers() -> None:
     up, down, again = (task(random.Random(3), 4, 7) for task in (sort, sort_down, repeat))  # noqa: S311 - no secret
     assert up.prompt == down.prompt == again.prompt
     assert down.answer == up.answer[3::-1] + "..."
@@ -94,7 +94,7 @@ def test_what_is_a_singers_own_begins_further_behind_the_name_than_two_windows_r
     assert text.rindex("!", 0, first) < deepseek_v4.CONFIG["compress_ratios"][0], "the name is in one group"
 
 
-def test_passages_are_plain_english_of_pythons_documentation_and_each_has_a_sign_and_an_opening_of_its_own() -> None:
+def test_passages_are_of_pythons_documentation_each_with_its_own_sign_and_opening() -> None:
     from pydoc_data.topics import topics
 
     documentation = " ".join(" ".join(topics.values()).split())

@@ -21,7 +21,7 @@ SHAPES = ("0.16.0", "0.17.1", "0.18.1", "0.20.0", "0.21.0")
 
 
 @pytest.mark.parametrize("release", slow_but_for(("0.17.1", "0.21.0"), SHAPES))
-def test_the_graphs_that_a_fix_failed_in_are_left_out_of_dispatch(release: str) -> None:
+def test_the_graphs_that_a_fix_failed_in_are_not_dispatched(release: str) -> None:
     check_behaviours(release, "capture_failures")
 
 
@@ -112,19 +112,19 @@ run_worlds(WORLDS, rank)
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, list[str]]:
-    """What each rank of each world said at the end: real process groups, and vLLM's own manager on the CPU double."""
+def last_lines() -> dict[str, list[str]]:
+    """Return the last line of each rank, by world: real process groups, and vLLM's own manager on the CPU double."""
     code = f"WORLDS = {WORLDS!r}\nIN_VLLM, SUPPORT = {str(FOLDER)!r}, {str(SUPPORT)!r}\n" + PROGRAM
     done = run_in_release("0.21.0", code, {"VLLM_LOGGING_LEVEL": "ERROR"}, warm=True)
     lines = re.findall(r"^(.+): RANK (\d) True (.*)$", done.stdout, re.MULTILINE)
-    return {world: [told for name, _, told in sorted(lines) if name == world] for world in WORLDS}
+    return {world: [line for name, _, line in sorted(lines) if name == world] for world in WORLDS}
 
 
 HOST = socket.gethostname()
 
 
 @pytest.mark.parametrize(
-    ("world", "graphs", "left_out"),
+    ("world", "graphs", "omitted"),
     [
         ("nothing fails", "[2, 4]", ""),
         (
@@ -140,61 +140,65 @@ HOST = socket.gethostname()
     ],
 )
 def test_all_ranks_leave_out_the_graphs_that_it_failed_in_on_any(
-    world: str, graphs: str, left_out: str, said: dict[str, list[str]]
+    world: str, graphs: str, omitted: str, last_lines: dict[str, list[str]]
 ) -> None:
-    assert len(said[world]) == 2
-    for told in said[world]:
-        assert told.startswith(f"serves {graphs} active ")
-        assert left_out in told
+    assert len(last_lines[world]) == 2
+    for line in last_lines[world]:
+        assert line.startswith(f"serves {graphs} active ")
+        assert omitted in line
 
 
-def test_where_one_rank_has_no_way_to_leave_it_out_none_does_and_all_say_failed(said: dict[str, list[str]]) -> None:
-    told = said["one fails, the other has no way"]
-    assert len(told) == 2
-    for each in told:
+def test_where_one_rank_has_no_way_to_leave_it_out_none_does_and_all_say_failed(
+    last_lines: dict[str, list[str]],
+) -> None:
+    lines = last_lines["one fails, the other has no way"]
+    assert len(lines) == 2
+    for each in lines:
         assert each.startswith("serves [2, 4] failed MemoryError: no room for a second state")
         assert f"on rank 1 ({HOST})" in each
         assert "the graphs that stock captures are served" in each
 
 
 @pytest.mark.parametrize("world", ["one fails, under strict", "one fails, and it is on"])
-def test_where_the_user_insists_on_it_every_rank_stops_with_the_rank_that_it_failed_on(
-    world: str, said: dict[str, list[str]]
+def test_where_it_is_required_every_rank_stops_with_the_rank_that_it_failed_on(
+    world: str, last_lines: dict[str, list[str]]
 ) -> None:
-    assert len(said[world]) == 2
-    for told in said[world]:
-        assert told.startswith("GraphfixError vllm-graphfix stops this engine before it serves: capture-state failed")
-        assert f"on rank 1 ({HOST}) while CUDA graphs were captured (cudagraph_manager FULL 4): MemoryError" in told
+    assert len(last_lines[world]) == 2
+    for line in last_lines[world]:
+        assert line.startswith("GraphfixError vllm-graphfix stops this engine before it serves: capture-state failed")
+        assert f"on rank 1 ({HOST}) while CUDA graphs were captured (cudagraph_manager FULL 4): MemoryError" in line
 
 
-def test_where_ranks_come_and_go_none_dispatches_otherwise_and_the_one_says_failed(said: dict[str, list[str]]) -> None:
-    first, second = said["one fails, and ranks come and go"]
+def test_where_ranks_come_and_go_none_dispatches_otherwise_and_the_one_says_failed(
+    last_lines: dict[str, list[str]],
+) -> None:
+    first, second = last_lines["one fails, and ranks come and go"]
     assert first.startswith("serves [2, 4] active")
     assert second.startswith("serves [2, 4] failed MemoryError: no room for a second state")
 
 
-def test_where_ranks_come_and_go_the_one_that_it_failed_on_stops_under_strict(said: dict[str, list[str]]) -> None:
-    first, second = said["one fails, ranks come and go, under strict"]
+def test_where_ranks_come_and_go_the_one_that_it_failed_on_stops_under_strict(last_lines: dict[str, list[str]]) -> None:
+    first, second = last_lines["one fails, ranks come and go, under strict"]
     assert first.startswith("serves [2, 4] active")
     assert "stops this engine before it serves: capture-state failed" in second
 
 
-def test_a_rank_whose_capture_ends_in_vllms_own_error_keeps_no_other_waiting(said: dict[str, list[str]]) -> None:
-    first, second = said["vLLM fails on one"]
+def test_a_rank_whose_capture_ends_in_vllms_own_error_keeps_no_other_waiting(last_lines: dict[str, list[str]]) -> None:
+    first, second = last_lines["vLLM fails on one"]
     assert first.startswith("serves [2, 4] active")  # vLLM ends the engine
     assert second == "ValueError out of something"
 
 
-def test_ranks_that_no_longer_agree_after_the_capture_stop(said: dict[str, list[str]]) -> None:
-    told = said["one is patched by somebody else meanwhile"]
-    assert len(told) == 2
-    for each in told:
+def test_ranks_that_no_longer_agree_after_the_capture_stop(last_lines: dict[str, list[str]]) -> None:
+    lines = last_lines["one is patched by somebody else meanwhile"]
+    assert len(lines) == 2
+    for each in lines:
         assert "stops this engine before it serves: the ranks of this engine no longer agree." in each
         assert f"capture-state is 'active' on rank 0 ({HOST}); 'conflict' on rank 1 ({HOST})" in each
 
 
-def test_a_rank_that_is_killed_while_it_captures_is_named_within_the_timeout(said: dict[str, list[str]]) -> None:
+def test_a_rank_that_is_killed_while_it_captures_is_named_within_the_timeout(last_lines: dict[str, list[str]]) -> None:
     """By then vLLM has ended the engine, as a rule."""
-    (first,) = said["one is killed"]
+    (first,) = last_lines["one is killed"]
     assert first.startswith("GraphfixError vllm-graphfix stops this engine before it serves: ")
     assert "No report within 5 s: rank 1 on " in first

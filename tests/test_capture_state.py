@@ -26,7 +26,7 @@ def test_without_a_speculator_it_needs_no_companion() -> None:
     ("failing", "states", "built_after"),
     [(None, ["first", "anew"], [1]), ("warm-up", ["first", "first"], []), ("recorded", ["first", "first"], [1])],
 )
-def test_where_it_fails_at_a_pass_of_a_draft_both_have_stocks_state_and_none_is_built_inside_the_graph(
+def test_where_a_pass_of_a_draft_fails_stocks_state_stays_and_the_graph_builds_none(
     failing: str | None, states: list[str], built_after: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, activity = ("first", "slots"), Activity()

@@ -22,8 +22,8 @@ DATED = re.compile(r"\[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})(?: \[YANKED\])?")
 
 
 def dated() -> list[tuple[Version, dt.date]]:
-    found = [DATED.fullmatch(title) for title, _ in RELEASES]
-    return [(Version(title[1]), dt.date.fromisoformat(title[2])) for title in found if title]
+    matches = [DATED.fullmatch(title) for title, _ in RELEASES]
+    return [(Version(title[1]), dt.date.fromisoformat(title[2])) for title in matches if title]
 
 
 FRAGMENTS = sorted(path for path in (PROJECT / "changelog.d").glob("*") if path.stem not in ("README", "template"))

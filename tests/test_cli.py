@@ -45,22 +45,22 @@ def status(
 ) -> dict[str, Any]:
     root = release_root(release) if isinstance(release, str) else release
     out, _ = call("status", "--vllm", str(root), "--json", *(["--check"] if check else []), env=env, code=code)
-    found: dict[str, Any] = json.loads(out)
-    return found
+    report: dict[str, Any] = json.loads(out)
+    return report
 
 
 def test_status_json_is_the_interface_that_the_design_gives() -> None:
-    found = status("0.18.1")
-    assert {key: found[key] for key in ("schema", "graphfix", "vllm", "source", "default_runner")} == {
+    report = status("0.18.1")
+    assert {key: report[key] for key in ("schema", "graphfix", "vllm", "source", "default_runner")} == {
         "schema": 1,
         "graphfix": __version__,
         "vllm": "0.18.1",
         "source": str(release_root("0.18.1")),
         "default_runner": "V1",
     }
-    assert found["misconfigured"] == {}
-    assert [row["name"] for row in found["fixes"]] == [fix.name for fix in FIXES]
-    row = next(row for row in found["fixes"] if row["name"] == "flashmla-fp8")
+    assert report["misconfigured"] == {}
+    assert [row["name"] for row in report["fixes"]] == [fix.name for fix in FIXES]
+    row = next(row for row in report["fixes"] if row["name"] == "flashmla-fp8")
     assert row == {
         "name": "flashmla-fp8",
         "pr": 35175,
@@ -98,8 +98,8 @@ WOULD_BE: list[tuple[str, dict[str, str], dict[str, str]]] = [
 
 @pytest.mark.parametrize(("release", "env", "wanted"), WOULD_BE, ids=[str(row[1]) for row in WOULD_BE])
 def test_status_says_what_this_environment_would_do(release: str, env: dict[str, str], wanted: dict[str, str]) -> None:
-    found = {row["name"]: row["would_be"] for row in status(release, env)["fixes"]}
-    assert {name: found[name] for name in wanted} == wanted
+    states = {row["name"]: row["would_be"] for row in status(release, env)["fixes"]}
+    assert {name: states[name] for name in wanted} == wanted
 
 
 def test_check_is_3_where_a_needed_fix_would_not_be_applied() -> None:
@@ -122,21 +122,21 @@ MISTYPED: list[tuple[str, dict[str, str], set[str]]] = [
 
 
 @pytest.mark.parametrize(("release", "env", "would_be"), MISTYPED, ids=[f"{row[0]} {row[1]}" for row in MISTYPED])
-def test_a_value_that_means_nothing_applies_no_fix_and_is_3_even_if_nothing_is_needed(
+def test_a_meaningless_value_applies_no_fix_and_is_3_even_if_nothing_is_needed(
     release: str, env: dict[str, str], would_be: set[str]
 ) -> None:
     observed = {variable(name): "auto" for name in OBSERVED_BY_DEFAULT}
     status(release, observed, check=True)
-    found = status(release, observed | env, check=True, code=3)
+    report = status(release, observed | env, check=True, code=3)
     (wrong,) = [item for item in env.items() if item[1] != "on"]
-    assert found["misconfigured"] == dict([wrong])
-    assert any(note.startswith(f"{wrong[0]}='{wrong[1]}' ") for note in found["notes"])
-    assert {row["would_be"] for row in found["fixes"] if row["name"] == "flashmla-fp8"} == would_be
+    assert report["misconfigured"] == dict([wrong])
+    assert any(note.startswith(f"{wrong[0]}='{wrong[1]}' ") for note in report["notes"])
+    assert {row["would_be"] for row in report["fixes"] if row["name"] == "flashmla-fp8"} == would_be
     out, _ = call("status", "--vllm", str(release_root(release)), env=observed | env)
     assert f"misconfigured: {wrong[0]}={wrong[1]}" in out
 
 
-def test_what_is_observed_by_default_is_not_left_undone() -> None:
+def test_what_is_observed_by_default_passes_the_check() -> None:
     """Nobody has decided against it; how to have it is said."""
     observed = {row["name"]: row for row in status("0.33.0", check=True)["fixes"] if row["would_be"] == "observing"}
     assert observed.keys() == {"cutlass-mla-padding"}
@@ -174,8 +174,8 @@ def test_check_is_4_where_nothing_of_a_defect_was_seen_in_new_code(tmp_path: Pat
 
 
 def notes(release: str, env: dict[str, str]) -> str:
-    found = status(release, env)
-    return "\n".join([*found["notes"], *(note for row in found["fixes"] for note in row["notes"])])
+    report = status(release, env)
+    return "\n".join([*report["notes"], *(note for row in report["fixes"] for note in row["notes"])])
 
 
 def test_status_tells_what_to_act_on() -> None:
@@ -197,13 +197,13 @@ def test_status_tells_what_to_act_on() -> None:
 
 
 @pytest.mark.parametrize("release", ["0.14.1", "0.18.1", "0.21.0", "0.33.0"])
-def test_status_begins_with_a_verdict_and_has_a_row_for_each_defect_of_this_vllm_alone(release: str) -> None:
+def test_status_begins_with_a_verdict_and_has_rows_for_defects_of_this_vllm_alone(release: str) -> None:
     out, _ = call("status", "--vllm", str(release_root(release)))
     lines, here = out.splitlines(), affected_by(release)
     assert lines[0].startswith(f"vLLM {release}, stock release; model runner ")
-    told = "With the plugin installed there"  # it may not be beside a vLLM that was named
+    condition = "With the plugin installed there"  # it may not be beside a vLLM that was named
     assert lines[1].startswith(
-        f"{len(here)} of {len(FIXES)} known defects are in it, {len(FIXES) - len(here)} not. {told}: "
+        f"{len(here)} of {len(FIXES)} known defects are in it, {len(FIXES) - len(here)} not. {condition}: "
     )
     group = ""
     for line in lines[2:]:
@@ -280,24 +280,29 @@ def test_a_pipe_gets_neither_colour_nor_control_codes() -> None:
 
 @pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
 def test_explain_says_all_that_there_is(fix: Any) -> None:
-    said = about(fix)
+    page = about(fix)
     out, _ = call("explain", fix.name)
     words = " ".join(out.split())
     for text in (
-        said.symptom,
-        said.cause,
-        said.remedy,
-        said.detect,
+        page.symptom,
+        page.cause,
+        page.remedy,
+        page.detect,
         *(text for need in fix.needs() for text in (need.text, need.detail)),
-        said.workaround,
-        said.removable,
-        said.releases,
+        page.workaround,
+        page.removable,
+        page.releases,
         *(f"{event.name}: {event.meaning}" for event in fix.events),
     ):
         assert " ".join(text.split()) in words
     assert f"{fix.variable}=off" in words
-    found = json.loads(call("explain", fix.name.upper().replace("-", "_"), "--json")[0])
-    assert (found["schema"], found["name"], found["pr"], found["cause"]) == (1, fix.name, said.pr, said.cause)
+    explained = json.loads(call("explain", fix.name.upper().replace("-", "_"), "--json")[0])
+    assert (explained["schema"], explained["name"], explained["pr"], explained["cause"]) == (
+        1,
+        fix.name,
+        page.pr,
+        page.cause,
+    )
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
@@ -340,13 +345,13 @@ PROVEN, NOT_PROVEN, SKIPPED = (
         fix=FIXES[number],
         diagnosis=Diagnosis(Verdict.AFFECTED, "affected"),
         stock=Measurement("a number", (1.0,), (0.0,)),
-        patched=Measurement("a number", (1.0,), (found,)),
+        patched=Measurement("a number", (1.0,), (value,)),
         failure=None,
         stock_state=("off", ""),
         patched_state=("active", ""),
         skipped=skipped,
     )
-    for number, (found, skipped) in enumerate([(1.0, None), (0.0, None), (1.0, "no GPU for it")])
+    for number, (value, skipped) in enumerate([(1.0, None), (0.0, None), (1.0, "no GPU for it")])
 )
 
 
@@ -354,10 +359,10 @@ def verify_with(
     outcome: Report | BaseException, monkeypatch: pytest.MonkeyPatch, *arguments: str, code: int
 ) -> tuple[str, str]:
     """The command, with a double of what runs a proof."""
-    asked: list[Any] = []
+    runs: list[Any] = []
 
-    def ran(*given: Any, fresh: bool, parallel: int | None) -> Report:
-        asked.append(given)
+    def ran(*positional: Any, fresh: bool, parallel: int | None) -> Report:
+        runs.append(positional)
         assert fresh == ("--fresh" in arguments)
         assert parallel == (int(arguments[arguments.index("--parallel") + 1]) if "--parallel" in arguments else None)
         if isinstance(outcome, BaseException):
@@ -366,7 +371,7 @@ def verify_with(
 
     monkeypatch.setattr(vllm_graphfix.verify.run, "run", ran)
     written = call("verify", "--vllm", str(release_root("0.18.1")), *arguments, code=code)
-    ((source, fixes, device, console),) = asked
+    ((source, fixes, device, console),) = runs
     assert (source.version, console.stderr) == ("0.18.1", True)
     assert device == (arguments[arguments.index("--device") + 1] if "--device" in arguments else None)
     assert fixes == list(FIXES)
@@ -379,7 +384,7 @@ def verify_with(
     ids=["all proven", "one not", "one not run", "none run", "one not and one not run"],
 )
 @pytest.mark.parametrize("json_wanted", [False, True], ids=["eyes", "json"])
-def test_verify_ends_with_what_it_found(
+def test_verify_ends_with_its_report_and_exit_code(
     proofs: tuple[Proof, ...], code: int, json_wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = ["--json"] if json_wanted else []
@@ -500,7 +505,7 @@ def test_where_there_is_no_standard_error_either_the_exit_code_is_1(outputs: str
 
 
 @pytest.mark.parametrize("command", PRINTING)
-def test_a_reader_that_has_gone_is_told_nothing(command: str, tmp_path: Path) -> None:
+def test_a_reader_that_has_gone_gets_no_error_message(command: str, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -514,8 +519,8 @@ def test_a_result_that_cannot_be_printed_is_one_line_and_exit_code_1(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With doubles of what runs a proof or a comparison, and of what shows the latter."""
-    monkeypatch.setattr(vllm_graphfix.verify.run, "run", lambda *given, **how: replace(VERIFIED, proofs=(PROVEN,)))
-    monkeypatch.setattr(vllm_graphfix.commands.compare.run, "run", lambda *given, **how: None)
+    monkeypatch.setattr(vllm_graphfix.verify.run, "run", lambda *args, **how: replace(VERIFIED, proofs=(PROVEN,)))
+    monkeypatch.setattr(vllm_graphfix.commands.compare.run, "run", lambda *args, **how: None)
     monkeypatch.setattr(
         vllm_graphfix.commands.compare.report, "show", lambda report, console: console.print("the same")
     )

@@ -40,8 +40,8 @@ collect_env.main()
 @pytest.mark.parametrize("before", ["", "import vllm.collect_env"], ids=["imported after", "imported before"])
 def test_every_releases_own_report_ends_with_what_the_plugin_would_do(release: str, before: str) -> None:
     """The command line of vLLM has imported the report when it loads plugins; another program may not have."""
-    said = run_in_fork(release, REPORT.format(before=before), {"VLLM_GRAPHFIX": "observe"}).stdout
-    stocks, ours = _parts(said)
+    output = run_in_fork(release, REPORT.format(before=before), {"VLLM_GRAPHFIX": "observe"}).stdout
+    stocks, ours = _parts(output)
     assert "vLLM Version" in stocks
     assert re.search(rf"^Verdict +: vLLM {re.escape(release)}: \d+ of \d+ known defects", ours, re.MULTILINE)
     assert "VLLM_GRAPHFIX=observe" in ours
@@ -49,7 +49,7 @@ def test_every_releases_own_report_ends_with_what_the_plugin_would_do(release: s
 
 
 @pytest.mark.parametrize("release", ALL_RELEASES)
-def test_in_every_release_the_command_line_loads_plugins_and_the_report_is_made_by_the_wrapped_function(
+def test_each_command_line_loads_plugins_and_the_wrapped_function_makes_the_report(
     release: str,
 ) -> None:
     """The chain in the source: every command builds the parser of `serve`, which loads the plugins."""
@@ -62,15 +62,19 @@ def test_in_every_release_the_command_line_loads_plugins_and_the_report_is_made_
     assert "get_pretty_env_info" in _function(vllm / "collect_env.py", "main")
 
 
-def test_vllms_own_variables_stay_and_ours_are_shown_masked_or_not_at_all() -> None:
-    given = {"VLLM_GRAPHFIX_ROLLOUT_KEY": "tenant-of-ours", "VLLM_GRAPHFIX_ROLLOUT": "5", "VLLM_NO_USAGE_STATS": "1"}
-    said = run_in_fork("0.21.0", REPORT.format(before=""), given).stdout
-    stocks, ours = _parts(said)
+def test_vllms_own_variables_stay_and_ours_are_printed_masked_or_not_at_all() -> None:
+    variables = {
+        "VLLM_GRAPHFIX_ROLLOUT_KEY": "tenant-of-ours",
+        "VLLM_GRAPHFIX_ROLLOUT": "5",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    output = run_in_fork("0.21.0", REPORT.format(before=""), variables).stdout
+    stocks, ours = _parts(output)
     assert "VLLM_NO_USAGE_STATS=1" in stocks
     assert "VLLM_GRAPHFIX" not in stocks
     assert "VLLM_GRAPHFIX_ROLLOUT=5 %" in ours
     assert "VLLM_GRAPHFIX_DECISION" not in ours  # of this process, which starts no engine
-    assert "tenant-of-ours" not in said
+    assert "tenant-of-ours" not in output
 
 
 def test_nothing_of_the_doctor_is_imported_where_no_report_is_made() -> None:
@@ -105,9 +109,9 @@ def test_what_standard_output_cannot_print_is_escaped(tmp_path: Path) -> None:
     """One letter too much, and vLLM would print nothing of its report."""
     reason = "naïve – \N{GREEK SMALL LETTER ALPHA}"
     leave(tmp_path, record(fixes={"capture-state": FixReport("auto", "failed", reason)}))
-    given = {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path), "PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0"}
-    said = run_in_release("0.21.0", REPORT.format(before=""), given).stdout
-    assert r"na\xefve \u2013 \u03b1" in said
+    variables = {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path), "PYTHONIOENCODING": "ascii:strict", "PYTHONUTF8": "0"}
+    output = run_in_release("0.21.0", REPORT.format(before=""), variables).stdout
+    assert r"na\xefve \u2013 \u03b1" in output
 
 
 @pytest.mark.parametrize(
@@ -117,7 +121,7 @@ def test_what_standard_output_cannot_print_is_escaped(tmp_path: Path) -> None:
         pytest.param(fetch_cpu_engine.VERSION, marks=pytest.mark.xdist_group("decision")),
     ],
 )
-def test_the_real_command_tells_of_running_engines_with_the_settings_that_they_were_started_with(
+def test_the_real_command_reports_running_engines_with_the_settings_of_their_start(
     version: str, tmp_path: Path
 ) -> None:
     """`vllm collect-env` of builds that run here, in a shell whose settings are not those of the engine."""
@@ -125,10 +129,10 @@ def test_the_real_command_tells_of_running_engines_with_the_settings_that_they_w
     observing = {"prefill-dispatch": FixReport("observe", "observing", "counts and changes nothing")}
     (tmp_path / "records").mkdir()
     for process, role in ((identity(), "front-end"), (of(os.getppid()), "worker")):  # both live while the test does
-        said = record(
+        engine_record = record(
             process, decision=decided, role=role, fixes=observing, events={"prefill-dispatch": {"mixed-up": 7}}
         )
-        leave(tmp_path / "records", said)
+        leave(tmp_path / "records", engine_record)
     around = environment(tmp_path, fetch_cpu_engine.engine(version=version))
     around["VLLM_GRAPHFIX_STATUS_DIR"] = str(tmp_path / "records")
     python, _ = warm(around)
@@ -152,9 +156,9 @@ def test_the_real_command_tells_of_running_engines_with_the_settings_that_they_w
     assert "Traceback" not in done.stderr
 
 
-def _parts(said: str) -> tuple[str, str]:
-    stocks, title, ours = said.partition(f"{'=' * 30}\n        vllm-graphfix\n{'=' * 30}\n")
-    assert title, said[-4000:]
+def _parts(output: str) -> tuple[str, str]:
+    stocks, title, ours = output.partition(f"{'=' * 30}\n        vllm-graphfix\n{'=' * 30}\n")
+    assert title, output[-4000:]
     return stocks, ours
 
 

@@ -285,7 +285,7 @@ REACHED = {
     "of": "raw_logprobs",
     "quiet": False,
 }
-"""What vLLM's engine is given."""
+"""The arguments of vLLM's engine."""
 
 
 @pytest.mark.parametrize("release", slow_but_for(("0.15.0", "0.33.0"), ("0.15.0", "0.18.1", "0.29.0", "0.33.0")))

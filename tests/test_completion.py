@@ -14,7 +14,7 @@ from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fixes import BY_NAME
 
 INSTRUCTION = "_VLLM_GRAPHFIX_COMPLETE"
-"""What the scripts of the shells set."""
+"""The variable that the scripts of the shells set."""
 
 
 def answered(**environment: str) -> str:
@@ -24,7 +24,7 @@ def answered(**environment: str) -> str:
 
 
 def offered(line: str, shell: str) -> str:
-    """What a shell's script is told for *line*, whose last word is being typed."""
+    """Return the completions that a shell's script gets for *line*, whose last word is being typed."""
     if shell == "bash":
         words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     else:
@@ -49,14 +49,14 @@ def test_each_shell_has_a_script(shell: str, registers: str) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 @pytest.mark.parametrize("command", ["explain", "verify"])
 def test_names_of_fixes_are_offered(command: str, shell: str) -> None:
-    found = offered(f"vllm-graphfix {command} ", shell)
-    assert [name for name in BY_NAME if name not in found] == []
+    completions = offered(f"vllm-graphfix {command} ", shell)
+    assert [name for name in BY_NAME if name not in completions] == []
 
 
-@pytest.mark.parametrize(("typed", "left"), [("flash", "flash"), ("flashmla", "flashmla-"), ("xyzzy", "")])
-def test_only_names_that_begin_so_are_offered(typed: str, left: str) -> None:
-    found = offered(f"vllm-graphfix explain {typed}", "bash").split()
-    assert found == [name for name in BY_NAME if left and name.startswith(left)]
+@pytest.mark.parametrize(("typed", "prefix"), [("flash", "flash"), ("flashmla", "flashmla-"), ("xyzzy", "")])
+def test_only_names_that_begin_so_are_offered(typed: str, prefix: str) -> None:
+    completions = offered(f"vllm-graphfix explain {typed}", "bash").split()
+    assert completions == [name for name in BY_NAME if prefix and name.startswith(prefix)]
 
 
 def test_a_second_fix_to_verify_is_offered_too() -> None:
@@ -68,7 +68,7 @@ def test_commands_and_options_are_offered() -> None:
     assert {"--check", "--json", "--vllm"} <= set(offered("vllm-graphfix status --", "bash").split())
 
 
-def test_vllm_flags_of_compare_are_left_to_the_shell() -> None:
+def test_vllm_flags_of_compare_are_for_the_shell_to_complete() -> None:
     assert offered("vllm-graphfix compare some/model --kv-cache-dtype f", "bash").split() == []
 
 

@@ -173,8 +173,8 @@ def test_a_linked_folder_is_behind_all_that_the_image_has(tmp_path: Path) -> Non
     python = str(image / "bin" / "python")
     assert run_add(python, "link", packages).returncode == 0
     subprocess.run([python, "-c", "import in_both, only_here"], check=True)
-    said = subprocess.run([image / "bin" / "vllm-graphfix"], capture_output=True, text=True, check=True)
-    assert said.stdout == "it runs\n"
+    done = subprocess.run([image / "bin" / "vllm-graphfix"], capture_output=True, text=True, check=True)
+    assert done.stdout == "it runs\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["add", "folder"], ["link"], ["freeze"]])

@@ -1,4 +1,4 @@
-"""What observers count, from what the host has: they read nothing from the device."""
+"""Observers count from what the host has: they read nothing from the device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from vllm_graphfix.fixes import BY_NAME
 
 
 def observer_of(fix: str, shape: str) -> tuple[Activity, Layer]:
-    """What the fix counts where it changes nothing, and its one observer."""
+    """Return the activity of a fix that changes nothing, and its one observer."""
     activity, (layer,) = layers(BY_NAME[fix], shape, corrects=False)
     return activity, layer
 
 
 def count_of(activity: Activity) -> int:
-    """How often its one event was met."""
+    """Return the count of its one event."""
     (count,) = activity.counts.values()
     return count
 
@@ -102,7 +102,7 @@ def test_padded_rows_of_tritons_builder_alone_are_counted(tritons: bool, starts:
     [(8, 16, 0), (9, 16, 1), (7, 16, 1), (8, 17, 1), (8, 15, 1)],
     ids=["inside", "tiles above", "tiles below", "splits above", "splits below"],
 )
-def test_plans_are_told_by_their_addresses(plan: int, splits: int, counted: int) -> None:
+def test_plans_are_distinguished_by_their_addresses(plan: int, splits: int, counted: int) -> None:
     activity, patch = observer_of("flashmla-fp8", "new-plan")
     builder = SimpleNamespace(
         is_fp8_kvcache=True,
@@ -137,7 +137,7 @@ def test_marks_on_the_device_are_not_read() -> None:
 
 
 class StateStandIn(NamedTuple):
-    """What is looked at of vLLM's ExecuteModelState."""
+    """The fields of vLLM's ExecuteModelState that observers read."""
 
     scheduler_output: Any
     hidden_states: Any

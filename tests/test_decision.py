@@ -57,8 +57,8 @@ def start(method, target, *arguments, name=None):
 """  # noqa: E501
 
 
-def told(code: str, model: Path, scratch: Path, env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """What the processes of *code* said of their decision, by the name that they were given.
+def run_program(code: str, model: Path, scratch: Path, env: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return the decisions that the processes of *code* print, by the processes' names.
 
     *code* is the body of a main program.
     """
@@ -77,7 +77,7 @@ def told(code: str, model: Path, scratch: Path, env: Mapping[str, str]) -> dict[
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("TOLD ")]
-    return {said["who"]: said for said in (json.loads(line.removeprefix("TOLD ")) for line in lines)}
+    return {entry["who"]: entry for entry in (json.loads(line.removeprefix("TOLD ")) for line in lines)}
 
 
 IN, OUT = (
@@ -120,9 +120,9 @@ start("spawn", engine_core, one, "core that finds the decision of another vLLM")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def decisions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     model = models.write("llama", tmp_path_factory.mktemp("models"))
-    return told(
+    return run_program(
         PROGRAM,
         model,
         tmp_path_factory.mktemp("program"),
@@ -130,11 +130,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     )
 
 
-Found = dict[str, dict[str, Any]]
+Decisions = dict[str, dict[str, Any]]
 
 
-def test_the_first_process_decides(found: Found) -> None:
-    assert found["first"] | {"engine": ""} == {
+def test_the_first_process_decides(decisions: Decisions) -> None:
+    assert decisions["first"] | {"engine": ""} == {
         "who": "first",
         "engine": "",
         "key": IN,
@@ -147,49 +147,51 @@ def test_the_first_process_decides(found: Found) -> None:
 
 
 @pytest.mark.parametrize("who", ["core", "forked core", "late forked core"])
-def test_an_engine_core_starts_from_when_it_loads_the_plugin(who: str, found: Found) -> None:
-    assert found[who]["starting"] is True
-    assert found["api server"]["starting"] is False
+def test_an_engine_core_starts_from_when_it_loads_the_plugin(who: str, decisions: Decisions) -> None:
+    assert decisions[who]["starting"] is True
+    assert decisions["api server"]["starting"] is False
 
 
-def test_front_ends_that_were_forked_from_one_process_are_engines_of_their_own(found: Found) -> None:
-    assert found["forked early"]["engine"] != found["first"]["engine"]
-    assert found["forked early"]["canary"] is True
+def test_front_ends_that_were_forked_from_one_process_are_engines_of_their_own(decisions: Decisions) -> None:
+    assert decisions["forked early"]["engine"] != decisions["first"]["engine"]
+    assert decisions["forked early"]["canary"] is True
 
 
 @pytest.mark.parametrize("who", ["core", "forked core", "late forked core", "api server"])
-def test_an_engines_processes_go_by_its_decision_whatever_their_own_environment_says(who: str, found: Found) -> None:
-    assert found[who]["role"] == ("api-server" if who == "api server" else "engine-core")
-    assert {name: found[who][name] for name in ("engine", "key", "canary", "mode")} == {
-        name: found["first"][name] for name in ("engine", "key", "canary", "mode")
+def test_an_engines_processes_go_by_its_decision_whatever_their_own_environment_says(
+    who: str, decisions: Decisions
+) -> None:
+    assert decisions[who]["role"] == ("api-server" if who == "api server" else "engine-core")
+    assert {name: decisions[who][name] for name in ("engine", "key", "canary", "mode")} == {
+        name: decisions["first"][name] for name in ("engine", "key", "canary", "mode")
     }
 
 
 @pytest.mark.parametrize("who", ["child", "forked child", "program"])
-def test_an_engine_that_a_process_of_another_one_starts_decides_for_itself(who: str, found: Found) -> None:
-    assert found[who]["engine"] not in (found["first"]["engine"], found["second"]["engine"])
-    assert (found[who]["key"], found[who]["canary"], found[who]["state"]) == (OUT, False, "not-in-canary")
-    assert found[who]["mode"] == "observe"
+def test_an_engine_that_a_process_of_another_one_starts_decides_for_itself(who: str, decisions: Decisions) -> None:
+    assert decisions[who]["engine"] not in (decisions["first"]["engine"], decisions["second"]["engine"])
+    assert (decisions[who]["key"], decisions[who]["canary"], decisions[who]["state"]) == (OUT, False, "not-in-canary")
+    assert decisions[who]["mode"] == "observe"
 
 
-def test_two_engines_of_one_process_decide_each_for_itself(found: Found) -> None:
-    assert found["second"]["engine"] != found["first"]["engine"]
-    assert (found["second"]["canary"], found["second"]["state"]) == (False, "not-in-canary")
+def test_two_engines_of_one_process_decide_each_for_itself(decisions: Decisions) -> None:
+    assert decisions["second"]["engine"] != decisions["first"]["engine"]
+    assert (decisions["second"]["canary"], decisions["second"]["state"]) == (False, "not-in-canary")
 
 
 @pytest.mark.parametrize("who", ["core of the second", "forked core of the second"])
-def test_processes_of_the_second_engine_go_by_the_second_decision(who: str, found: Found) -> None:
-    assert found[who]["engine"] == found["second"]["engine"]
-    assert (found[who]["canary"], found[who]["state"]) == (False, "not-in-canary")
+def test_processes_of_the_second_engine_go_by_the_second_decision(who: str, decisions: Decisions) -> None:
+    assert decisions[who]["engine"] == decisions["second"]["engine"]
+    assert (decisions[who]["canary"], decisions[who]["state"]) == (False, "not-in-canary")
 
 
 @pytest.mark.parametrize(
     "who", ["core that finds the decision for another engine", "core that finds the decision of another vLLM"]
 )
-def test_a_decision_that_was_not_made_for_this_engine_does_not_count(who: str, found: Found) -> None:
+def test_a_decision_that_was_not_made_for_this_engine_does_not_count(who: str, decisions: Decisions) -> None:
     """A Ray node may keep the environment of the engine that started it, which newer executors do not overwrite."""
-    assert found[who]["engine"] not in (found["first"]["engine"], found["second"]["engine"])
-    assert found[who]["canary"] is False
+    assert decisions[who]["engine"] not in (decisions["first"]["engine"], decisions["second"]["engine"])
+    assert decisions[who]["canary"] is False
 
 
 # -- nodes that decide separately --------------------------------------------------------------------------------------
@@ -263,7 +265,7 @@ SEPARATELY: list[tuple[str, bool, dict[str, Any], dict[str, str]]] = [
         {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
     ),
 ]
-"""What is said of the flags, whether `create_engine_config` is told that it is headless, the flags, and variables."""
+"""The name of the flags, the `headless` of `create_engine_config`, the flags, and variables."""
 KEYLESS = {"VLLM_GRAPHFIX_ROLLOUT": "99.99", "VLLM_GRAPHFIX_MAMBA_PADDING": "auto"}
 NODES: dict[str, Any] = {"nnodes": 2, "tensor_parallel_size": 2}
 ALIKE: list[tuple[str, bool, dict[str, Any], dict[str, str]]] = [
@@ -297,9 +299,9 @@ def shapes(release: str, model: Path, environment: Mapping[str, str], of: list[A
 def decided(request: pytest.FixtureRequest, mixture: Path) -> tuple[str, list[list[Any]]]:
     """State of a fix in an engine of one process, and what each of the shapes came to."""
     separately = [each for each in SEPARATELY if request.param >= "0.21" or "launcher" not in each[0]]
-    found = shapes(request.param, mixture, KEYLESS, [*TOGETHER[:1], *separately, *TOGETHER[1:], *ALIKE])
-    assert [each[0] for each in found[1 : 1 + len(separately)]] == [each[0] for each in separately]
-    return found[0][3], found
+    outcomes = shapes(request.param, mixture, KEYLESS, [*TOGETHER[:1], *separately, *TOGETHER[1:], *ALIKE])
+    assert [each[0] for each in outcomes[1 : 1 + len(separately)]] == [each[0] for each in separately]
+    return outcomes[0][3], outcomes
 
 
 def test_an_engine_whose_nodes_decide_separately_is_out_without_a_key_and_says_why(
@@ -316,13 +318,13 @@ def test_an_engine_whose_nodes_decide_separately_is_out_without_a_key_and_says_w
 
 def test_an_engine_that_one_process_decides_for_needs_no_key(decided: tuple[str, list[list[Any]]]) -> None:
     """On Ray, too, whatever is set on its nodes."""
-    affected, found = decided
+    affected, outcomes = decided
     assert affected in ("active", "not-needed")
-    together = {name: rest for name, *rest, _ in found if name in {each for each, *_ in TOGETHER}}
+    together = {name: rest for name, *rest, _ in outcomes if name in {each for each, *_ in TOGETHER}}
     assert together == {name: [True, None, affected] for name, *_ in TOGETHER}
 
 
-def test_a_front_end_knows_which_ranks_are_on_its_host_unless_somebody_else_places_them(
+def test_a_front_end_knows_the_ranks_on_its_host_unless_somebody_else_places_them(
     decided: tuple[str, list[list[Any]]], request: pytest.FixtureRequest
 ) -> None:
     # Before 0.21.0 vLLM's CPU platform takes processes of its own in place of Ray.
@@ -333,8 +335,8 @@ def test_a_front_end_knows_which_ranks_are_on_its_host_unless_somebody_else_plac
 
 
 def test_with_a_key_the_nodes_decide_alike(decided: tuple[str, list[list[Any]]]) -> None:
-    affected, found = decided
-    *inside, outside = (each[:4] for each in found[-len(ALIKE) :])
+    affected, outcomes = decided
+    *inside, outside = (each[:4] for each in outcomes[-len(ALIKE) :])
     assert inside == [[name, True, None, affected] for name, *_ in ALIKE[:-1]]
     assert (outside[1], outside[3]) == (False, "not-in-canary")
     assert " is not among the first 50 % " in outside[2]

@@ -26,7 +26,7 @@ from vllm_graphfix.fix import Code
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
-def test_every_metric_of_ours_that_is_asked_for_is_exposed(query: str) -> None:
+def test_every_metric_of_ours_that_is_queried_is_exposed(query: str) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     ours = {name for name in names_in(query) if not name.startswith("vllm:")}
     assert ours <= {*metrics.NAMES, *recorded, *OTHERS}
@@ -40,7 +40,7 @@ def named_by_stock(release: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_metric_of_vllm_that_is_asked_for_is_in_the_first_the_middle_and_the_last_release(release: str) -> None:
+def test_every_queried_metric_of_vllm_is_in_the_first_middle_and_last_release(release: str) -> None:
     used = {name for query in QUERIES.values() for name in names_in(query) if name.startswith("vllm:")}
     assert len(used) > 10
     named = named_by_stock(release)
@@ -80,7 +80,7 @@ def test_a_prometheus_that_offers_to_take_openmetrics_still_gets_the_names_of_vl
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
-def test_every_label_that_is_used_is_one_of_the_metrics_that_are_asked_for(query: str) -> None:
+def test_every_label_that_is_used_is_one_of_the_metrics_that_are_queried(query: str) -> None:
     known = TARGET_LABELS | {"canary"} if "graphfix:" in query else set(TARGET_LABELS)
     names = names_in(query)
     for name in names:
@@ -90,7 +90,7 @@ def test_every_label_that_is_used_is_one_of_the_metrics_that_are_asked_for(query
     assert labels_in(query) <= known
 
 
-def test_what_is_asked_for_is_found_in_a_query() -> None:
+def test_metrics_and_labels_are_read_from_a_query() -> None:
     query = (
         'sum by (fix) (rate(vllm:a_total{x="b c"}[5m]) and on (job) (graphfix_canary == 1)) / up > -Inf or vector(0)'
     )
@@ -98,28 +98,28 @@ def test_what_is_asked_for_is_found_in_a_query() -> None:
     assert labels_in(query) == {"fix", "job", "x"}
 
 
-def test_every_state_that_is_asked_for_is_one() -> None:
+def test_every_state_that_is_queried_is_one() -> None:
     from vllm_graphfix.fix import State
 
-    asked = {
+    queried = {
         state
         for query in QUERIES.values()
-        for found in re.findall(r'\bstate[!=~]+"([^"]*)"', query)
-        for state in found.split("|")
+        for pattern in re.findall(r'\bstate[!=~]+"([^"]*)"', query)
+        for state in pattern.split("|")
     }
-    assert "failed" in asked
-    assert asked <= {state.value for state in State}
+    assert "failed" in queried
+    assert queried <= {state.value for state in State}
 
 
-def test_every_code_that_is_asked_for_is_one() -> None:
-    asked = {
+def test_every_code_that_is_queried_is_one() -> None:
+    queried = {
         code
         for query in QUERIES.values()
-        for found in re.findall(r'\bcode[!=~]+"([^"]*)"', query)
-        for code in found.split("|")
+        for pattern in re.findall(r'\bcode[!=~]+"([^"]*)"', query)
+        for code in pattern.split("|")
     }
-    assert asked
-    assert asked <= {code.value for code in Code}
+    assert queried
+    assert queried <= {code.value for code in Code}
 
 
 def test_the_page_of_metrics_tells_of_every_metric_label_and_alert() -> None:

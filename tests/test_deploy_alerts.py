@@ -122,7 +122,7 @@ ENGINES, RANKS, STATES, SPEED, FAILED = (
     "time-per-token",
     "failed-requests",
 )
-TOLD: Mapping[str, Mapping[str, float | None]] = {
+JUDGE_VALUES: Mapping[str, Mapping[str, float | None]] = {
     "healthy": {ENGINES: 1, RANKS: 0, STATES: 0, SPEED: 1.1, FAILED: -0.02},
     "that ends wrong answers": {ENGINES: 1, RANKS: 0, STATES: 0, SPEED: 1.1, FAILED: -0.01},
     "sick": {ENGINES: 1, RANKS: 1, STATES: 2, SPEED: 1.5, FAILED: 0.2},
@@ -130,18 +130,18 @@ TOLD: Mapping[str, Mapping[str, float | None]] = {
     "without the plugin": {ENGINES: None, RANKS: None, STATES: None, SPEED: None, FAILED: None},
     "of another model": {ENGINES: None, RANKS: None, STATES: 0, SPEED: None, FAILED: None},
 }
-"""What each judge is told of a fleet; None for nothing, which Argo takes for inconclusive and Flagger for a failed
-check."""
+"""The value that each judge gets of a fleet; None for nothing, which Argo takes for inconclusive and Flagger for a
+failed check."""
 
 
 @pytest.mark.parametrize("fleet", FLEETS)
-def test_judges_are_told_what_the_fleet_is_like(fleet: str, promtool: Path, tmp_path: Path) -> None:
+def test_judges_get_the_values_of_the_fleet(fleet: str, promtool: Path, tmp_path: Path) -> None:
     def about(judge: str) -> float | None:
-        return next(value for subject, value in TOLD[fleet].items() if subject in judge)
+        return next(value for subject, value in JUDGE_VALUES[fleet].items() if subject in judge)
 
     expected = [(query, about(judge)) for judge, query in JUDGES.items()]
     # promtool compares exactly, and a tenth is none in binary.
-    asked = [
+    checks = [
         {
             "expr": f"round({query}, 0.001)",
             "eval_time": "20m",
@@ -152,7 +152,7 @@ def test_judges_are_told_what_the_fleet_is_like(fleet: str, promtool: Path, tmp_
     series = [{"series": name, "values": values} for name, values in FLEETS[fleet].items()]
     test = {
         "evaluation_interval": "1m",
-        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}],
+        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": checks}],
     }
     (tmp_path / "judges.yml").write_text(json.dumps(test))
     ran(promtool, "test", "rules", tmp_path / "judges.yml")

@@ -68,21 +68,21 @@ def fleet() -> Iterator[list[str]]:
 @pytest.mark.usefixtures("promtool")
 def test_a_prometheus_has_an_answer_for_every_panel(fleet: list[str]) -> None:
     panels = [panel for panel in record_dashboard.panels() if panel.targets]
-    told: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     with record_dashboard.prometheus(fleet) as running:
         start, deadline = time.time(), time.monotonic() + 60
         # It takes seconds until the first scrapes are in, more where other tests run beside.
-        while told != TOLD_BY_FLEET and time.monotonic() < deadline:
+        while actual != FLEET_ANSWERS and time.monotonic() < deadline:
             time.sleep(2)
             end = time.time()
             answers = [record_dashboard.ask(running, panel, start, end) for panel in panels]
             alerts = {alert.partition(":")[0] for alert in running.firing()}
             numbers = {answer.panel.title: answer.series[0][1].points[-1][1] for answer in answers if answer.series}
             unanswered = {panel.title for panel in panels} - numbers.keys()
-            told = {"unanswered": unanswered, "alerts": alerts} | {
-                name: numbers.get(name) for name in TOLD_BY_FLEET if name in numbers
+            actual = {"unanswered": unanswered, "alerts": alerts} | {
+                name: numbers.get(name) for name in FLEET_ANSWERS if name in numbers
             }
-    assert told == TOLD_BY_FLEET
+    assert actual == FLEET_ANSWERS
     drawn = record_dashboard.picture(answers, start, end, "doubles")
     assert all(panel.title in drawn for panel in panels)
 
@@ -97,11 +97,11 @@ def test_a_long_cell_is_cut_and_no_column_runs_into_the_next() -> None:
     ]
     assert [text[:9] for _, text in texts] == ["127.0.0.1", "shadow", "active", "xxxxxxxxx", "2"]
     assert texts[3][1].endswith("x…")
-    for (left, text), (right, _) in pairwise(texts):
-        assert left + 5.6 * len(text) < right
+    for (x, text), (next_x, _) in pairwise(texts):
+        assert x + 5.6 * len(text) < next_x
 
 
-TOLD_BY_FLEET = {
+FLEET_ANSWERS = {
     "unanswered": set[str](),
     "alerts": {"GraphfixDefectObserved (firing)", "GraphfixNotSeen (pending)"},
     "Engines with the fixes": 2,

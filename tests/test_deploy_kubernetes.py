@@ -42,7 +42,7 @@ def test_manifests_are_valid_kubernetes(path: Path, kubernetes: str) -> None:
 
 
 @pytest.mark.parametrize("path", [DEPLOYMENT, STATEFULSET], ids=lambda path: path.stem)
-def test_a_misspelt_field_of_a_manifest_is_found(path: Path) -> None:
+def test_a_misspelt_field_of_a_manifest_is_invalid(path: Path) -> None:
     workload = documents(path)[-1]
     workload["spec"]["template"]["spec"]["enableServiceLink"] = False
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -136,13 +136,13 @@ def test_the_comment_of_the_metric_templates_refers_to_templates_that_are_there(
 
 @pytest.mark.parametrize("path", [DEPLOYMENT, STATEFULSET, CONFIGMAP], ids=lambda path: path.stem)
 def test_every_variable_that_is_set_is_one_of_the_plugin(path: Path) -> None:
-    found = set(
+    variables = set(
         re.findall(
             r"\bVLLM_GRAPHFIX\w*\b", "\n".join(line for line in path.read_text().splitlines() if "_PORT" not in line)
         )
     )
-    assert found
-    assert found <= set(settings.names(BY_NAME))
+    assert variables
+    assert variables <= set(settings.names(BY_NAME))
 
 
 def test_the_plugin_understands_the_configmap() -> None:

@@ -177,8 +177,8 @@ def test_the_answer_is_that_of_the_trial(fix: Fix, served: Served, served_models
     if served.model:
         (served_models / "model").mkdir(exist_ok=True)
         (served_models / "model" / "config.json").write_text(json.dumps(dict(served.model)))
-    found, reason = answer(served.release, fix.name, served.line, served.gpu)
-    assert (found, served.because in reason) == (served.answer, True), reason
+    actual, reason = answer(served.release, fix.name, served.line, served.gpu)
+    assert (actual, served.because in reason) == (served.answer, True), reason
 
 
 @pytest.mark.parametrize(
@@ -187,8 +187,8 @@ def test_the_answer_is_that_of_the_trial(fix: Fix, served: Served, served_models
 def test_the_answer_follows_from_the_flags(
     release: str, fix: str, line: str, gpu: str | None, concern: Concern, because: str
 ) -> None:
-    found, reason = answer(release, fix, line, gpu)
-    assert (found, because in reason) == (concern, True), reason
+    actual, reason = answer(release, fix, line, gpu)
+    assert (actual, because in reason) == (concern, True), reason
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
@@ -239,7 +239,7 @@ def test_the_table_for_eyes_has_an_answer_for_each_fix() -> None:
     assert all(any(line.startswith(f"  {name}: ") for line in lines) for name in BY_NAME)
 
 
-def test_what_concerns_a_deployment_is_said_first_and_nothing_else_without_asking() -> None:
+def test_what_concerns_a_deployment_comes_first_and_nothing_else_by_default() -> None:
     out = call("--for", "./v3 --kv-cache-dtype fp8", "--gpu", HOPPER).stdout
     lines = out.splitlines()
     assert lines[2].startswith(f"2 of these {HERE} concern you: flashmla-fp8, flashmla-padding")
@@ -261,13 +261,13 @@ def test_what_concerns_a_deployment_is_said_first_and_nothing_else_without_askin
 def test_a_flag_that_this_vllm_does_not_know_is_an_error_with_the_nearest_one(flag: str, nearest: str | None) -> None:
     done = call("--for", f"./v3 -tp 8 {flag}")
     named = re.split("[ =]", flag)[0]
-    told = f"did you mean {nearest}?" if nearest else "`vllm serve --help=all` lists its flags"
+    hint = f"did you mean {nearest}?" if nearest else "`vllm serve --help=all` lists its flags"
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr == f"vllm-graphfix: {named!r} is no flag of vLLM 0.18.1; {told}\n"
+    assert done.stderr == f"vllm-graphfix: {named!r} is no flag of vLLM 0.18.1; {hint}\n"
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         ("--kv-cache-dtype fp9", "takes no --kv-cache-dtype 'fp9'; did you mean fp8?"),
         ("--kv-cache-dtype FP8", "takes no --kv-cache-dtype 'FP8'; did you mean fp8?"),
@@ -276,11 +276,11 @@ def test_a_flag_that_this_vllm_does_not_know_is_an_error_with_the_nearest_one(fl
         ("-tp eight", "takes no --tensor-parallel-size 'eight'; give a number"),
     ],
 )
-def test_a_value_that_this_vllm_refuses_is_one_clear_error(flags: str, told: str) -> None:
+def test_a_value_that_this_vllm_refuses_is_one_clear_error(flags: str, message: str) -> None:
     arguments = ["status", "--vllm", str(release_root("0.18.1")), "--for", f"./v3 {flags}"]
     done = CliRunner().invoke(app, arguments)
     assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"vllm-graphfix: vLLM 0.18.1 {told}")
+    assert done.stderr.startswith(f"vllm-graphfix: vLLM 0.18.1 {message}")
 
 
 @pytest.mark.parametrize("flags", ["--kv-cache-dtype=fp8_e4m3", "--attention-backend flashmla", "-tp 8 -dcp 2"])
@@ -302,7 +302,7 @@ def test_a_flag_may_be_short_cut_short_negated_or_have_underscores(line: str) ->
     assert call("--for", f"./v3 {line}").exit_code == 0
 
 
-def test_a_model_of_the_hub_is_found_where_it_was_fetched_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_read_where_it_was_fetched_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()
@@ -338,18 +338,18 @@ SEPARATELY: list[tuple[str, str | None]] = [
 
 
 @pytest.mark.parametrize(("line", "separately"), SEPARATELY, ids=[line for line, _ in SEPARATELY])
-def test_a_percentage_without_a_key_would_put_in_no_engine_whose_nodes_decide_separately(
+def test_a_percentage_without_a_key_puts_in_no_engine_whose_nodes_decide_separately(
     line: str, separately: str | None
 ) -> None:
     for key, out in (("", separately is not None), ("VLLM_GRAPHFIX_ROLLOUT_KEY=the-group ", False)):
-        found = json.loads(call("--json", "--for", f"{key}VLLM_GRAPHFIX_ROLLOUT=99.99 vllm serve {line}").stdout)
-        assert all(row["would_be"] == "not-in-canary" for row in found["fixes"]) == out
-        assert any(f" with {separately} the nodes of an engine " in note for note in found["notes"]) == out
+        report = json.loads(call("--json", "--for", f"{key}VLLM_GRAPHFIX_ROLLOUT=99.99 vllm serve {line}").stdout)
+        assert all(row["would_be"] == "not-in-canary" for row in report["fixes"]) == out
+        assert any(f" with {separately} the nodes of an engine " in note for note in report["notes"]) == out
 
 
 def test_variables_of_ours_in_front_of_the_line_count() -> None:
-    found = json.loads(call("--json", "--for", "VLLM_GRAPHFIX=observe vllm serve ./llama").stdout)
-    assert {row["mode"] for row in found["fixes"]} == {"observe"}
+    report = json.loads(call("--json", "--for", "VLLM_GRAPHFIX=observe vllm serve ./llama").stdout)
+    assert {row["mode"] for row in report["fixes"]} == {"observe"}
     done = call("--check", "--json", "--for", "VLLM_GRAPHFIX=observ vllm serve ./llama")
     assert (done.exit_code, json.loads(done.stdout)["misconfigured"]) == (3, {"VLLM_GRAPHFIX": "observ"})
 
@@ -368,7 +368,7 @@ def test_what_is_no_line_is_one_message_and_exit_code_2(arguments: tuple[str, ..
     assert message in done.stderr
 
 
-def test_what_is_missing_is_said_once_for_all_that_miss_it() -> None:
+def test_what_is_missing_is_reported_once_for_all_that_miss_it() -> None:
     out = (
         CliRunner()
         .invoke(app, ["status", "--vllm", str(release_root("0.18.1")), "--for", "no/such-model --kv-cache-dtype fp8"])

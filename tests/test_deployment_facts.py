@@ -1,4 +1,4 @@
-"""What is known of a deployment.
+"""Facts of a deployment.
 
 The GPU and the environment of this machine, who runs which model runner, and other facts that fixes use.
 """
@@ -29,8 +29,8 @@ YES, NO, MAYBE = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 def test_the_gpu_is_this_machines_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, concern in (((HOPPER, HOPPER), YES), ((AMPERE,), NO), ((AMPERE, HOPPER), MAYBE)):
         monkeypatch.setattr(hardware, "gpus", lambda gpus=gpus: gpus)
-        found, reason = answer("0.18.1", "flashmla-fp8", "./v3 --kv-cache-dtype fp8")
-        assert found is concern, reason
+        actual, reason = answer("0.18.1", "flashmla-fp8", "./v3 --kv-cache-dtype fp8")
+        assert actual is concern, reason
     assert answer("0.18.1", "flashmla-fp8", "./v3 --kv-cache-dtype fp8", HOPPER)[0] is YES
 
 
@@ -65,7 +65,7 @@ def test_who_runs_which_model_runner_by_default_is_read_from_the_code(
 
 
 @pytest.mark.parametrize("release", ALL_RELEASES)
-def test_the_default_is_said_of_each_release(release: str) -> None:
+def test_the_default_runner_of_each_release_is_known(release: str) -> None:
     at = ALL_RELEASES.index
     of_some = "V1, V2 for some models" if at(release) >= at("0.22.0") else "V1"
     expected = "V2" if at(release) >= at("0.29.0") else of_some
@@ -135,7 +135,7 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "said", "beginning"),
+    ("release", "summary", "beginning"),
     [
         (
             "0.33.0",
@@ -161,12 +161,14 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
         ("0.18.1", "6 of these 14 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
     ],
 )
-def test_what_is_not_the_default_of_a_release_is_said(release: str, said: str, beginning: dict[str, str]) -> None:
+def test_what_is_not_the_default_of_a_release_is_reported(
+    release: str, summary: str, beginning: dict[str, str]
+) -> None:
     console = Console(file=io.StringIO(), width=400)
     show(status(open_source(release_root(release)), {}), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.startswith(f"vLLM {release}, stock release; model runner {default_runner_of(release)} by default\n")
-    assert said in text
+    assert summary in text
     for name, needed in beginning.items():
         (line,) = (line for line in text.splitlines() if line.startswith(name))
         assert f"  {needed}" in line
@@ -207,9 +209,9 @@ FACTS = [
 
 @pytest.mark.parametrize(("fact", "line", "holds"), FACTS, ids=[f"{fact}: {line}" for fact, line, _ in FACTS])
 def test_a_fact_holds_or_does_not_or_is_not_known(fact: str, line: str, holds: bool | None) -> None:
-    found = getattr(read_deployment(line, open_source(release_root("0.22.1"))), fact)()
-    assert found.holds is holds
-    assert found.source
+    result = getattr(read_deployment(line, open_source(release_root("0.22.1"))), fact)()
+    assert result.holds is holds
+    assert result.source
 
 
 def test_dense_flashmla_takes_two_kinds_of_fp8() -> None:
@@ -217,7 +219,7 @@ def test_dense_flashmla_takes_two_kinds_of_fp8() -> None:
         assert answer("0.18.1", "flashmla-fp8", f"./v3 --kv-cache-dtype {dtype}", HOPPER)[0] is concern, dtype
 
 
-def test_without_the_hubs_library_it_is_said_why_its_cache_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_hubs_library_the_reason_says_why_its_cache_was_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "no/such-model --kv-cache-dtype fp8"
     assert "huggingface_hub" not in answer("0.18.1", "flashmla-fp8", line, HOPPER)[1]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -41,9 +41,9 @@ def test_no_line_raises_anything_else_or_takes_long(line: str, gpu: str | None) 
     except FlagsError:
         return
     for fix in FIXES:
-        told = judge(fix.needs(), deployment, "")
-        assert told.reason
-        assert told.reason.isprintable()
+        judgement = judge(fix.needs(), deployment, "")
+        assert judgement.reason
+        assert judgement.reason.isprintable()
     assert time.process_time() - started < 5
 
 

@@ -1,4 +1,4 @@
-"""What the source of a vLLM says: all stock releases against the table, and shapes rather than versions."""
+"""Diagnoses of the source of a vLLM: all stock releases against the table, and shapes rather than versions."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_shipped_manifest_is_what_the_releases_give(monkeypatch: pytest.Monk
     assert again == made, "looking at one release again changes nothing"
 
 
-def test_a_diagnosis_that_raises_is_said_in_a_line_and_no_manifest_is_written(
+def test_a_diagnosis_that_raises_is_an_error_of_one_line_and_writes_no_manifest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import make_manifest

@@ -78,8 +78,8 @@ NOT_RUN = {
         "--only mla-fp8-padded-sort@0.19.1 --only mamba2-idle@0.25.1 --only llama-lora-sort@0.25.1"
     ): "needs a GPU",
 }
-"""Why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on real
-servers."""
+"""The reason why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on
+real servers."""
 
 ELSEWHERE = {
     "python benchmarks/engine_cost.py --steps --site 0.25.1=FOLDER --limit 200 --out build/steps-0.25.1": (
@@ -185,7 +185,7 @@ CONSTRAINED = "echo 'setuptools==84.2.1' > /tmp/build/constraint"
 TRIED = {
     *NOT_RUN, *ELSEWHERE, *PUBLISHED, *MADE, *PARSED, *COMPARED, *PATCHED, SWITCH, WITHOUT_GPU, QUERIED, CONSTRAINED
 }  # fmt: skip
-"""What the tests below look at, or say why not."""
+"""The commands that the tests below look at, or say why not."""
 
 SLOW = {
     "vllm-graphfix verify",
@@ -208,17 +208,17 @@ def commands(page: str) -> list[str]:
 
     These are the lines behind a prompt, or all lines of a block that has no prompt.
     """
-    found = []
+    listed = []
     for walked, block in BLOCK.findall(page):
         lines = block.replace("\\\n", "").splitlines()
         prompted = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-        found += [] if walked else [re.sub(r"\s+# .*|^# .*", "", line).strip() for line in prompted or lines]
-    return [command for command in found if command]
+        listed += [] if walked else [re.sub(r"\s+# .*|^# .*", "", line).strip() for line in prompted or lines]
+    return [command for command in listed if command]
 
 
-SHOWN = sorted({command for page in PAGES for command in commands(page.read_text())})
-LEFT = [command for command in SHOWN if command not in TRIED and command not in SLOW]
-RUN = [command for command in LEFT if re.match(rf"(uvx )?vllm-graphfix ({'|'.join(CHEAP)})\b", command)]
+DOCUMENTED = sorted({command for page in PAGES for command in commands(page.read_text())})
+REMAINING = [command for command in DOCUMENTED if command not in TRIED and command not in SLOW]
+RUN = [command for command in REMAINING if re.match(rf"(uvx )?vllm-graphfix ({'|'.join(CHEAP)})\b", command)]
 """Never what nobody has looked at: a page may show how to delete something."""
 
 
@@ -229,8 +229,8 @@ def run(command: str, folder: Path) -> str:
     nothing but the package, test_package.py does.
     """
     release = release_root("0.18.1")
-    as_shown = re.sub(r"\bPATH\b", shlex.quote(str(release)), command).replace("/mnt/shared/graphfix", "records")
-    as_shown = as_shown.removeprefix("uvx ")
+    script = re.sub(r"\bPATH\b", shlex.quote(str(release)), command).replace("/mnt/shared/graphfix", "records")
+    script = script.removeprefix("uvx ")
     (folder / "records").mkdir()
     (folder / "tools").symlink_to(PROJECT / "tools")
     bin_of_python = str(Path(sys.executable).parent)
@@ -240,7 +240,7 @@ def run(command: str, folder: Path) -> str:
         "VLLM_GRAPHFIX_STATUS_DIR": str(folder / "records"),
     }
     done = subprocess.run(
-        ["/bin/bash", "-euo", "pipefail", "-c", as_shown],
+        ["/bin/bash", "-euo", "pipefail", "-c", script],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -267,14 +267,14 @@ def expected(command: str) -> set[int]:
 
 
 def test_a_command_that_is_new_is_run_or_listed_with_a_reason() -> None:
-    unlisted = [command for command in LEFT if command not in RUN]
+    unlisted = [command for command in REMAINING if command not in RUN]
     assert unlisted == [], (
         "let it be run (CHEAP, SLOW), let a test below look at it, or say in NOT_RUN why that is not possible"
     )
 
 
 def test_the_table_lists_only_what_a_page_shows() -> None:
-    assert (TRIED | SLOW) - set(SHOWN) == set()
+    assert (TRIED | SLOW) - set(DOCUMENTED) == set()
 
 
 def test_prompts_comments_and_continued_lines_are_understood() -> None:
@@ -351,10 +351,10 @@ def parse(*calls: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_scripts_understand_the_arguments_that_are_shown() -> None:
+def test_scripts_understand_the_arguments_in_the_docs() -> None:
     values = {"FOLDER": "folder", "CASE": "mla", "PART": "silent"}
-    shown = [shlex.split(re.sub(r"[][]", "", command)) for command in sorted(PARSED)]
-    parse(*[[values.get(word, word) for word in words[1:]] for words in shown])
+    invocations = [shlex.split(re.sub(r"[][]", "", command)) for command in sorted(PARSED)]
+    parse(*[[values.get(word, word) for word in words[1:]] for words in invocations])
     with pytest.raises(AssertionError, match="unrecognized arguments: --no-such-flag"):
         parse(["tools/update_docs.py", "--no-such-flag"])
 
@@ -376,7 +376,7 @@ ACCEPTED = """
 """  # noqa: E501
 
 
-def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
+def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in = tmp_path / "bin" / "vllm-graphfix"
@@ -402,9 +402,9 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
 
     monkeypatch.setattr(compare_run, "run", run)
     monkeypatch.chdir(tmp_path)
-    given = [json.loads(line) for line in (tmp_path / "given").read_text().splitlines()]
-    assert len(given) == len(COMPARED) - 1
-    assert [CliRunner().invoke(app, arguments).exit_code for arguments in given] == [2] * len(given)
+    invocations = [json.loads(line) for line in (tmp_path / "given").read_text().splitlines()]
+    assert len(invocations) == len(COMPARED) - 1
+    assert [CliRunner().invoke(app, arguments).exit_code for arguments in invocations] == [2] * len(invocations)
     assert [(model, prompts, tokens) for model, _, prompts, tokens in reached] == [
         ("MODEL", 0, 128),
         ("MODEL", 0, 128),
@@ -436,9 +436,9 @@ def test_compare_takes_the_options_that_are_shown_and_vllm_the_flags(
     ]
 
 
-def test_the_switch_that_is_shown_leaves_every_fix_off(tmp_path: Path) -> None:
-    told = json.loads(run(f"{SWITCH}; vllm-graphfix status --json", tmp_path))
-    assert {fix["would_be"] for fix in told["fixes"]} == {"off"}
+def test_the_switch_in_the_docs_leaves_every_fix_off(tmp_path: Path) -> None:
+    report = json.loads(run(f"{SWITCH}; vllm-graphfix status --json", tmp_path))
+    assert {fix["would_be"] for fix in report["fixes"]} == {"off"}
 
 
 def test_without_a_gpu_verify_says_so(tmp_path: Path) -> None:
@@ -452,14 +452,14 @@ def test_without_a_gpu_verify_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", sorted(PATCHED))
-def test_what_kubectl_is_told_to_change_is_in_the_manifests(command: str) -> None:
+def test_what_kubectl_changes_is_in_the_manifests(command: str) -> None:
     kinds = {"deployment": documents(DEPLOYMENT), "configmap": documents(CONFIGMAP)}
     kind, name = re.findall(r" (deployment|configmap)[ /](\S+)", command)[0]
     (stands,) = [each for each in kinds[kind] if each["kind"].lower() == kind and each["metadata"]["name"] == name]
     if "--patch" in command:
-        told = list(leaves(json.loads(shlex.split(command)[-1])))
-        assert told
-        for *path, value in told:
+        patched = list(leaves(json.loads(shlex.split(command)[-1])))
+        assert patched
+        for *path, value in patched:
             at = stands
             for key in path:
                 at = at[key]
@@ -475,7 +475,7 @@ def leaves(tree: dict[str, Any], *path: str) -> Iterator[list[Any]]:
             yield [*path, key, value]
 
 
-def test_what_prometheus_is_asked_is_a_query_of_our_metrics(promtool: Path, tmp_path: Path) -> None:
+def test_the_query_for_prometheus_is_of_our_metrics(promtool: Path, tmp_path: Path) -> None:
     *call, url, query = shlex.split(QUERIED)
     assert names_in(query) <= set(metrics.NAMES)
     assert labels_in(query) <= TARGET_LABELS
@@ -489,11 +489,11 @@ def test_what_prometheus_is_asked_is_a_query_of_our_metrics(promtool: Path, tmp_
     assert "connection refused" in nobody.stderr  # the arguments were understood
 
 
-def test_the_setuptools_that_is_shown_may_build_the_package() -> None:
-    (told,) = re.findall(r"^echo '([^']+)' > \S+$", CONSTRAINED)
-    shown = Requirement(told)
-    (version,) = shown.specifier
+def test_the_setuptools_in_the_docs_may_build_the_package() -> None:
+    (constraint,) = re.findall(r"^echo '([^']+)' > \S+$", CONSTRAINED)
+    pinned = Requirement(constraint)
+    (version,) = pinned.specifier
     text = (PROJECT / "pyproject.toml").read_text()
     wanted = Requirement(re.findall(r'^requires = \["([^"]+)"\]', text, re.MULTILINE)[0])
-    assert (shown.name, version.operator) == (wanted.name, "==")
+    assert (pinned.name, version.operator) == (wanted.name, "==")
     assert wanted.specifier.contains(version.version)

@@ -53,13 +53,13 @@ class IndicesStandIn(list[int]):
     """A stand-in for a tensor, as far as it is zeroed."""
 
     def __getitem__(self, rows: Any) -> Any:
-        kept, chosen = self, range(len(self))[rows]
-        return SimpleNamespace(zero_=lambda: [kept.__setitem__(row, 0) for row in chosen])
+        indices, chosen = self, range(len(self))[rows]
+        return SimpleNamespace(zero_=lambda: [indices.__setitem__(row, 0) for row in chosen])
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["by position", "by name"])
 @pytest.mark.parametrize("stock", [_0_20_0, _0_21_0])
-def test_old_indices_are_found_in_whatever_order_the_arguments_come(stock: Callable[..., int], by_name: bool) -> None:
+def test_old_indices_are_zeroed_in_whatever_order_the_arguments_come(stock: Callable[..., int], by_name: bool) -> None:
     """0.21.0 changed the order; a fork may lack the remedy there."""
     indices = IndicesStandIn([7, 7, 7, 7])
     named = {
@@ -69,11 +69,11 @@ def test_old_indices_are_found_in_whatever_order_the_arguments_come(stock: Calla
         "step": 0,
     }
     names = stock.__code__.co_varnames[: stock.__code__.co_argcount]
-    given = {name: named.get(name, 5) for name in names}
+    arguments = {name: named.get(name, 5) for name in names}
     _, offered = layers(FIX, "two-managers-indices")
     patch = next(patch for patch in offered if patch.name == "prepare_eagle_inputs")
     patched = patch.wrap(stock)
-    assert (patched(**given) if by_name else patched(*given.values())) == 5
+    assert (patched(**arguments) if by_name else patched(*arguments.values())) == 5
     assert list(indices) == [7, 7, 0, 0]
 
 

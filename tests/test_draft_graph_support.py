@@ -15,7 +15,7 @@ Support = Enum("Support", {"ALWAYS": 3, "UNIFORM_BATCH": 2, "UNIFORM_SINGLE_TOKE
 
 
 @pytest.mark.parametrize("release", ["0.17.1", "0.18.1", "0.19.1"])
-def test_full_graphs_are_left_out_where_a_backend_does_not_support_them_and_nowhere_else(release: str) -> None:
+def test_full_graphs_are_missing_only_where_a_backend_does_not_support_them(release: str) -> None:
     check_behaviours(release, "draft_graph_support")
 
 
@@ -30,7 +30,7 @@ def test_full_graphs_are_left_out_where_a_backend_does_not_support_them_and_nowh
         (2, Support.ALWAYS, False),
     ],
 )
-def test_a_builder_that_takes_decodes_for_prompts_or_a_class_that_does_not_support_them(
+def test_support_needs_a_class_that_has_it_and_a_builder_that_knows_decodes(
     threshold: int | None, support: Support, supports: bool
 ) -> None:
     builder = SimpleNamespace(reorder_batch_threshold=threshold, get_cudagraph_support=lambda config, spec: support)

@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from endurance_calls import CASES
-from endurance_left import Left, left_by
+from endurance_growth import Growth, growth_by
 from endurance_server import Endured, Sample, endure, print_summary, sample, trend, write_csv
 from records import record
 from server import install, serve
@@ -31,18 +31,18 @@ from warm_release import run_in_fork
 
 # -- many calls --------------------------------------------------------------------------------------------------------
 
-ALLOWED = Left(ours=4096, blocks=200, objects=30, garbage=30)
+ALLOWED = Growth(ours=4096, blocks=200, objects=30, garbage=30)
 """Some for whatever Python does once in a while; less than one for each call."""
 _CODE = "import sys; sys.path.append({tests!r}); import endurance_calls; endurance_calls.main({calls!r})"
 
 
-def flat(left: Left) -> bool:
-    return all(found <= allowed for found, allowed in zip(left, ALLOWED, strict=True))
+def flat(growth: Growth) -> bool:
+    return all(measured <= allowed for measured, allowed in zip(growth, ALLOWED, strict=True))
 
 
 @cache
 def called(release: str | None, *, often: bool) -> dict[str, dict[str, Any]]:
-    """What each case of *release* came to, in one process."""
+    """Return the result of each case of *release*, all of them called in one process."""
     calls = {name: planned.calls[often] for name, planned in CASES.items() if planned.release == release}
     tests = Path(__file__).parent / "support"
     code = _CODE.format(tests=str(tests), calls=calls)
@@ -52,7 +52,7 @@ def called(release: str | None, *, often: bool) -> dict[str, dict[str, Any]]:
     else:
         done = run_in_fork(release, code, timeout=limit)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
-    return {told["case"]: told for told in lines}
+    return {result["case"]: result for result in lines}
 
 
 each_case = pytest.mark.parametrize(
@@ -74,41 +74,41 @@ each_case = pytest.mark.parametrize(
 
 @each_case
 def test_calls_leave_nothing_behind(name: str, often: bool) -> None:
-    told = called(CASES[name].release, often=often)[name]
-    assert flat(Left(**told["left"])), told
+    result = called(CASES[name].release, often=often)[name]
+    assert flat(Growth(**result["left"])), result
 
 
 @each_case
 def test_each_call_is_counted_once(name: str, often: bool) -> None:
-    told = called(CASES[name].release, often=often)[name]
-    assert told["counted"] == told["expected"]
-    assert told["failing"] == told["expected_failing"]
+    result = called(CASES[name].release, often=often)[name]
+    assert result["counted"] == result["expected"]
+    assert result["failing"] == result["expected_failing"]
 
 
-def _kept_in_a_list(stock: Callable[..., Any]) -> Callable[..., Any]:
-    kept: list[object] = []
+def _held_in_a_list(stock: Callable[..., Any]) -> Callable[..., Any]:
+    held: list[object] = []
 
     @functools.wraps(stock)
     def layer(metadata: Any) -> Any:
-        kept.append(metadata)
+        held.append(metadata)
         return stock(metadata)
 
     return layer
 
 
-def _kept_by_number(stock: Callable[..., Any]) -> Callable[..., Any]:
-    kept: dict[int, object] = {}
+def _held_by_number(stock: Callable[..., Any]) -> Callable[..., Any]:
+    held: dict[int, object] = {}
 
     @functools.wraps(stock)
     def layer(metadata: Any) -> Any:
         if metadata % 100 == 0:
-            kept[metadata] = [metadata]
+            held[metadata] = [metadata]
         return stock(metadata)
 
     return layer
 
 
-def _kept_in_a_cycle(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _held_in_a_cycle(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def layer(metadata: Any) -> Any:
         state: dict[str, object] = {"metadata": metadata}
@@ -118,7 +118,7 @@ def _kept_in_a_cycle(stock: Callable[..., Any]) -> Callable[..., Any]:
     return layer
 
 
-def _kept_nowhere(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _held_nowhere(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def layer(metadata: Any) -> Any:
         return stock([metadata])
@@ -126,19 +126,19 @@ def _kept_nowhere(stock: Callable[..., Any]) -> Callable[..., Any]:
     return layer
 
 
-def _left_by_planted(wrap: Callable[..., Any]) -> Left:
+def _growth_by_planted(wrap: Callable[..., Any]) -> Growth:
     numbers = iter(range(1_000_000))
     layer = wrap(lambda metadata: metadata)
-    return left_by(lambda: layer(next(numbers)), 20_000)
+    return growth_by(lambda: layer(next(numbers)), 20_000)
 
 
-@pytest.mark.parametrize("leak", [_kept_in_a_list, _kept_by_number, _kept_in_a_cycle])
+@pytest.mark.parametrize("leak", [_held_in_a_list, _held_by_number, _held_in_a_cycle])
 def test_a_layer_that_keeps_something_is_noticed(leak: Callable[..., Any]) -> None:
-    assert not flat(_left_by_planted(leak))
+    assert not flat(_growth_by_planted(leak))
 
 
 def test_a_layer_that_keeps_nothing_is_not() -> None:
-    assert flat(_left_by_planted(_kept_nowhere))
+    assert flat(_growth_by_planted(_held_nowhere))
 
 
 def test_a_program_that_makes_one_engine_after_the_other_keeps_few_records(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_a_program_that_makes_one_engine_after_the_other_keeps_few_records(tmp_p
     for one in made:
         reporter.publish(one)
         reporter.flush(60)
-    left = sorted(path.name for path in records.own_folder(tmp_path).iterdir())
-    assert left == sorted(one.file_name for one in made[-64:])
+    remaining = sorted(path.name for path in records.own_folder(tmp_path).iterdir())
+    assert remaining == sorted(one.file_name for one in made[-64:])
     reporter.close(60)
     assert list(records.own_folder(tmp_path).iterdir()) == []
 
@@ -160,7 +160,7 @@ def test_layers_that_were_taken_back_are_forgotten(monkeypatch: pytest.MonkeyPat
     module = ModuleType(name)
     exec("def target(value): return value", vars(module))  # noqa: S102 - a function of that module
     monkeypatch.setitem(sys.modules, name, module)
-    known, patch = len(sites._stock_of), Patch(name, "target", lambda stock, _: _kept_nowhere(stock))
+    known, patch = len(sites._stock_of), Patch(name, "target", lambda stock, _: _held_nowhere(stock))
     for _ in range(100):
         sites.revert("a-fix", sites.apply("a-fix", [patch], Activity()))
     assert len(sites._stock_of) <= known + 1
@@ -186,10 +186,10 @@ def endured(tmp_path_factory: pytest.TempPathFactory) -> Endured:
         serve(installed, tmp_path_factory.mktemp("with-plugin"), env=both) as plugin,
         serve(installed, tmp_path_factory.mktemp("stock"), env=both | {"VLLM_PLUGINS": ""}) as stock,
     ):
-        found = endure({"plugin": plugin, "stock": stock}, 60 * MINUTES)
-    write_csv(folder / "samples.csv", found.samples)
-    print_summary(found)
-    return found
+        result = endure({"plugin": plugin, "stock": stock}, 60 * MINUTES)
+    write_csv(folder / "samples.csv", result.samples)
+    print_summary(result)
+    return result
 
 
 each_role = pytest.mark.parametrize("role", ["front-end", "engine-core", "worker"])
@@ -209,9 +209,9 @@ def test_memory_grows_no_more_than_that_of_stock(endured: Endured, role: str, fi
 @each_role
 @pytest.mark.parametrize("field", ["descriptors", "threads"])
 def test_descriptors_and_threads_do_not_grow(endured: Endured, role: str, field: str) -> None:
-    found = endured.trend("plugin", role, field)
-    assert found.growth < 1
-    assert found.last - found.first <= 1
+    fitted = endured.trend("plugin", role, field)
+    assert fitted.growth < 1
+    assert fitted.last - fitted.first <= 1
 
 
 @pytest.mark.slow
@@ -230,8 +230,10 @@ def test_records_do_not_grow(endured: Endured) -> None:
 @pytest.mark.xdist_group("servers")
 def test_the_plugin_is_at_work_to_the_end(endured: Endured) -> None:
     assert set(endured.fleet) == {"in order"}
-    told = {family.name: family.samples for family in text_string_to_metric_families(endured.metrics)}
-    (read,), (agreeing,) = (told[f"graphfix_{name}"] for name in ("records_read_timestamp_seconds", "ranks_agreeing"))
+    families = {family.name: family.samples for family in text_string_to_metric_families(endured.metrics)}
+    (read,), (agreeing,) = (
+        families[f"graphfix_{name}"] for name in ("records_read_timestamp_seconds", "ranks_agreeing")
+    )
     assert endured.ended - read.value < 60
     assert agreeing.value == 1
 
@@ -266,13 +268,13 @@ def sampled(leak: str) -> list[Sample]:
     with subprocess.Popen([sys.executable, "-c", _PROGRAM.format(leak=leak)]) as program:
         try:
             process, began = psutil.Process(program.pid), time.monotonic()
-            found = []
+            samples = []
             while (seconds := time.monotonic() - began) < 2:
-                found.append(sample(seconds, "planted", "program", process))
+                samples.append(sample(seconds, "planted", "program", process))
                 time.sleep(0.1)
         finally:
             program.kill()
-    return found
+    return samples
 
 
 @pytest.mark.parametrize("field", list(LEAKS)[1:])
@@ -282,6 +284,6 @@ def test_what_a_process_leaks_is_noticed(field: str) -> None:
 
 
 def test_a_process_that_leaks_nothing_does_not_grow() -> None:
-    found = sampled(LEAKS["nothing"])
+    samples = sampled(LEAKS["nothing"])
     for field in list(LEAKS)[1:]:
-        assert trend([(one.seconds, getattr(one, field)) for one in found]).growth < 1, field
+        assert trend([(one.seconds, getattr(one, field)) for one in samples]).growth < 1, field

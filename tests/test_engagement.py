@@ -40,8 +40,8 @@ def states(release: str, code: str, env: dict[str, str] | None = None) -> dict[s
 
 def reported(output: str) -> dict[str, list[str]]:
     line = next(line for line in reversed(output.splitlines()) if line.startswith("REPORT "))
-    found: dict[str, list[str]] = json.loads(line.removeprefix("REPORT "))
-    return found
+    report: dict[str, list[str]] = json.loads(line.removeprefix("REPORT "))
+    return report
 
 
 def expected(release: str) -> dict[str, str]:
@@ -50,9 +50,9 @@ def expected(release: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("release", [pytest.param(r, marks=slow_but_for_the_sample(r)) for r in ALL_RELEASES])
 def test_load_general_plugins_engages_what_the_release_needs(release: str) -> None:
-    found = states(release, LOAD + imports(release) + REPORT)
-    assert {name: state for name, (_, state, _, _) in found.items()} == expected(release)
-    assert {name: judged for name, (_, _, _, judged) in found.items()} == {
+    reports = states(release, LOAD + imports(release) + REPORT)
+    assert {name: state for name, (_, state, _, _) in reports.items()} == expected(release)
+    assert {name: judged for name, (_, _, _, judged) in reports.items()} == {
         f.name: verdict(f.name, release) for f in FIXES
     }
 
@@ -63,8 +63,8 @@ SHAPES = ("0.16.0", "0.17.1", "0.18.1", "0.21.0", "0.22.1")
 
 @pytest.mark.parametrize("release", slow_but_for(("0.17.1", "0.21.0"), SHAPES))
 def test_targets_imported_before_register_are_patched_too(release: str) -> None:
-    found = states(release, imports(release) + LOAD + REPORT)
-    assert {name: state for name, (_, state, _, _) in found.items()} == expected(release)
+    reports = states(release, imports(release) + LOAD + REPORT)
+    assert {name: state for name, (_, state, _, _) in reports.items()} == expected(release)
 
 
 @pytest.mark.parametrize("release", ["0.17.1", "0.21.0"])
@@ -100,8 +100,8 @@ os._exit(0)
 
 @pytest.mark.xdist_group("0.18.1")
 def test_without_an_import_of_its_target_a_fix_waits() -> None:
-    found = states("0.18.1", LOAD + REPORT)
-    assert [name for name, (_, state, _, _) in found.items() if state == "waiting"] == list(affected_by("0.18.1"))
+    reports = states("0.18.1", LOAD + REPORT)
+    assert [name for name, (_, state, _, _) in reports.items() if state == "waiting"] == list(affected_by("0.18.1"))
 
 
 @pytest.mark.xdist_group("0.17.1")
@@ -119,9 +119,9 @@ vllm_graphfix._this_process().manager.revert("capture-state")
 reverted = [cudagraph_utils.CudaGraphManager.capture_graph, cudagraph_utils.set_forward_context, cudagraph.prepare_inputs_to_capture, cudagraph.EagleCudaGraphManager.capture_graph]
 assert all(a is b for a, b in zip(stock, reverted))
 {REPORT}"""  # noqa: E501
-    found = states("0.17.1", code)
-    assert found["capture-state"][1] == "off"
-    assert found["draft-decode-mode"][1] == "active"
+    reports = states("0.17.1", code)
+    assert reports["capture-state"][1] == "off"
+    assert reports["draft-decode-mode"][1] == "active"
 
 
 @pytest.mark.xdist_group("0.21.0")
@@ -171,15 +171,15 @@ SWITCHED: list[tuple[str, dict[str, str], dict[str, str]]] = [
 
 @pytest.mark.parametrize(("release", "env", "wanted"), SWITCHED, ids=[f"{row[0]}-{row[1]}" for row in SWITCHED])
 def test_the_environment_decides(release: str, env: dict[str, str], wanted: dict[str, str]) -> None:
-    found = states(release, LOAD + imports(release) + REPORT, env)
-    assert {name: found[name][1] for name in wanted} == wanted
+    reports = states(release, LOAD + imports(release) + REPORT, env)
+    assert {name: reports[name][1] for name in wanted} == wanted
 
 
 @pytest.mark.xdist_group("0.21.0")
 def test_without_a_speculator_capture_state_stays_although_its_companion_is_off() -> None:
     code = LOAD + "import vllm.v1.worker.gpu.cudagraph_utils\n" + REPORT
-    found = states("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"})
-    assert found["capture-state"][1] == "active"
+    reports = states("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "off"})
+    assert reports["capture-state"][1] == "active"
 
 
 def log(release: str, env: dict[str, str], code: str = "") -> list[Any]:
@@ -285,9 +285,9 @@ print("FACTORS", told.replace(os.getcwd(), "scratch"))  # another folder in each
         {"VLLM_GRAPHFIX": "observe", "VLLM_GRAPHFIX_ROLLOUT": "5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "a"},
         {"VLLM_GRAPHFIX_ROLLOUT": "50", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "VLLM_GRAPHFIX_STATUS_DIR": "/elsewhere"},
     ]
-    found = {
+    factors = {
         next(line for line in run.stdout.splitlines() if line.startswith("FACTORS"))
         for run in (run_in_release(release, code, env, warm=True) for env in stages)
     }
-    assert len(found) == 1
-    assert "VLLM_GRAPHFIX_DECISION" in found.pop()
+    assert len(factors) == 1
+    assert "VLLM_GRAPHFIX_DECISION" in factors.pop()

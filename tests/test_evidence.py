@@ -31,9 +31,9 @@ def _ids(cases: list[Case]) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES, ids=_ids(CASES))
 def test_an_edit_of_what_a_verdict_rests_on_is_seen(case: Case) -> None:
-    found = diagnosed(case.mutant)
-    assert found.verdict in case.right
-    assert not found.known, "no release has all of this"
+    diagnosis = diagnosed(case.mutant)
+    assert diagnosis.verdict in case.right
+    assert not diagnosis.known, "no release has all of this"
 
 
 @pytest.mark.parametrize("case", NIGHTLIES, ids=_ids(NIGHTLIES))
@@ -42,19 +42,19 @@ def test_main_is_affected_before_a_merge_and_fixed_after_it(case: Case) -> None:
 
 
 KEYWORDS = [case for case in CASES if "by keyword" in case.mutant.name or "with a keyword" in case.mutant.name]
-"""Where a wrapper that drops a keyword would change what vLLM does, and no diagnosis would show it."""
+"""Cases where a wrapper that drops a keyword would change what vLLM does, and no diagnosis would show it."""
 
 
 def test_vllms_own_classes_are_called_with_their_keywords() -> None:
-    found = list(judged(((case.mutant, diagnosed(case.mutant)) for case in KEYWORDS), together=True))
-    assert len(found) == len(KEYWORDS) > 2
-    assert not [str(each) for each in found if each.outcome in {WRONG, MISSED}]
+    results = list(judged(((case.mutant, diagnosed(case.mutant)) for case in KEYWORDS), together=True))
+    assert len(results) == len(KEYWORDS) > 2
+    assert not [str(each) for each in results if each.outcome in {WRONG, MISSED}]
 
 
 @pytest.mark.slow
 def test_vllms_own_classes_agree_with_every_verdict_but_unrecognised() -> None:
-    found = judged(((case.mutant, diagnosed(case.mutant)) for case in (*CASES, *NIGHTLIES)), together=True)
-    assert not [str(each) for each in found if each.outcome in {WRONG, MISSED}]
+    results = judged(((case.mutant, diagnosed(case.mutant)) for case in (*CASES, *NIGHTLIES)), together=True)
+    assert not [str(each) for each in results if each.outcome in {WRONG, MISSED}]
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_vllms_own_classes_agree_with_every_verdict_but_unrecognised() -> None:
 )
 def test_what_a_module_binds_again_is_not_what_was_looked_at(line: str) -> None:
     source = edited_source(release_root("0.22.1"), {CUDAGRAPHS: lambda text: f"{text}\n\n{line}\n"})
-    found = manifest.diagnose(BY_NAME["capture-state"], source)
-    assert (found.verdict, found.known) == (Verdict.UNRECOGNISED, False)
+    diagnosis = manifest.diagnose(BY_NAME["capture-state"], source)
+    assert (diagnosis.verdict, diagnosis.known) == (Verdict.UNRECOGNISED, False)
 
 
 def test_a_decorator_that_runs_the_function_each_time_is_none_to_mind(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def ran(model: Path, folder: Path, *flags: str, **env: str) -> subprocess.Comple
 
 
 @pytest.mark.parametrize(
-    ("ranks", "checked", "said"), [(1, "", "off"), (2, "1/2", "{'checks': 0, 'mismatches': 0,")], ids=["one", "two"]
+    ("ranks", "checked", "counters"), [(1, "", "off"), (2, "1/2", "{'checks': 0, 'mismatches': 0,")], ids=["one", "two"]
 )
 def test_rollouts_go_on_after_a_reload_and_every_worker_has_the_fixes_that_it_needs(
-    ranks: int, checked: str, said: str, model: Path, tmp_path: Path
+    ranks: int, checked: str, counters: str, model: Path, tmp_path: Path
 ) -> None:
-    """Where the shadow check is on its counters are printed."""
+    """The shadow check prints its counters, where it is on."""
     done = ran(
         model, tmp_path, f"--tensor-parallel-size={ranks}", **({"VLLM_GRAPHFIX_SHADOW": checked} if checked else {})
     )
@@ -65,7 +65,7 @@ def test_rollouts_go_on_after_a_reload_and_every_worker_has_the_fixes_that_it_ne
         observed = {*affected_by(RELEASE)} - expected  # of these some wait for code that no request needs
         assert {*active.split(", "), *waiting.split(", ")} - observed == expected | ({"shadow"} if checked else set())
         assert "prefill-dispatch" in active
-        assert f"worker {rank}: shadow check: {said}" in done.stdout
+        assert f"worker {rank}: shadow check: {counters}" in done.stdout
 
 
 def test_the_exit_code_is_1_if_a_fix_is_off(model: Path, tmp_path: Path) -> None:
@@ -107,8 +107,8 @@ def test_a_worker_without_the_plugin_is_a_problem(model: Path, tmp_path: Path) -
 
 
 def test_a_mismatch_of_the_shadow_check_is_a_problem() -> None:
-    found = report()
-    found["events"]["shadow"]["mismatches"] = 2
-    assert [*rollouts.problems(found)] == [
+    fleet_report = report()
+    fleet_report["events"]["shadow"]["mismatches"] = 2
+    assert [*rollouts.problems(fleet_report)] == [
         "the shadow check found 2 wrong replays; `vllm-graphfix report` has the details"
     ]

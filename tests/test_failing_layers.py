@@ -16,7 +16,7 @@ import pytest
 from table import ALL_APPLIED, PAIRS, affected_by
 from warm_release import run_in_fork
 
-Told = dict[str, Any]
+Outcome = dict[str, Any]
 
 NEITHER = {
     # The second of two copies on the device: it fails with the device itself.
@@ -34,7 +34,7 @@ SEVENTH = 7
 
 # One run a release, whose tests share a process of pytest-xdist: `--dist loadgroup`.
 @cache
-def in_release(release: str, every: int) -> list[Told]:
+def in_release(release: str, every: int) -> list[Outcome]:
     call = f"main({list(affected_by(release))!r}, {every})"
     code = f"{(Path(__file__).parent / 'support' / 'failing_layers.py').read_text()}\n{call}\n"
     output = run_in_fork(release, code, ALL_APPLIED, timeout=1200).stdout
@@ -54,35 +54,35 @@ each_pair = pytest.mark.parametrize(
 )
 
 
-def whole_and_failing(name: str, release: str, every: int) -> tuple[Told, list[Told]]:
-    whole, *failing = [told for told in in_release(release, every) if told["fix"] == name]
+def whole_and_failing(name: str, release: str, every: int) -> tuple[Outcome, list[Outcome]]:
+    whole, *failing = [outcome for outcome in in_release(release, every) if outcome["fix"] == name]
     return whole, failing
 
 
-def of_both(told: Told, whole: Told) -> bool:
-    """Whether each number is stock's or the right one.
+def of_both(outcome: Outcome, whole: Outcome) -> bool:
+    """Return whether each number is stock's or the right one.
 
     A scenario may have several models, each with layers of its own.
     """
-    if told["numbers"] == whole["stock"]["numbers"]:
+    if outcome["numbers"] == whole["stock"]["numbers"]:
         return True
-    each = [re.findall(r"[^\s(),]+", of["numbers"]) for of in (told, whole["stock"], whole["right"])]
+    each = [re.findall(r"[^\s(),]+", of["numbers"]) for of in (outcome, whole["stock"], whole["right"])]
     return len(set(map(len, each))) == 1 and all(one in others for one, *others in zip(*each, strict=True))
 
 
 @each_pair
-def test_whatever_call_of_a_layer_fails_vllm_goes_on_and_nobody_is_told_that_the_fix_is_active(
+def test_vllm_survives_each_failing_call_of_a_layer_and_wrong_numbers_mean_failed(
     name: str, release: str, every: int
 ) -> None:
     whole, failing = whole_and_failing(name, release, every)
     assert (whole["right"]["state"], whole["stock"]["state"]) == ("active", "off"), whole["right"]["reason"]
     assert whole["right"]["numbers"] != whole["stock"]["numbers"]
     assert len(failing) * every >= 2, "calls were found"
-    for told in failing:
-        place = told["call"]
-        assert "escaped" not in told, place
-        assert told["before"] == "active", place
-        if told["numbers"] != whole["right"]["numbers"]:
-            assert of_both(told, whole) or place.endswith(NEITHER.get(name, ())), place
-            assert told["state"] == "failed", place
-            assert "Planted" in told["reason"], place
+    for outcome in failing:
+        place = outcome["call"]
+        assert "escaped" not in outcome, place
+        assert outcome["before"] == "active", place
+        if outcome["numbers"] != whole["right"]["numbers"]:
+            assert of_both(outcome, whole) or place.endswith(NEITHER.get(name, ())), place
+            assert outcome["state"] == "failed", place
+            assert "Planted" in outcome["reason"], place

@@ -98,10 +98,10 @@ except Exception as error:
 def test_in_auto_vllm_runs_stock_with_the_reason_in_states_and_log(what: str) -> None:
     before, wanted, reason = WRONG[what]
     done = run_in_fork("0.18.1", before + LOAD + imports("0.18.1") + GATE + REPORT)
-    found = reported(done.stdout)
-    assert {name: found[name][1] for name in wanted} == wanted
+    report = reported(done.stdout)
+    assert {name: report[name][1] for name in wanted} == wanted
     troubled = [name for name, state in wanted.items() if state not in ("active", "not-needed")]
-    assert any(reason in found[name][2] for name in troubled)
+    assert any(reason in report[name][2] for name in troubled)
     assert "GATE AttributeError" in done.stdout, "the stock start-up was called, with an object that is no worker"
 
 
@@ -145,10 +145,10 @@ def test_a_value_that_means_nothing_leaves_vllm_stock_and_stops_nobody(what: str
     done = run_in_fork(
         "0.18.1", before + LOAD + imports("0.18.1") + GATE + REPORT, env | {"VLLM_LOGGING_LEVEL": "WARNING"}
     )
-    found = reported(done.stdout)
+    report = reported(done.stdout)
     for name in off:
         variable = next(each for each in env if env[each] != "on")
-        assert list(found[name][1:3]) == ["off", f"{variable}={env[variable]} means nothing, which counts as off"]
+        assert list(report[name][1:3]) == ["off", f"{variable}={env[variable]} means nothing, which counts as off"]
     assert "GATE AttributeError" in done.stdout, "the stock start-up was called, with an object that is no worker"
 
 
@@ -168,7 +168,7 @@ print("STOCK", *[getattr(m, "prepare_inputs_to_capture").__code__.co_filename.en
 """  # noqa: E501
 
 
-def test_a_fix_that_fails_on_a_later_module_leaves_nothing_in_the_names_that_it_imported() -> None:
+def test_a_fix_that_fails_on_a_later_module_leaves_no_layer_in_imported_names() -> None:
     done = run_in_release("0.17.1", COPIED + LOAD + imports("0.17.1") + NAMES + REPORT, warm=True)
     assert reported(done.stdout)["capture-state"][1:3] == ["failed", "RuntimeError: late"]
     assert "STOCK True True" in done.stdout
@@ -200,12 +200,12 @@ def test_a_target_that_is_there_as_bytecode_only_is_failed_not_absent(tmp_path: 
     root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"})
     py_compile.compile(str(root / FLASHMLA), cfile=str((root / FLASHMLA).with_suffix(".pyc")), doraise=True)
     (root / FLASHMLA).unlink()
-    found = reported(run_in_release(root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, warm=True).stdout)
-    assert found["flashmla-fp8"][1] == "failed"
-    assert "bytecode only" in found["flashmla-fp8"][2]
+    report = reported(run_in_release(root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, warm=True).stdout)
+    assert report["flashmla-fp8"][1] == "failed"
+    assert "bytecode only" in report["flashmla-fp8"][2]
 
 
-def test_an_unrecognised_shape_is_left_alone_and_said(tmp_path: Path) -> None:
+def test_an_unrecognised_shape_stays_stock_with_a_warning(tmp_path: Path) -> None:
     planned = "scheduler_metadata.num_splits = num_splits\n"
     change = {FLASHMLA: lambda text: text.replace(planned, f"{planned}            self.last_splits = num_splits\n")}
     root = edited(release_root("0.18.1"), tmp_path / "site", change)
@@ -253,7 +253,7 @@ def gate(before: str, worker: str, env: dict[str, str] | None = None) -> str:
     return run_in_fork("0.18.1", code, env or INSISTENT).stdout.split("GATE ")[1].strip()
 
 
-def test_strict_stops_only_engines_that_have_graphs_and_the_model_runner_that_a_fix_is_for() -> None:
+def test_strict_stops_only_engines_with_graphs_and_the_model_runner_of_the_fix() -> None:
     eager = "enforce_eager=True, use_v2_model_runner=True"
     graphs = "use_v2_model_runner={}"
     unrecognised = """
@@ -312,8 +312,8 @@ def churn():
         del sys.modules[f"churn{number}"]
 threading.Thread(target=churn, daemon=True).start()
 """
-    found = reported(run_in_fork("0.18.1", churn + LOAD + imports("0.18.1") + "stop.set()\n" + REPORT).stdout)
-    assert {found[name][1] for name in ("capture-state", "flashmla-fp8", "flashmla-padding")} == {"active"}
+    report = reported(run_in_fork("0.18.1", churn + LOAD + imports("0.18.1") + "stop.set()\n" + REPORT).stdout)
+    assert {report[name][1] for name in ("capture-state", "flashmla-fp8", "flashmla-padding")} == {"active"}
 
 
 def test_a_module_that_another_thread_is_importing_is_patched_when_it_is_there() -> None:
@@ -327,8 +327,8 @@ while "{BUILDER.rsplit(".", 1)[0]}" not in sys.modules:
 vllm_graphfix.register()
 thread.join()
 {REPORT}"""
-    found = reported(run_in_fork("0.18.1", code).stdout)
-    assert (found["flashmla-fp8"][1], found["flashmla-padding"][1]) == ("active", "active")
+    report = reported(run_in_fork("0.18.1", code).stdout)
+    assert (report["flashmla-fp8"][1], report["flashmla-padding"][1]) == ("active", "active")
 
 
 BROKEN = "import sys\nsys.modules['wrapt'] = None\nimport vllm_graphfix\nvllm_graphfix.register()\n"
@@ -367,8 +367,8 @@ def test_fixes_do_not_depend_on_the_arguments_of_the_process(arguments: str) -> 
         f"import sys\n{arguments}\n"
         f"exec('register()', {{'__name__': [], 'register': __import__('vllm_graphfix').register}})\n"
     )
-    found = reported(run_in_fork("0.18.1", code + imports("0.18.1") + REPORT).stdout)
-    assert found["flashmla-fp8"][1] == "active"
+    report = reported(run_in_fork("0.18.1", code + imports("0.18.1") + REPORT).stdout)
+    assert report["flashmla-fp8"][1] == "active"
 
 
 def test_two_threads_that_register_at_once_are_one_process() -> None:
@@ -403,12 +403,12 @@ import vllm_graphfix
 logging.getLogger("vllm.graphfix").addHandler(Asking())
 logging.getLogger("vllm.graphfix").setLevel(logging.DEBUG)
 {LOAD}{imports("0.18.1")}"""
-    told = [line for line in run_in_fork("0.18.1", code).stdout.splitlines() if line.startswith("WAITED")]
-    assert any("graphfix: applied where vLLM imports them: " in line for line in told)
-    assert all(line.startswith("WAITED False") for line in told), told
+    lines = [line for line in run_in_fork("0.18.1", code).stdout.splitlines() if line.startswith("WAITED")]
+    assert any("graphfix: applied where vLLM imports them: " in line for line in lines)
+    assert all(line.startswith("WAITED False") for line in lines), lines
 
 
-def test_a_companion_that_fails_before_a_capture_takes_its_partner_with_it_and_not_later() -> None:
+def test_a_companion_takes_its_partner_with_it_only_if_it_fails_before_a_capture() -> None:
     activity = "vllm_graphfix._this_process().manager.activity('flashmla-padding')"
     fail = f"import vllm_graphfix\n{activity}.failed(RuntimeError('odd'))\n"
     code = LOAD + imports("0.18.1")

@@ -54,7 +54,7 @@ every_act = pytest.mark.parametrize(("act", "release", "every"), INJECTED)
 
 @cache
 def injected(act: str, release: str, every: int) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
-    """What was counted, and each fault with what became of it."""
+    """Return the runs without a fault, and each fault with its result."""
     with TemporaryDirectory(prefix="vllm-graphfix-") as folder:
         results = str(Path(folder) / "results")
         code = CODE.format(here=str(HERE), act=act, environments=ACTS[act], results=results, every=every)
@@ -63,21 +63,21 @@ def injected(act: str, release: str, every: int) -> tuple[dict[str, Any], list[t
     return first, rest
 
 
-def outcome(fault: dict[str, Any], told: Any) -> str:
+def outcome(fault: dict[str, Any], result: Any) -> str:
     """One word for what became of a fault; a word that begins with WRONG must not be."""
-    if told is None:
+    if result is None:
         return "WRONG: died or hung"
-    if not told["fired"]:
+    if not result["fired"]:
         return "not made"
-    end, error = told["end"], fault["error"]
+    end, error = result["end"], fault["error"]
     if error in INTERRUPTS:
         return "interrupted" if (end or "").startswith(error) else "WRONG: an interrupt was swallowed"
     if end is None:
-        states = told["states"].values()
-        if told["right"]:
+        states = result["states"].values()
+        if result["right"]:
             return "right"
-        said = fault["mode"] == "refusing" or any(level >= WARNING for level, _ in told["log"])
-        if fault["mode"] != "strict" and "failed" in states and said:
+        warned = fault["mode"] == "refusing" or any(level >= WARNING for level, _ in result["log"])
+        if fault["mode"] != "strict" and "failed" in states and warned:
             return "stock's, and said"
         return "WRONG: serves a wrong graph"
     if end.startswith("GraphfixError: vllm-graphfix stops this engine before it"):
@@ -93,21 +93,23 @@ def outcome(fault: dict[str, Any], told: Any) -> str:
 
 
 @every_act
-def test_what_fails_then_leaves_right_answers_or_stops_who_insists_or_is_stocks_and_said(
+def test_a_fault_leaves_right_answers_or_stops_who_insists_or_is_stocks_and_logged(
     act: str, release: str, every: int, record_property: Callable[[str, object], None]
 ) -> None:
     first, rest = injected(act, release, every)
-    assert all(told["end"] is None and told["right"] for told in first["counted"].values())
-    outcomes = Counter(outcome(fault, told) for fault, told in rest)
+    assert all(result["end"] is None and result["right"] for result in first["counted"].values())
+    outcomes = Counter(outcome(fault, result) for fault, result in rest)
     for about, number in outcomes.items():
         record_property("counted", (f"faults, {act.rpartition(':')[2].lower()}", release, about, number))
-    assert [(fault, outcome(fault, told)) for fault, told in rest if outcome(fault, told).startswith("WRONG")] == []
+    assert [
+        (fault, outcome(fault, result)) for fault, result in rest if outcome(fault, result).startswith("WRONG")
+    ] == []
     assert len(rest) == len(range(0, first["planned"], every))
     assert outcomes["not made"] <= 1 + len(rest) // 8  # how far a thread is at that time is not always the same
 
 
 @every_act
-def test_the_calls_of_an_act_are_found(act: str, release: str, every: int) -> None:
+def test_the_calls_of_an_act_are_counted(act: str, release: str, every: int) -> None:
     first, _ = injected(act, release, every)
     files = {place.split(":")[1] for place, *_ in first["counted"]["auto"]["calls"]}
     wanted = (
@@ -124,7 +126,7 @@ FAULT = {"mode": "auto", "error": "EIO", "callee": "builtins", "place": "MainThr
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "result"),
     [
         ({}, None),
         ({}, WELL | {"right": False}),
@@ -135,7 +137,7 @@ FAULT = {"mode": "auto", "error": "EIO", "callee": "builtins", "place": "MainThr
         ({"error": "KeyboardInterrupt"}, WELL),
     ],
 )
-def test_what_must_not_happen_is_noticed(fault: dict[str, Any], told: Any) -> None:
+def test_what_must_not_happen_is_noticed(fault: dict[str, Any], result: Any) -> None:
     """On outcomes that no process had."""
-    assert outcome(FAULT | fault, told).startswith("WRONG")
+    assert outcome(FAULT | fault, result).startswith("WRONG")
     assert outcome(FAULT, WELL) == "right"

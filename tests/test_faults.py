@@ -31,11 +31,11 @@ every_release = pytest.mark.parametrize(("release", "every"), INJECTED)
 def complaints(faults: Faults, *modes: str, interrupts: bool = False) -> list[tuple[Fault, list[str]]]:
     chosen = [o for o in faults.outcomes if o.fault.mode in modes and (o.fault.error in INTERRUPTS) == interrupts]
     assert chosen
-    return [(outcome.fault, found) for outcome in chosen if (found := faults.complaints(outcome))]
+    return [(outcome.fault, messages) for outcome in chosen if (messages := faults.complaints(outcome))]
 
 
 @every_release
-def test_the_calls_are_found(release: str, every: int, record_property: Callable[[str, object], None]) -> None:
+def test_the_calls_are_counted(release: str, every: int, record_property: Callable[[str, object], None]) -> None:
     """A profiler that sees less than it should would make all of the following true."""
     faults = injected(release, every)
     for about, number in Counter(map(faults.ended, faults.outcomes)).items():
@@ -112,18 +112,20 @@ def test_who_interrupts_is_not_held_up(release: str, every: int) -> None:
 @every_release
 def test_without_a_fault_all_is_applied_and_nothing_else_changes(release: str, every: int) -> None:
     faults = injected(release, every)
-    for mode, told in faults.counted.items():
-        assert {name for name, (state, *_) in told["states"].items() if state == "active"} == set(faults.needed), mode
-        assert {stage: end for stage, end in told["ends"].items() if stage != "fork"} == faults.stock, mode
+    for mode, result in faults.counted.items():
+        assert {name for name, (state, *_) in result["states"].items() if state == "active"} == set(faults.needed), mode
+        assert {stage: end for stage, end in result["ends"].items() if stage != "fork"} == faults.stock, mode
 
 
 @every_release
 def test_a_damaged_file_of_vllm_has_vllms_own_error_and_no_other(release: str, every: int) -> None:
     faults = injected(release, every)
-    found = {what: said for what, told in faults.trees.items() if (said := faults.complaints_about_files(told))}
-    assert found == {}
+    wrong = {
+        what: messages for what, results in faults.trees.items() if (messages := faults.complaints_about_files(results))
+    }
+    assert wrong == {}
     # Else nothing was damaged, or all of it beyond what is to be shown.
-    broken = {what for what, told in faults.trees.items() if imports_fail(faults, told["stock"])}
+    broken = {what for what, results in faults.trees.items() if imports_fail(faults, results["stock"])}
     assert {what for what in faults.trees if what.endswith(UNREADABLE)} <= broken
     # What another module imports by its name breaks that module's import.
     odd = {what for what in faults.trees if what.endswith(ODD)}
@@ -134,35 +136,35 @@ UNREADABLE = ("binary", "null byte", "unknown encoding", "a folder", "a dangling
 ODD = ("another encoding", "renamed", "further argument", "further keyword", "bytecode only")
 
 
-def imports_fail(faults: Faults, told: dict[str, Any]) -> bool:
-    return any(end != faults.stock[stage] for stage, end in told["ends"].items() if stage.startswith("import "))
+def imports_fail(faults: Faults, result: dict[str, Any]) -> bool:
+    return any(end != faults.stock[stage] for stage, end in result["ends"].items() if stage.startswith("import "))
 
 
 @every_release
 def test_a_vllm_in_an_archive_is_stock_and_its_source_is_what_is_missing(release: str, every: int) -> None:
     faults = injected(release, every)
-    told = faults.trees["all: in a zip"]["auto"]
-    assert {state for state, _, _ in told["states"].values()} == {"failed"}
-    assert all("its source cannot be read" in reason for _, reason, _ in told["states"].values())
+    result = faults.trees["all: in a zip"]["auto"]
+    assert {state for state, _, _ in result["states"].values()} == {"failed"}
+    assert all("its source cannot be read" in reason for _, reason, _ in result["states"].values())
 
 
 @every_release
 def test_a_damaged_manifest_leaves_vllm_stock_and_stops_who_insists(release: str, every: int) -> None:
     faults = injected(release, every)
     assert len(faults.packages) > 5
-    for what, told in faults.packages.items():
-        assert faults.complaints_about_files(told) == [], what
-        states = told["auto"]["states"].values()
+    for what, results in faults.packages.items():
+        assert faults.complaints_about_files(results) == [], what
+        states = results["auto"]["states"].values()
         assert {state for state, _, _ in states} == {"failed"}, what
         assert all("reinstall vllm-graphfix" in reason for _, reason, _ in states), what
-        assert any("stops this engine" in (end or "") for end in told["strict"]["ends"].values()), what
+        assert any("stops this engine" in (end or "") for end in results["strict"]["ends"].values()), what
 
 
 STOPPED = "GraphfixError: vllm-graphfix stops this engine before it captures its CUDA graphs: a is failed: why"
 HALF = {"a": [True, False]}
 NONE = {"a": [False, False]}
 FAILED = {"a": ["failed", "why", None]}
-SAID = [[30, "a is not applied"]]
+WARNING_LOG = [[30, "a is not applied"]]
 BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "half applied": ("auto", {"layers": HALF}),
     "the log does not say so": ("auto", {"layers": NONE, "states": FAILED, "log": []}),
@@ -171,11 +173,11 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "has no reason": ("auto", {"states": {"a": ["active", "", "affected"]}}),
     "went another way": ("auto", {"ends": {"import m": None, "measure": STOPPED}}),
     "states() raised": ("auto", {"states": "KeyError: 'a'"}),
-    "not stopped": ("strict", {"layers": NONE, "states": FAILED, "log": SAID}),
+    "not stopped": ("strict", {"layers": NONE, "states": FAILED, "log": WARNING_LOG}),
     "stopped although": ("strict", {"ends": {"import m": None, "measure": STOPPED}}),
     "stopped in the wrong way": (
         "strict",
-        {"ends": {"import m": STOPPED}, "layers": NONE, "states": FAILED, "log": SAID},
+        {"ends": {"import m": STOPPED}, "layers": NONE, "states": FAILED, "log": WARNING_LOG},
     ),
     "more than one": (
         "on",
@@ -204,12 +206,12 @@ def test_what_must_not_happen_is_noticed(what: str) -> None:
     assert any(what in complaint for complaint in judge.complaints(Outcome(fault, well | changes)))
 
 
-def test_an_interrupt_that_is_swallowed_and_a_fault_in_the_records_that_takes_a_fix_away_are_noticed() -> None:
+def test_a_swallowed_interrupt_and_a_fix_lost_to_a_fault_in_the_records_are_noticed() -> None:
     judge = object.__new__(Faults)
     judge.needed, judge.targets, judge.stock = ("a",), {"a": [("m", "f")]}, {"import m": None}
-    told = {"fired": True, "ends": judge.stock, "states": FAILED, "layers": {"a": [False]}, "log": SAID}
+    result = {"fired": True, "ends": judge.stock, "states": FAILED, "layers": {"a": [False]}, "log": WARNING_LOG}
     held_up = Fault("auto", "MainThread:process.py:start:1:1:callee", 1, "KeyboardInterrupt", "posix")
-    assert judge.complaints(Outcome(held_up, told)) == ["the interrupt was swallowed"]
+    assert judge.complaints(Outcome(held_up, result)) == ["the interrupt was swallowed"]
     in_a_record = Fault("auto", "MainThread:records/writing.py:write:1:1:callee", 1, "EIO", "posix")
-    assert judge.complaints(Outcome(in_a_record, told)) == ["a fault where something is only told took a fix away"]
+    assert judge.complaints(Outcome(in_a_record, result)) == ["a fault where something is only told took a fix away"]
     assert judge.complaints(Outcome(in_a_record, None)) == ["the process died or hung"]

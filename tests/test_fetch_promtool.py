@@ -18,15 +18,15 @@ def test_a_promtool_on_the_path_is_taken(tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_machine_that_is_no_debian_is_told_what_to_install(
+def test_on_a_machine_that_is_no_debian_the_error_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert fetch_promtool.main(["--into", str(tmp_path / "cache")]) == 1
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "promtool is not on the PATH" in told.err
-    assert fetch_promtool.INSTEAD in told.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "promtool is not on the PATH" in output.err
+    assert fetch_promtool.INSTEAD in output.err
 
 
 def test_a_failed_download_is_no_reason_to_skip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

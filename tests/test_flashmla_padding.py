@@ -8,5 +8,5 @@ from behaviours import check_behaviours
 
 
 @pytest.mark.parametrize("release", ["0.15.0", "0.19.1"])
-def test_planner_and_kernel_are_given_padding_that_exists(release: str) -> None:
+def test_planner_and_kernel_get_padding_that_exists(release: str) -> None:
     check_behaviours(release, "flashmla_padding")

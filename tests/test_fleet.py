@@ -81,17 +81,17 @@ def test_an_engine_with_a_value_that_means_nothing_is_not_in_order(
     leave(tmp_path, record(**wrong), *ranks(two)[:1], *ranks(two, **wrong))
     engine = only(tmp_path)
     assert engine.misconfigured == {"VLLM_GRAPHFIX": "observ"}
-    (told,) = [each for each in engine.wrong if "misconfigured" in each]
-    assert told.startswith(
+    (message,) = [each for each in engine.wrong if "misconfigured" in each]
+    assert message.startswith(
         "misconfigured: VLLM_GRAPHFIX=observ means nothing: what it is for is off, or at its default"
     )
     assert look(tmp_path).exit_code == 1
-    assert told.split(":")[1].strip() in text(tmp_path)
+    assert message.split(":")[1].strip() in text(tmp_path)
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("state", ["off", "not-in-canary", "observing", "not-needed"])
-def test_an_engine_that_does_as_it_was_told_is_in_order(
+def test_an_engine_that_does_as_it_is_set_up_is_in_order(
     tmp_path: Path, two: tuple[Identity, Identity], state: str
 ) -> None:
     first, second = ranks(two, **failed(state))
@@ -141,8 +141,8 @@ def test_a_rank_that_lives_and_cannot_write_its_record_is_exit_1(
     engine = only(tmp_path)
     assert (engine.status, look(tmp_path).exit_code) == ("not in order", 1)
     assert engine.wrong[0].startswith("record not written for 10 min: rank 1. What has changed there since")
-    told = as_json(look(tmp_path))["engines"][0]["processes"]
-    assert [(each["liveness"], each["outdated"]) for each in told] == [("alive", False)] * 2 + [("alive", True)]
+    processes = as_json(look(tmp_path))["engines"][0]["processes"]
+    assert [(each["liveness"], each["outdated"]) for each in processes] == [("alive", False)] * 2 + [("alive", True)]
     leave(tmp_path, second._replace(written=time.time()))
     assert look(tmp_path).exit_code == 0
 
@@ -176,13 +176,15 @@ def test_a_rank_that_does_not_come_out_of_a_step_is_exit_1(tmp_path: Path, two: 
     engine = only(tmp_path)
     assert (engine.status, look(tmp_path).exit_code) == ("not in order", 1)
     assert engine.wrong[0].startswith("in one step for 10 min: rank 1. Its heartbeat goes on")
-    told = as_json(look(tmp_path))["engines"][0]["processes"]
-    assert [(each["liveness"], each["in_step_since"]) for each in told] == [("alive", None)] * 2 + [("alive", began)]
+    processes = as_json(look(tmp_path))["engines"][0]["processes"]
+    assert [(each["liveness"], each["in_step_since"]) for each in processes] == [("alive", None)] * 2 + [
+        ("alive", began)
+    ]
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("given_up", "said"),
+    ("lifted", "wording"),
     [
         (0, "; graphs no longer replayed: 2."),
         (1, "; graphs no longer replayed: 1; graphs replayed again, wrong or not, after they had been taken out: 1."),
@@ -190,14 +192,14 @@ def test_a_rank_that_does_not_come_out_of_a_step_is_exit_1(tmp_path: Path, two: 
     ],
 )
 def test_a_graph_that_is_replayed_again_is_not_among_those_that_are_not(
-    tmp_path: Path, given_up: int, said: str
+    tmp_path: Path, lifted: int, wording: str
 ) -> None:
-    shadow = {"checks": 9, "mismatches": 4, "quarantined-graphs": 2, "quarantines-given-up": given_up}
+    shadow = {"checks": 9, "mismatches": 4, "quarantined-graphs": 2, "quarantines-given-up": lifted}
     leave(tmp_path, record(rank=0, events={"shadow": shadow}))
     assert (
         only(tmp_path)
         .wrong[0]
-        .startswith(f"the shadow check found wrong CUDA graph replays, 4 in 9 checks{said} `vllm-graphfix report`")
+        .startswith(f"the shadow check found wrong CUDA graph replays, 4 in 9 checks{wording} `vllm-graphfix report`")
     )
 
 
@@ -217,8 +219,8 @@ def test_a_rank_that_is_stopped_is_exit_1_until_it_goes_on(
     engine = only(tmp_path)
     assert (engine.status, len(engine.wrong)) == ("not in order", 1)
     assert re.fullmatch(rf"not heard from for [12] s: rank 1\. {re.escape(HANGS)}", engine.wrong[0])
-    told = as_json(look(tmp_path))["engines"][0]["processes"]
-    assert [each["liveness"] for each in told] == ["alive", "alive", "silent"]
+    processes = as_json(look(tmp_path))["engines"][0]["processes"]
+    assert [each["liveness"] for each in processes] == ["alive", "alive", "silent"]
     one.send_signal(signal.SIGCONT)
     assert eventually(lambda: look(tmp_path).exit_code == 0)
     assert only(tmp_path).status == "in order"
@@ -229,8 +231,8 @@ def test_an_engine_that_is_stopped_as_a_whole_is_exit_1_and_ended_when_it_is_kil
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SILENT_AFTER, 1.0)
-    given = (record(kept=True), record(rank=0))
-    processes = [keeping(start, tmp_path, one) for one in given]
+    records = (record(kept=True), record(rank=0))
+    processes = [keeping(start, tmp_path, one) for one in records]
     for process in processes:
         process.send_signal(signal.SIGSTOP)
     assert eventually(lambda: not only(tmp_path).live)
@@ -294,9 +296,9 @@ def test_an_engine_that_starts_is_no_fault_and_exit_4(tmp_path: Path, records: t
 def test_what_starts_is_named_with_the_time_that_it_takes(tmp_path: Path) -> None:
     leave(tmp_path, FRONT_END, *(one._replace(written=time.time() - 400) for one in starting(CORE, *WORKERS)))
     assert only(tmp_path).notes == ("starting for 7 min: engine-core 2 on node-b",)
-    told = as_json(look(tmp_path))
-    assert [each["starting"] for each in told["engines"][0]["processes"]] == [False, True, False, False]
-    assert (told["engines"][0]["status"], told["exit_code"]) == ("starting", 4)
+    report = as_json(look(tmp_path))
+    assert [each["starting"] for each in report["engines"][0]["processes"]] == [False, True, False, False]
+    assert (report["engines"][0]["status"], report["exit_code"]) == ("starting", 4)
 
 
 @pytest.mark.usefixtures("alone")
@@ -372,7 +374,7 @@ def test_an_engine_that_was_stopped_by_us_is_exit_1_for_an_hour(
 
 
 @pytest.mark.usefixtures("alone")
-def test_ranks_that_agreed_and_are_on_machines_that_are_not_seen_are_said_and_not_wrong(tmp_path: Path) -> None:
+def test_ranks_that_agreed_on_machines_that_are_not_seen_are_a_note_and_not_wrong(tmp_path: Path) -> None:
     leave(tmp_path, record(), *(record(elsewhere(rank), rank, 8) for rank in range(4)))
     engine = only(tmp_path)
     assert engine.notes == (
@@ -411,7 +413,7 @@ def test_ranks_that_are_missing_before_they_agreed_are_exit_1(tmp_path: Path, tw
 
 
 @pytest.mark.usefixtures("alone")
-def test_ranks_of_this_host_without_a_record_are_exit_1_also_where_the_others_agreed_with_them(
+def test_ranks_of_this_host_without_a_record_are_exit_1_also_if_the_others_agreed(
     tmp_path: Path, two: tuple[Identity, Identity]
 ) -> None:
     front = record(ranks_here=2)
@@ -430,7 +432,7 @@ def test_ranks_of_this_host_without_a_record_are_exit_1_also_where_the_others_ag
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_engine_no_rank_of_which_has_said_anything_is_exit_1(tmp_path: Path) -> None:
+def test_an_engine_no_rank_of_which_has_reported_is_exit_1(tmp_path: Path) -> None:
     leave(tmp_path, record(), age=121.0)
     assert only(tmp_path).wrong[0].startswith("no rank has reported: they are starting, or run on machines")
     assert look(tmp_path).exit_code == 1
@@ -528,7 +530,7 @@ def test_one_world_over_all_data_parallel_replicas_is_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_world_of_any_claimed_size_is_shown_in_time(tmp_path: Path) -> None:
+def test_a_world_of_any_claimed_size_is_printed_in_time(tmp_path: Path) -> None:
     leave(tmp_path, record(elsewhere(1), 0, 2**62, agreement=None))
     started = time.monotonic()
     assert "no record of ranks 1-1024:" in text(tmp_path)
@@ -536,7 +538,7 @@ def test_a_world_of_any_claimed_size_is_shown_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_is_told_to_a_terminal_is_text_and_no_markup(tmp_path: Path) -> None:
+def test_the_output_on_a_terminal_is_text_and_no_markup(tmp_path: Path) -> None:
     hostile = "[bold]x[/nothing] [link=http://x]"
     leave(tmp_path, record(rank=0, model=hostile, problem=hostile, vllm=hostile, **failed("failed")))
     assert text(tmp_path).count(hostile) >= 3
@@ -584,7 +586,7 @@ def test_an_unreadable_record_stands_for_no_other_rank_that_is_elsewhere(tmp_pat
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_unreadable_record_of_a_process_that_is_gone_or_of_another_engine_is_no_fault(
+def test_an_unreadable_record_of_an_ended_process_or_another_engine_is_no_fault(
     tmp_path: Path, two: tuple[Identity, Identity]
 ) -> None:
     leave(tmp_path, *ranks(two))
@@ -595,7 +597,7 @@ def test_an_unreadable_record_of_a_process_that_is_gone_or_of_another_engine_is_
 
 
 @pytest.mark.usefixtures("alone")
-def test_files_that_are_no_records_are_said_and_change_nothing(tmp_path: Path) -> None:
+def test_files_that_are_no_records_are_named_and_change_nothing(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0))
     (own_folder(tmp_path) / "x.json").touch()
     assert "x.json: its name is not a record's" in text(tmp_path)
@@ -611,7 +613,7 @@ def of_fixes(**states: str) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_events_are_shown_of_the_fixes_that_count_them(tmp_path: Path) -> None:
+def test_events_are_printed_of_the_fixes_that_count_them(tmp_path: Path) -> None:
     leave(
         tmp_path, record(rank=0, **of_fixes(first="active", second="observing", third="not-needed", fourth="waiting"))
     )
@@ -619,13 +621,13 @@ def test_events_are_shown_of_the_fixes_that_count_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_an_event_that_happened_is_shown_whatever_became_of_its_fix(tmp_path: Path) -> None:
+def test_an_event_that_happened_is_printed_whatever_became_of_its_fix(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0, fixes={"capture-state": FixReport("auto", "failed", "the reason")}))
     assert "state-consumed 12" in text(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("states", "told"),
+    ("states", "noted"),
     [
         (("active", "active"), True),
         (("active", "failed"), True),
@@ -634,7 +636,7 @@ def test_an_event_that_happened_is_shown_whatever_became_of_its_fix(tmp_path: Pa
     ],
 )
 def test_marks_that_have_marked_nothing_are_worth_knowing(
-    tmp_path: Path, two: tuple[Identity, Identity], states: tuple[str, str], told: bool
+    tmp_path: Path, two: tuple[Identity, Identity], states: tuple[str, str], noted: bool
 ) -> None:
     """Of an engine, of which one rank may have no requests."""
     for rank, each in zip(ranks(two), states, strict=True):
@@ -642,18 +644,18 @@ def test_marks_that_have_marked_nothing_are_worth_knowing(
         report = FixReport("auto", state, f"of one of 16 requests{'' if some else f'; {NONE_MARKED}'}")
         leave(tmp_path, rank._replace(fixes={"kv-marks": report}))
     notes = [note for note in only(tmp_path).notes if "cache block" in note]
-    assert notes == [f"no cache block is watched: {NONE_MARKED}. docs/kv-marks.md says what is not marked"] * told
+    assert notes == [f"no cache block is watched: {NONE_MARKED}. docs/kv-marks.md says what is not marked"] * noted
 
 
 @pytest.mark.usefixtures("alone")
-def test_fixes_of_which_the_same_is_told_share_a_row(tmp_path: Path) -> None:
+def test_fixes_with_the_same_report_share_a_row(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0, **of_fixes(first="off", second="off", third="not-needed")))
     assert text(tmp_path).count("the reason") == 2
     assert all(name in text(tmp_path) for name in ("first", "second", "third"))
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_rollout_is_told_of_where_there_is_one(tmp_path: Path) -> None:
+def test_a_rollout_is_named_where_there_is_one(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0))
     assert "in the rollout of 25 % (bucket 1234 of 10,000)" in text(tmp_path)
     leave(tmp_path, record(rank=0, decision=Decided(True, None, None, "on", True)))
@@ -663,7 +665,7 @@ def test_a_rollout_is_told_of_where_there_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_process_that_writes_once_is_not_said_to_be_silent(tmp_path: Path, start: Start) -> None:
+def test_a_process_that_writes_once_is_not_called_silent(tmp_path: Path, start: Start) -> None:
     leave(tmp_path, record(), age=500.0)
     leave(tmp_path, record(of(start().pid), 0))
     assert "min ago" not in text(tmp_path)

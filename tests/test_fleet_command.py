@@ -35,10 +35,10 @@ def call(*arguments: str, code: int = 0, env: dict[str, str] | None = None) -> t
 @pytest.mark.usefixtures("alone")
 def test_the_json_is_the_interface_that_is_documented(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
     leave(tmp_path, record(), *ranks(two))
-    told = json.loads(call("--dir", str(tmp_path), "--json")[0])
-    (engine,) = told.pop("engines")
+    report = json.loads(call("--dir", str(tmp_path), "--json")[0])
+    (engine,) = report.pop("engines")
     mine = of(os.getpid())
-    assert told == {
+    assert report == {
         "schema": 1,
         "graphfix": __version__,
         "host": mine.host,
@@ -244,10 +244,10 @@ def test_live_engines_that_are_all_wrong_run_and_some_of_them_are_named(tmp_path
     leave(tmp_path, record(elsewhere(9), 0, engine="f" * 16, problem="why"), age=120.0)
     lines = call("--dir", str(tmp_path), code=1)[0].splitlines()
     assert lines[0].startswith("7 engines on 7 hosts: 7 WRONG; 1 not running and WRONG")
-    said = " ".join(lines)
-    assert "✗ 7 engines: misconfigured: VLLM_GRAPHFIX=observ" in said
-    assert "0000000000000000 on node-0, 0000000000000001 on node-1" in said
-    assert "0000000000000004 on node-4 and 2 more" in said
+    output = " ".join(lines)
+    assert "✗ 7 engines: misconfigured: VLLM_GRAPHFIX=observ" in output
+    assert "0000000000000000 on node-0, 0000000000000001 on node-1" in output
+    assert "0000000000000004 on node-4 and 2 more" in output
 
 
 @pytest.mark.usefixtures("alone")
@@ -264,7 +264,7 @@ def test_a_stop_is_one_line_of_an_engine_and_of_engines_that_stop_for_the_same(t
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_engine_of_many_and_all_of_them_are_shown_whole_if_asked_for(tmp_path: Path) -> None:
+def test_one_engine_of_many_and_all_of_them_are_printed_whole_on_demand(tmp_path: Path) -> None:
     many(tmp_path, 60)
     out, _ = call("--dir", str(tmp_path), "0000000000000035", code=1)
     assert "engine 0000000000000035" in out
@@ -285,22 +285,22 @@ def test_an_engine_without_graphs_says_that_its_zeros_mean_nothing(tmp_path: Pat
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
-    ("states", "told"),
+    ("states", "label"),
     [
         ({"capture-state": "observing", "kv-marks": "active"}, "counting"),
         ({"capture-state": "off", "shadow": "active", "abort": "active"}, "stock"),
         ({"capture-state": "active", "kv-marks": "off"}, "fixed"),
     ],
 )
-def test_an_engine_is_fixed_by_fixes_and_not_by_detectors(tmp_path: Path, states: dict[str, str], told: str) -> None:
+def test_an_engine_is_fixed_by_fixes_and_not_by_detectors(tmp_path: Path, states: dict[str, str], label: str) -> None:
     fixes = {name: FixReport("auto", state, "the reason") for name, state in states.items()}
     leave(tmp_path, record(rank=0, fixes=fixes))
-    assert f"1 engine on 1 host: 1 {told}" in call("--dir", str(tmp_path))[0]
+    assert f"1 engine on 1 host: 1 {label}" in call("--dir", str(tmp_path))[0]
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("age", [90.0, -90.0], ids=["not heard from", "the clock was set back"])
-def test_an_engine_that_may_run_is_not_said_to_have_ended(tmp_path: Path, age: float) -> None:
+def test_an_engine_that_may_run_is_not_called_ended(tmp_path: Path, age: float) -> None:
     leave(tmp_path, record(elsewhere(1), rank=0), age=age)
     verdict = call("--dir", str(tmp_path), code=3)[0].splitlines()[0]
     assert "none is heard from; 1 silent" in verdict

@@ -30,11 +30,11 @@ def unreadable(base: Path, *records: Record, age: float = 0.0) -> None:
 def test_an_engine_of_which_no_record_can_be_read_is_exit_1(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0))
     unreadable(tmp_path, *(record(elsewhere(rank), rank, 4, engine=OTHER_ENGINE) for rank in range(4)))
-    (told,) = look(tmp_path).wrong
-    assert told.startswith(f"engine {OTHER_ENGINE}: 4 processes may run, on node-b, whose records cannot be read; ")
-    assert "use a newer version" in told
+    (message,) = look(tmp_path).wrong
+    assert message.startswith(f"engine {OTHER_ENGINE}: 4 processes may run, on node-b, whose records cannot be read; ")
+    assert "use a newer version" in message
     assert (look(tmp_path).exit_code, only(tmp_path).status) == (1, "in order")
-    assert as_json(look(tmp_path))["wrong"] == [told]
+    assert as_json(look(tmp_path))["wrong"] == [message]
     assert "1 engine NOT READABLE" in text(tmp_path)
     assert f"✗ engine {OTHER_ENGINE}: 4 processes" in text(tmp_path)
     assert "node-b" in hosts_of(look(tmp_path))
@@ -55,7 +55,7 @@ def test_where_nothing_can_be_read_it_does_not_say_that_there_is_nothing(tmp_pat
     assert "No records" not in text(tmp_path)
 
 
-def test_what_a_killed_engine_left_elsewhere_an_hour_ago_is_no_fault(tmp_path: Path) -> None:
+def test_records_of_an_engine_killed_elsewhere_an_hour_ago_are_no_fault(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0))
     unreadable(tmp_path, record(elsewhere(1), 0, engine=OTHER_ENGINE), age=AN_HOUR + 1)
     assert (look(tmp_path).wrong, look(tmp_path).exit_code) == ((), 0)

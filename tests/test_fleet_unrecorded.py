@@ -14,33 +14,33 @@ from pathlib import Path
 
 import pytest
 
-from fleets import WITHOUT_RECORD, Start, here, reason, said_of, text
+from fleets import WITHOUT_RECORD, Start, here, reason, text, unrecorded_of
 from records import leave, needs_root, of, record
 from vllm_graphfix.commands.fleet import Unrecorded, as_json, look, unrecorded
 from vllm_graphfix.commands.fleet.unrecorded import _is_vllm
 from vllm_graphfix.records import own_folder
 
 
-def test_a_server_that_filters_the_plugin_out_is_said_to(tmp_path: Path, serve: Start) -> None:
+def test_the_reason_says_that_a_server_filters_the_plugin_out(tmp_path: Path, serve: Start) -> None:
     process = serve(env=here(tmp_path, VLLM_PLUGINS="other"))
     assert reason(process, tmp_path) == "VLLM_PLUGINS='other' keeps vLLM from loading this plugin; add graphfix to it"
 
 
-def test_a_server_that_loads_no_plugin_at_all_is_said_to(tmp_path: Path, serve: Start) -> None:
+def test_the_reason_says_that_a_server_loads_no_plugin_at_all(tmp_path: Path, serve: Start) -> None:
     assert reason(serve(env=here(tmp_path, VLLM_PLUGINS="")), tmp_path).startswith("VLLM_PLUGINS='' keeps vLLM")
 
 
-def test_a_server_that_leaves_its_records_elsewhere_is_said_to(tmp_path: Path, serve: Start) -> None:
+def test_the_reason_says_that_a_server_leaves_its_records_elsewhere(tmp_path: Path, serve: Start) -> None:
     process = serve(env=here(tmp_path / "bin", VLLM_PLUGINS=""))
     assert reason(process, tmp_path) == f"its records are in {tmp_path}/bin: vllm-graphfix fleet --dir {tmp_path}/bin"
 
 
-def test_a_server_that_has_just_started_is_given_time(tmp_path: Path, serve: Start) -> None:
+def test_a_server_that_has_just_started_counts_as_starting(tmp_path: Path, serve: Start) -> None:
     process = serve(env=here(tmp_path, VLLM_PLUGINS="graphfix,other"))
     assert reason(process, tmp_path) == "it has just started and may not have loaded its plugins yet"
-    found = said_of(process, tmp_path)
-    assert found is not None
-    assert found.starting
+    entry = unrecorded_of(process, tmp_path)
+    assert entry is not None
+    assert entry.starting
 
 
 def test_a_server_without_a_record_for_no_reason_to_be_seen_is_sent_to_its_log(
@@ -62,7 +62,7 @@ def test_an_installation_that_lacks_the_plugin_is_named(tmp_path: Path, serve: S
     assert "just started" in reason(process, tmp_path)
 
 
-def test_a_server_with_file_systems_of_its_own_is_said_to(tmp_path: Path, serve: Start, start: Start) -> None:
+def test_the_reason_says_that_a_server_has_file_systems_of_its_own(tmp_path: Path, serve: Start, start: Start) -> None:
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, "--mount", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace can be made here: that needs root, or unprivileged namespaces")
@@ -79,18 +79,18 @@ def test_servers_of_other_users_are_a_note(serve: Start) -> None:
         reason(process, Path(name))
         os.seteuid(65534)
         try:
-            found = look(Path(name))
+            fleet = look(Path(name))
         finally:
             os.seteuid(0)
-    assert process.pid not in {one.pid for one in found.unrecorded}
-    assert "belong to other users, and only those users (or root) can read their records" in found.notes[0]
+    assert process.pid not in {one.pid for one in fleet.unrecorded}
+    assert "belong to other users, and only those users (or root) can read their records" in fleet.notes[0]
 
 
 def test_a_server_with_a_record_is_not_listed(tmp_path: Path, serve: Start) -> None:
     process = serve(env=here(tmp_path))
     reason(process, tmp_path)
     leave(tmp_path, record(of(process.pid)))
-    assert said_of(process, tmp_path) is None
+    assert unrecorded_of(process, tmp_path) is None
 
 
 def give(base: Path, uid: int) -> None:
@@ -103,7 +103,7 @@ def give(base: Path, uid: int) -> None:
 
 @needs_root
 @pytest.mark.parametrize("container", [False, True], ids=["here", "in a container"])
-def test_a_record_of_another_user_hides_no_process_and_is_said_to_be_theirs(
+def test_a_record_of_another_user_hides_no_process_and_is_named_as_theirs(
     container: bool, tmp_path: Path, serve: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = serve(env=here(tmp_path))
@@ -114,12 +114,12 @@ def test_a_record_of_another_user_hides_no_process_and_is_said_to_be_theirs(
     leave(tmp_path, record(theirs, kept=True))
     give(tmp_path, 12345)
     assert reason(process, tmp_path).endswith("; a record of uid 12345 names it, and is not its own")
-    found = look(tmp_path)
-    assert (found.engines[0].live, found.engines[0].owner) == (container, 12345)
+    fleet = look(tmp_path)
+    assert (fleet.engines[0].live, fleet.engines[0].owner) == (container, 12345)
     assert "records of uid 12345" in text(tmp_path)
-    assert as_json(found)["engines"][0]["user"] == "uid 12345"
+    assert as_json(fleet)["engines"][0]["user"] == "uid 12345"
     leave(tmp_path, record(theirs, kept=True))
-    assert said_of(process, tmp_path) is None
+    assert unrecorded_of(process, tmp_path) is None
 
 
 @needs_root
@@ -128,7 +128,7 @@ def test_a_process_of_another_user_with_a_record_of_theirs_is_not_listed(tmp_pat
     leave(tmp_path, record(of(process.pid)))
     reason(process, tmp_path)
     give(tmp_path, 12345)
-    assert said_of(process, tmp_path) is None
+    assert unrecorded_of(process, tmp_path) is None
     assert look(tmp_path).engines[0].live
 
 
@@ -143,9 +143,7 @@ def test_a_process_with_a_title_of_vllm_is_known_by_it(tmp_path: Path, start: St
     assert reason(process, tmp_path).startswith("VLLM_PLUGINS='x' keeps vLLM")
 
 
-def test_a_process_whose_title_has_overwritten_its_environment_is_told_by_its_parents(
-    tmp_path: Path, start: Start
-) -> None:
+def test_a_process_whose_title_overwrote_its_environment_is_known_by_its_parents(tmp_path: Path, start: Start) -> None:
     pytest.importorskip("setproctitle")
     script = tmp_path / "vllm"
     script.write_text(
@@ -169,12 +167,12 @@ def test_a_process_whose_title_has_overwritten_its_environment_is_told_by_its_pa
         assert parent.stdin is not None
         worker = int(parent.stdout.readline())
         deadline = time.monotonic() + 20.0
-        while not (found := [one for one in look(tmp_path).unrecorded if one.pid == worker]):
+        while not (entries := [one for one in look(tmp_path).unrecorded if one.pid == worker]):
             assert time.monotonic() < deadline
         parent.stdin.close()
         parent.wait()
-    assert found[0].command == "VLLM::Worker_TP0"
-    assert found[0].reason.startswith("VLLM_PLUGINS='x' keeps vLLM")
+    assert entries[0].command == "VLLM::Worker_TP0"
+    assert entries[0].reason.startswith("VLLM_PLUGINS='x' keeps vLLM")
 
 
 A_SERVER = Unrecorded(1, "somebody", "vllm serve some/model", 300.0, "the reason", elsewhere=False)
@@ -251,9 +249,7 @@ def test_a_command_line_tells_whether_it_is_vllms(command: str, is_vllm: bool) -
     assert _is_vllm(command.split()) is is_vllm
 
 
-def test_a_multiprocessing_child_without_a_title_is_listed_where_its_server_is_without_the_plugin(
-    tmp_path: Path, start: Start
-) -> None:
+def test_a_multiprocessing_child_is_listed_where_its_server_lacks_the_plugin(tmp_path: Path, start: Start) -> None:
     script = tmp_path / "vllm"
     script.write_text(
         "import multiprocessing, sys, time\n"

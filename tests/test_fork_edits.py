@@ -24,19 +24,21 @@ AT_ONCE = 6
 
 def test_a_sample_of_forks_is_judged_honestly() -> None:
     some = [mutant for fix in SAMPLED for _, mutant in itertools.islice(fork_edits(fix), 4)]
-    found = list(judged(((mutant, diagnosed(mutant)) for mutant in some), together=True, as_stock=True))
-    assert {each.stock_is_right for each in found} >= {True, False}
-    assert not dishonest(found)
+    judgements = list(judged(((mutant, diagnosed(mutant)) for mutant in some), together=True, as_stock=True))
+    assert {each.stock_is_right for each in judgements} >= {True, False}
+    assert not dishonest(judgements)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fix", BY_NAME)
 def test_ten_forks_of_each_fix_are_judged_honestly(fix: str, record_property: Callable[[str, object], None]) -> None:
-    found = list(as_intended(fix))
-    for (intent, verdict), number in Counter((each.mutant.kind, each.found.verdict.value) for each in found).items():
+    judgements = list(as_intended(fix))
+    for (intent, verdict), number in Counter(
+        (each.mutant.kind, each.diagnosis.verdict.value) for each in judgements
+    ).items():
         record_property("counted", ("forks", fix, f"{intent}: {verdict}", number))
-    assert not dishonest(found)
-    assert Counter(each.mutant.kind for each in found) == {RIGHT: OF_EACH, WRONG: OF_EACH}
+    assert not dishonest(judgements)
+    assert Counter(each.mutant.kind for each in judgements) == {RIGHT: OF_EACH, WRONG: OF_EACH}
 
 
 def as_intended(fix: str) -> Iterator[Judged]:
@@ -54,12 +56,12 @@ def as_intended(fix: str) -> Iterator[Judged]:
                 yield each
 
 
-def dishonest(found: Iterable[Judged]) -> list[str]:
+def dishonest(judgements: Iterable[Judged]) -> list[str]:
     """Of a fork with the defect that it is an all-clear; of one without that it is known, or is patched with harm."""
 
     def is_dishonest(each: Judged) -> bool:
-        if each.stock_is_right is False and each.found.verdict in (Verdict.FIXED, Verdict.ABSENT):
+        if each.stock_is_right is False and each.diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT):
             return True
         return each.outcome in (APPLIED_WRONGLY, MISSED, CLAIMED)
 
-    return [str(each) for each in found if is_dishonest(each)]
+    return [str(each) for each in judgements if is_dishonest(each)]

@@ -1,6 +1,6 @@
-"""What a forked child inherits of a process with the plugin while another thread was at work.
+"""A forked child of a process with the plugin inherits no lock that nobody gives back, and nothing half done.
 
-No lock that nobody gives back, and nothing half done.
+Another thread was at work when the process forked.
 
 A lock is held in earnest, by the code that takes it, in a thread that stops there. A child that hangs says where.
 """
@@ -134,9 +134,9 @@ def test_an_import_in_a_child_waits_for_no_thread_that_was_in_wrapt(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = _path(version, tmp_path / "site")
-    told = run_python(f"import sys\nsys.path[:0] = {path!r}\n" + IMPORTS + held)
-    assert all(f" {folder}{os.sep}" in told for folder in path)
-    assert told.splitlines()[1:] == ["HOOK awaited"]
+    output = run_python(f"import sys\nsys.path[:0] = {path!r}\n" + IMPORTS + held)
+    assert all(f" {folder}{os.sep}" in output for folder in path)
+    assert output.splitlines()[1:] == ["HOOK awaited"]
 
 
 ANOTHER = "vllm.v1.attention.backends.mamba_attn"
@@ -174,11 +174,11 @@ def test_a_child_diagnoses_for_itself_what_a_thread_was_about_to(tmp_path: Path)
     env = {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path), BY_NAME["ubatch-max-seq-len"].variable: "off"}
     expected = reported(run_in_fork("0.18.1", f"{code}\nREPORT = {REPORT!r}\n{rest}", env).stdout)
     stops = f'manifest.diagnose = slowly\nmeanwhile(lambda: importlib.import_module("{ANOTHER}"))'
-    found = reported(run_in_fork("0.18.1", f"{code}\nREPORT = {REPORT!r}\n{stops}\n{rest}", env).stdout)
-    assert found["capture-state"][1] == "active"
-    assert {name: told[1] for name, told in found.items()} == {
-        name: "active" if ANOTHER in BY_NAME[name].modules and told[1] == "waiting" else told[1]
-        for name, told in expected.items()
+    actual = reported(run_in_fork("0.18.1", f"{code}\nREPORT = {REPORT!r}\n{stops}\n{rest}", env).stdout)
+    assert actual["capture-state"][1] == "active"
+    assert {name: row[1] for name, row in actual.items()} == {
+        name: "active" if ANOTHER in BY_NAME[name].modules and row[1] == "waiting" else row[1]
+        for name, row in expected.items()
     }
 
 

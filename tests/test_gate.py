@@ -137,15 +137,15 @@ run_worlds(WORLDS, rank)
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, list[str]]:
-    """What each rank of each world of `WORLDS` said.
+def messages() -> dict[str, list[str]]:
+    """Return the messages of the ranks of each world of `WORLDS`.
 
     The process groups are real ones of stock 0.21.0, around a double of a worker.
     """
     code = f"WORLDS = {WORLDS!r}\nSUPPORT = {str(Path(__file__).parent / 'support')!r}\n" + PROGRAM
     done = run_in_release("0.21.0", code, {"VLLM_LOGGING_LEVEL": "WARNING"}, warm=True)
     lines = [line.partition(": RANK ") for line in done.stdout.splitlines() if ": RANK " in line]
-    return {world: sorted(told for name, _, told in lines if name == world) for world in WORLDS}
+    return {world: sorted(message for name, _, message in lines if name == world) for world in WORLDS}
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,12 @@ def said() -> dict[str, list[str]]:
         "torch's store is gone, off",
     ],
 )
-def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
+def test_ranks_start(world: str, messages: dict[str, list[str]]) -> None:
     """Ranks start where they agree, and where a difference cannot hang.
 
     The kill switch brings an engine up in any case, mistyped too.
     """
-    assert said[world] == ["0 STARTS", "1 STARTS"]
+    assert messages[world] == ["0 STARTS", "1 STARTS"]
 
 
 @pytest.mark.parametrize(
@@ -211,16 +211,16 @@ def test_ranks_start(world: str, said: dict[str, list[str]]) -> None:
     ],
 )
 def test_all_ranks_stop_before_they_capture_where_one_is_set_up_otherwise(
-    world: str, what: str, said: dict[str, list[str]]
+    world: str, what: str, messages: dict[str, list[str]]
 ) -> None:
-    assert len(said[world]) == 2
-    for line in said[world]:
+    assert len(messages[world]) == 2
+    for line in messages[world]:
         assert "GraphfixError vllm-graphfix stops this engine before it captures its CUDA graphs" in line
         assert what.format(host=socket.gethostname()) in line
 
 
-def test_all_ranks_that_insist_stop_where_they_cannot_be_compared(said: dict[str, list[str]]) -> None:
-    stopped = said["torch's store is gone, strict"]
+def test_all_ranks_that_insist_stop_where_they_cannot_be_compared(messages: dict[str, list[str]]) -> None:
+    stopped = messages["torch's store is gone, strict"]
     assert len(stopped) == 2
     for line in stopped:
         assert "vllm-graphfix stops this engine before it captures its CUDA graphs: whether its ranks agree is" in line
@@ -230,14 +230,14 @@ def test_all_ranks_that_insist_stop_where_they_cannot_be_compared(said: dict[str
     assert [line.endswith(" AND ENDS ITS PROCESS") for line in stopped] == [False, True]
 
 
-def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host(said: dict[str, list[str]]) -> None:
-    with_plugin, without = said["one lacks the plugin"]
+def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host(messages: dict[str, list[str]]) -> None:
+    with_plugin, without = messages["one lacks the plugin"]
     assert without == "1 STARTS"
     assert "GraphfixError" in with_plugin
     assert f"No report within 4 s: rank 1 on {socket.gethostname()}." in with_plugin
 
 
-def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipeline_stages() -> None:
+def test_a_fix_without_its_companion_is_no_difference_between_pipeline_stages() -> None:
     """Only the last stage imports the drafter's code, for which `capture-state` needs the companion."""
     code = """
     from vllm.plugins import load_general_plugins
@@ -250,8 +250,8 @@ def test_a_fix_taken_back_for_want_of_a_companion_is_no_difference_between_pipel
     states = _this_process().manager.states()
     print("SAID", first.states["capture-state"], last.states["capture-state"], states["capture-state"].state.value)
     """
-    said = run_in_fork("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "observe"}).stdout
-    assert "SAID active waiting incompatible" in said
+    output = run_in_fork("0.21.0", code, {"VLLM_GRAPHFIX_DRAFT_PREFILL_STATE": "observe"}).stdout
+    assert "SAID active waiting incompatible" in output
 
 
 @pytest.mark.parametrize(
@@ -273,9 +273,9 @@ def test_a_core_whose_ranks_stop_it_ends_its_executor(error: str, ended: bool) -
     except RuntimeError as raised:
         print("RAISED", raised)
     """
-    said = run_in_fork("0.21.0", code).stdout
-    assert f"RAISED {error}" in said
-    assert ("ENDED" in said) == ended
+    output = run_in_fork("0.21.0", code).stdout
+    assert f"RAISED {error}" in output
+    assert ("ENDED" in output) == ended
 
 
 @pytest.mark.parametrize("release", ["0.15.0", "0.18.1", "0.21.0", "0.26.0", "0.33.0"])

@@ -100,7 +100,7 @@ def gate_of_two(
     ended: float = 20.0,
     timeout: str = "3",
 ) -> dict[int, str]:
-    """What becomes of two ranks on their way from profiling to the last gate.
+    """Take two ranks from profiling to the last gate; return the outcome of each.
 
     Where one stops, the engine ends the other.
     """
@@ -171,7 +171,7 @@ def test_where_one_call_fails_on_one_rank_nobody_hangs_and_who_stops_says_why(
         for faults in sweep(rank, operation):
             outcomes = gate_of_two(monkeypatch, faults, master=master, differ=differ)
             fired += faults.fired
-            stopped = [told for told in outcomes.values() if told.startswith(STOPS)]
+            stopped = [message for message in outcomes.values() if message.startswith(STOPS)]
             assert len(outcomes) == 2, (outcomes, faults.calls)
             assert stopped if differ else stopped or set(outcomes.values()) == {"starts"}
             hosts = [f"node-{each}" for each in (0, 1)]
@@ -180,9 +180,9 @@ def test_where_one_call_fails_on_one_rank_nobody_hangs_and_who_stops_says_why(
             fault = f"is not known on rank {rank} (node-{rank}): {type(faults.error).__name__}: "
             difference = f"capture-state is 'active' on rank 0 ({hosts[0]}); 'off' on rank 1 ({hosts[1]})."
             own = f"CUDA graphs: whether its ranks agree is not known ({type(faults.error).__name__}: "
-            for told in stopped:
-                assert fault in told or (differ and difference in told) or (own in told and master == "strict")
-                assert "No report within" not in told
+            for message in stopped:
+                assert fault in message or (differ and difference in message) or (own in message and master == "strict")
+                assert "No report within" not in message
     assert fired
 
 
@@ -199,10 +199,10 @@ def test_a_rank_that_cannot_tell_its_states_stops_all_at_once(monkeypatch: pytes
     started = time.monotonic()
     outcomes = gate_of_two(monkeypatch, faults)
     assert time.monotonic() - started < 5
-    said = "Which fixes are active is not known on rank 1 (node-1): OSError: [Errno 24] injected. Give all"
-    stopped = [told for told in outcomes.values() if told != "is ended"]
+    expected = "Which fixes are active is not known on rank 1 (node-1): OSError: [Errno 24] injected. Give all"
+    stopped = [message for message in outcomes.values() if message != "is ended"]
     assert stopped
-    assert all(said in told for told in stopped)
+    assert all(expected in message for message in stopped)
 
 
 def test_where_a_rank_cannot_leave_a_word_the_others_name_that_among_the_causes(
@@ -214,15 +214,15 @@ def test_where_a_rank_cannot_leave_a_word_the_others_name_that_among_the_causes(
     assert outcomes[1] == "is ended"
 
 
-def test_a_host_that_cannot_be_told_hides_no_difference() -> None:
+def test_an_unknown_host_hides_no_difference() -> None:
     store, mine = HashStore(), report()
     failing: Any = FailingStore(store, faults := Faults(0, "list_keys", None, OSError("injected")))
     faults.here.rank = 0
     place = publish(failing, STAGE, 0, mine)
     host = partial(host_in, failing, world_size=2)
-    found = compare(failing, place, 0, 2, mine, lambda text: None, host_of=host, timeout=0.2)
+    agreement = compare(failing, place, 0, 2, mine, lambda text: None, host_of=host, timeout=0.2)
     assert faults.fired
-    assert (found.difference or "").startswith("No report within 0 s: rank 1 on an unknown host.")
+    assert (agreement.difference or "").startswith("No report within 0 s: rank 1 on an unknown host.")
 
 
 MODES: dict[str, tuple[dict[str, str], bool]] = {
@@ -307,9 +307,9 @@ def test_a_front_end_that_runs_the_model_itself_is_heard_of_from_the_gate_on(tmp
     me, worker = process_double({STATUS_DIR: str(tmp_path)}), worker_of(0)
     me.gate._status_record = me.status_record
     me.gate.before_capture(worker, "compile_or_warm_up_model")
-    kept = eventually(lambda: any(one.record.kept and one.record.rank for one in read(tmp_path).found))
+    recorded = eventually(lambda: any(one.record.kept and one.record.rank for one in read(tmp_path).found))
     me.status_record._reporter_here().close()
-    assert kept
+    assert recorded
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step != "compilation_config"])
@@ -352,14 +352,14 @@ def test_an_error_of_another_rank_that_goes_on_unchecked_counts_as_one_s_own(
 
 
 @pytest.mark.parametrize("stage", ["start", "warm-up"])
-def test_nobody_waits_for_a_rank_that_says_that_it_left_no_report(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_a_rank_that_says_that_it_has_no_report(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_agreement, "_SLICE", 0.05)
     store, mine = HashStore(), report()
     place = publish(store, stage, 0, mine)
     rank_agreement.publish_unchecked(store, stage, 1, "OSError: injected\n")
-    found = compare(store, place, 0, 2, mine, lambda text: None, timeout=600)
-    assert (found.difference, found.agreeing) == (None, 1)
-    assert found.unchecked == {1: "OSError: injected "}
+    agreement = compare(store, place, 0, 2, mine, lambda text: None, timeout=600)
+    assert (agreement.difference, agreement.agreeing) == (None, 1)
+    assert agreement.unchecked == {1: "OSError: injected "}
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -35,8 +35,8 @@ MODES: Mapping[str, Mapping[str, str]] = {
     "strict": {"VLLM_GRAPHFIX": "strict"},
     "on": {"VLLM_GRAPHFIX_CAPTURE_STATE": "on"},
 }
-FAILED, NOT_LEFT_OUT = "one failed", "one failed and one cannot leave out"
-SCENARIOS = ("alike", FAILED, NOT_LEFT_OUT, "differ")
+FAILED, NOT_EXCLUDED = "one failed", "one failed and one cannot leave out"
+SCENARIOS = ("alike", FAILED, NOT_EXCLUDED, "differ")
 """The two ranks, and whether a fix failed in a capture of one of them, or another does not know vLLM's dispatch."""
 DEADLINE = 60.0
 """Seconds after which a rank is one that hangs."""
@@ -78,7 +78,7 @@ class Fault:
 
 
 class Outcome(NamedTuple):
-    """What became of a rank."""
+    """The state of a rank after its start."""
 
     what: str
     """`serves`, `is ended`, `hangs`, or the error that it raised."""
@@ -126,7 +126,7 @@ def _statements_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(
     monkeypatch: pytest.MonkeyPatch, fault: Fault, mode: str, scenario: str, world_size: int = 2
 ) -> dict[int, Outcome]:
-    """What becomes of the ranks of an engine that starts; where one stops, the engine ends the other."""
+    """Return the outcomes of the ranks of an engine that starts; where one stops, the engine ends the other."""
     shared = HashStore()
     shared.set_timeout(timedelta(seconds=5))
     barrier, outcomes, stopped = threading.Barrier(world_size), dict[int, Outcome](), threading.Event()
@@ -153,7 +153,7 @@ def started(
         keys = {Key(4), Key(8)}
         worker_double = worker_of(rank)
         worker_double.model_runner = RunnerDouble()
-        if rank == 1 or scenario != NOT_LEFT_OUT:
+        if rank == 1 or scenario != NOT_EXCLUDED:
             worker_double.model_runner.dispatcher = SimpleNamespace(cudagraph_keys={GraphMode("FULL"): keys})
         graph = Graph(worker_double.model_runner, "FULL", 8, serves=True)
 
@@ -161,7 +161,7 @@ def started(
             checks.append(f"fixes, {fault.here.phase}")
             return ()
 
-        failed = rank == world_size - 1 and scenario in (FAILED, NOT_LEFT_OUT)
+        failed = rank == world_size - 1 and scenario in (FAILED, NOT_EXCLUDED)
         vars(me.manager).update(
             states=lambda **_: states_double,
             settle_capture=lambda name, what, failed: settled.append((name, failed)),
@@ -244,7 +244,7 @@ def started(
 
 
 def complaint(outcomes: Mapping[int, Outcome], clean: Mapping[int, Outcome], fault: Fault, mode: str) -> str | None:
-    """What is not as it has to be, beside a start without a fault, which is *clean*."""
+    """Return what is wrong with *outcomes*, beside *clean*, which is a start without a fault."""
     messages = stops(outcomes)
     if outcomes.keys() != clean.keys() or any(each.what == "hangs" for each in outcomes.values()):
         return "hangs"
@@ -301,7 +301,7 @@ def complaints(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_statement_that_fails_on_a_single_rank_stops_who_insists_and_else_is_said(
+def test_a_statement_that_fails_on_a_single_rank_stops_who_insists_or_is_reported(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(complaints(monkeypatch, mode, FAILED, (0,), world_size=1)) == []
@@ -335,7 +335,7 @@ def test_every_statement_that_fails_on_both_ranks_has_one_outcome_on_both(
     assert list(complaints(monkeypatch, mode, scenario, (1, 0), always=True)) == []
 
 
-def test_the_others_go_on_with_a_rank_that_could_leave_no_report_and_all_compare_after_the_capture(
+def test_a_rank_without_a_report_stops_nobody_and_all_compare_after_the_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They do not wait for it until they stop for want of its report."""

@@ -158,7 +158,7 @@ def test_a_model_gives_the_same_numbers_as_eager() -> None:
         assert torch.equal(output, value)
 
 
-def test_a_result_is_of_the_type_and_layout_that_eager_gives_whatever_was_recorded_before() -> None:
+def test_a_result_has_the_type_and_layout_of_eager_whatever_was_recorded_before() -> None:
     """Layouts are shared by calls of equal layouts alone: equal numbers and sizes do not suffice."""
     for first in (torch.ones(3, 3, dtype=torch.int32), torch.ones(3, 3), torch.ones(3, 3).t(), torch.ones(3, 1)):
         for second in (1, 1.0, True, torch.ones(3, 3), torch.ones(3, 3, dtype=torch.float64), torch.ones(())):

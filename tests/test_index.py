@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import make_index
+from edited import link
 from stock import run_in_release
 from table import affected_by
 from vllm_graphfix import fixes
@@ -34,7 +35,7 @@ def test_a_fix_of_the_index_does_what_its_module_does() -> None:
         assert [need.text for need in fix.needs()] == [need.text for need in own.needs()]
 
 
-def test_a_record_that_is_wrong_is_said_in_a_line_and_no_index_is_written(
+def test_a_wrong_record_is_an_error_of_one_line_and_no_index_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = {name: fix for name, fix in make_index.records().items() if name != "capture_state"}
@@ -49,6 +50,22 @@ def test_a_record_that_is_wrong_is_said_in_a_line_and_no_index_is_written(
     assert not fixes.INDEX.exists()
 
 
+@pytest.mark.parametrize("wrong", ["FIX = None.name\n", "from vllm_graphfix.fixes.capture_state import FIX\n"])
+def test_an_index_of_another_form_keeps_its_order_whatever_is_wrong_with_a_module(tmp_path: Path, wrong: str) -> None:
+    package, names = tmp_path / "vllm_graphfix", [fix.name for fix in reversed(FIXES)]
+    link(fixes.INDEX.parent.parent, package, {("fixes", "index.json")})
+    index, module = package / "fixes" / "index.json", package / "fixes" / "another_name.py"
+    another_form = json.dumps([{"name": name, "another": "form"} for name in names])
+    index.write_text(another_form)
+    module.write_text(wrong)
+    command = [sys.executable, make_index.__file__]
+    done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, timeout=120, check=False)
+    assert (done.returncode, index.read_text()) == (1, another_form)
+    module.unlink()
+    subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, timeout=120, check=True)
+    assert [entry["name"] for entry in json.loads(index.read_bytes())] == names
+
+
 def test_a_new_fix_comes_behind_those_of_the_index() -> None:
     """The order of application and of all tables does not change with a fix's name."""
     records = make_index.records()
@@ -57,7 +74,7 @@ def test_a_new_fix_comes_behind_those_of_the_index() -> None:
 
 
 def python(code: str, **environment: str) -> Any:
-    """What *code* prints, as JSON, in a process of its own."""
+    """Return what *code* prints, as JSON, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, env=environment
     )

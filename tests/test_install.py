@@ -21,7 +21,7 @@ cert = /certificates.pem
 
 
 def listed(folder: Path, **variables: str) -> str:
-    """What pip says of its configuration, with the file above alone."""
+    """Return pip's list of its configuration, with the file above alone."""
     (folder / "pip.conf").write_text(PIP_CONF)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     environment.update(PIP_CONFIG_FILE=str(folder / "pip.conf"), **variables)

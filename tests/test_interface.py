@@ -1,4 +1,4 @@
-"""What people's scripts and running engines of version 0.1.0 were told is told still: JSON, and the files of records.
+"""The output that scripts and running engines of version 0.1.0 read is still the same: JSON, and the files of records.
 
 `support/interface/` was written by that version, on 2026-11-23.
 """
@@ -24,34 +24,34 @@ from vllm_graphfix.source.files import open_source
 FOLDER = Path(__file__).parent / "support" / "interface"
 
 
-def told_before(name: str) -> Any:
+def earlier_output(name: str) -> Any:
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
 @pytest.mark.parametrize("release", ["0.18.1", "0.33.0"])
 def test_status_tells_the_same(release: str) -> None:
-    told = status(open_source(release_root(release)), {"VLLM_GRAPHFIX_MAMBA_PADDING": "off"}).as_json()
-    before = told_before("status")[release]
-    del told["source"], told["default_runner"]  # the second is told since
-    for row in told["fixes"]:
+    output = status(open_source(release_root(release)), {"VLLM_GRAPHFIX_MAMBA_PADDING": "off"}).as_json()
+    before = earlier_output("status")[release]
+    del output["source"], output["default_runner"]  # the second is told since
+    for row in output["fixes"]:
         del row["rests_on"], row["defect_seen"], row["tree"]  # told since
     now_applied = {row["name"] for row in before["fixes"] if row["mode"] == "observe"} - OBSERVED_BY_DEFAULT
-    for row in (row for each in (told, before) for row in each["fixes"] if row["name"] in now_applied):
+    for row in (row for each in (output, before) for row in each["fixes"] if row["name"] in now_applied):
         for what in ("mode", "would_be", "notes"):
             del row[what]
-    assert without_later_fixes(told) == before
+    assert without_later_fixes(output) == before
 
 
 def test_explain_tells_the_same() -> None:
     """Up to the newest release, which was another one then."""
-    told = json.loads(json.dumps(explain.all_as_json()).replace(NEWEST, "0.33.0"))
-    assert without_later_fixes(told) == told_before("explain")
+    output = json.loads(json.dumps(explain.all_as_json()).replace(NEWEST, "0.33.0"))
+    assert without_later_fixes(output) == earlier_output("explain")
 
 
-def without_later_fixes(told: dict[str, Any]) -> dict[str, Any]:
+def without_later_fixes(output: dict[str, Any]) -> dict[str, Any]:
     """A fix that was added since is one more entry, which is no other interface."""
-    known = {fix["name"] for fix in told_before("explain")["fixes"]}
-    return told | {"fixes": [fix for fix in told["fixes"] if fix["name"] in known]}
+    known = {fix["name"] for fix in earlier_output("explain")["fixes"]}
+    return output | {"fixes": [fix for fix in output["fixes"] if fix["name"] in known]}
 
 
 def test_a_record_of_a_running_older_version_is_read_and_written_alike(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_fleet_tells_it_in_the_same_form(tmp_path: Path) -> None:
         del engine["ranks"]["unreadable"], engine["user"]  # newer than that version
         for process in engine["processes"]:
             del process["outdated"], process["in_step_since"]
-    assert form == told_before("fleet")
+    assert form == earlier_output("fleet")
 
 
 def form_of(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the last version patched is patched still, or the changelog says so."""
+"""Each release that the last version patched is patched still, or the changelog says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a state of attention has a plan that a pass has consumed already, as FlashMLA makes them."""
+"""Plans that a pass has consumed already are recognised in a state of attention, as FlashMLA makes them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def nested(levels: int, value: Any) -> Any:
 
 @pytest.mark.parametrize("consumed", [False, True])
 @pytest.mark.parametrize("levels", range(6))
-def test_a_plan_is_found_as_deep_as_vllms_metadata_go(levels: int, consumed: bool) -> None:
+def test_a_plan_is_recognised_as_deep_as_vllms_metadata_go(levels: int, consumed: bool) -> None:
     metadata = {"layer.0": Node(), "layer.1": nested(levels, Plan(consumed))}
     assert has_consumed_plan((metadata, {})) is consumed
     assert has_consumed_plan([metadata]) is consumed
@@ -72,7 +72,7 @@ def test_a_state_that_holds_itself_or_very_much_is_looked_at_for_a_moment() -> N
     assert not has_consumed_plan(nested(50, Plan(have_initialized=True)))
 
 
-def test_a_property_is_not_asked() -> None:
+def test_a_property_is_not_read() -> None:
     class Metadata:
         @property
         def lengths(self) -> Any:
@@ -106,5 +106,5 @@ print(has_consumed_plan((sparse(plan), {})))
 
 
 @pytest.mark.parametrize("release", slow_but_for(("0.16.0", "0.22.1"), ("0.16.0", "0.18.1", "0.21.0", "0.22.1")))
-def test_the_plan_of_sparse_flashmla_is_found(release: str) -> None:
+def test_the_plan_of_sparse_flashmla_is_recognised(release: str) -> None:
     assert run_in_fork(release, REAL_PLANS).stdout.split()[-2:] == ["False", "True"]

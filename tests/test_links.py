@@ -21,7 +21,7 @@ STYLE = re.compile(r"\x1b\[[\d;]*m")
 
 
 def printed(show: object, *, terminal: bool = True, width: int = 120) -> str:
-    """What *show* prints on a console."""
+    """Return the text that *show* prints on a console."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=terminal, color_system="standard" if terminal else None, width=width)
     show(console)  # type: ignore[operator]
@@ -30,46 +30,46 @@ def printed(show: object, *, terminal: bool = True, width: int = 120) -> str:
 
 def linked(text: str) -> dict[str, str]:
     """Each text that is a link, and where it leads."""
-    return {STYLE.sub("", shown): address for address, shown in LINK.findall(text)}
+    return {STYLE.sub("", label): address for address, label in LINK.findall(text)}
 
 
 def test_the_pages_are_those_of_this_project() -> None:
-    said = re.search(r'^Source = "(.+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert said is not None
-    assert f"{said[1]}/blob/main/docs" == links.PAGES
+    source = re.search(r'^Source = "(.+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert source is not None
+    assert f"{source[1]}/blob/main/docs" == links.PAGES
     assert all((PROJECT / "docs" / links.page(name).removeprefix(f"{links.PAGES}/")).is_file() for name in BY_NAME)
 
 
 def test_threads_of_upstream_are_links() -> None:
-    found = linked(printed(lambda console: explain.show(BY_NAME["triton-mla-padding"], console)))
-    assert found["issue 57017"] == "https://github.com/vllm-project/vllm/issues/57017"
-    assert found["PR 57094"] == "https://github.com/vllm-project/vllm/pull/57094"
-    assert found["triton-mla-padding"] == links.page("triton-mla-padding")
+    addresses = linked(printed(lambda console: explain.show(BY_NAME["triton-mla-padding"], console)))
+    assert addresses["issue 57017"] == "https://github.com/vllm-project/vllm/issues/57017"
+    assert addresses["PR 57094"] == "https://github.com/vllm-project/vllm/pull/57094"
+    assert addresses["triton-mla-padding"] == links.page("triton-mla-padding")
 
 
 def test_where_nobody_can_click_nothing_is_different() -> None:
     for fix in BY_NAME.values():
-        told = printed(lambda console, fix=fix: explain.show(fix, console), terminal=False)
-        assert "\x1b" not in told
+        plain = printed(lambda console, fix=fix: explain.show(fix, console), terminal=False)
+        assert "\x1b" not in plain
         on_a_terminal = printed(lambda console, fix=fix: explain.show(fix, console))
-        assert STYLE.sub("", LINK.sub(r"\2", on_a_terminal)) == told
+        assert STYLE.sub("", LINK.sub(r"\2", on_a_terminal)) == plain
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("width", [60, 120])
 def test_places_lead_to_the_lines_of_the_file_and_are_not_cut(width: int) -> None:
     root = release_root("0.18.1")
-    found = status(open_source(root), {})
-    text = printed(lambda console: status_table.show(found, console, verbose=True), width=width)
+    report = status(open_source(root), {})
+    text = printed(lambda console: status_table.show(report, console, verbose=True), width=width)
     places = [
-        row.diagnosis.where or "" for row in found.rows if row.is_unapplied or row.diagnosis.verdict == "affected"
+        row.diagnosis.where or "" for row in report.rows if row.is_unapplied or row.diagnosis.verdict == "affected"
     ]
     addresses = {address for address, _ in LINK.findall(text) if address.startswith("file://")}
     wanted = {f"{(root / path).resolve().as_uri()}#{line}" for path, _, line in (p.partition(":") for p in places)}
     assert wanted
     assert wanted <= addresses
-    shown = re.sub(r"\s+", "", STYLE.sub("", LINK.sub(r"\2", text)))
-    assert all(place in shown for place in places)
+    visible = re.sub(r"\s+", "", STYLE.sub("", LINK.sub(r"\2", text)))
+    assert all(place in visible for place in places)
     assert "…" not in text
 
 

@@ -24,7 +24,7 @@ class Unkept(HeldLog):
         raise MemoryError
 
 
-def test_lines_are_said_when_they_are_released_and_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_are_logged_when_they_are_released_and_once(caplog: pytest.LogCaptureFixture) -> None:
     log = HeldLog()
     with caplog.at_level(logging.DEBUG, "vllm.graphfix"):
         log.warning("first %s", 1)
@@ -35,7 +35,7 @@ def test_lines_are_said_when_they_are_released_and_once(caplog: pytest.LogCaptur
     assert caplog.messages == ["first 1", "second"]
 
 
-def test_a_line_that_cannot_be_kept_or_released_is_lost_and_nothing_else() -> None:
+def test_a_line_that_cannot_be_held_or_released_is_lost_and_nothing_else() -> None:
     log = Unkept()
     log.warning("lost")
     log.release()
@@ -86,7 +86,7 @@ def test_a_warning_is_logged_though_another_thread_is_inside_by_then(caplog: pyt
     assert caplog.messages == ["of this one", "of the other"]
 
 
-def test_nothing_is_logged_before_the_outermost_method_is_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_logged_before_the_outermost_method_returns(caplog: pytest.LogCaptureFixture) -> None:
     me = FixManager((), Policy(Master.ON, {}))
     seen: list[list[str]] = []
 

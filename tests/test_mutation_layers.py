@@ -40,11 +40,11 @@ TELLS = {
 def test_a_layer_that_fails_lets_vllm_do_as_stock_does(activity: Activity, patch: Layer, kind: Any) -> None:
     activity.error = None
     before = activity.counts
-    given = arguments_for(patch, kind)
-    returned = patch.wrap(stock_of(patch))(*given.values())
+    arguments = arguments_for(patch, kind)
+    returned = patch.wrap(stock_of(patch))(*arguments.values())
     assert activity.counts == before
     if not patch.name.endswith(".__init__"):  # which returns nothing
-        assert all(returned[key] is value for key, value in given.items() if key not in WRAPPED)
+        assert all(returned[key] is value for key, value in arguments.items() if key not in WRAPPED)
     if patch.name in TELLS:
         assert str(activity.error).startswith(("AttributeError: ", "RuntimeError: ", "TypeError: "))
 
@@ -59,7 +59,7 @@ class Mode(enum.Enum):
 
 
 @pytest.mark.parametrize(
-    ("mode", "kept", "tokens"),
+    ("mode", "unchanged", "tokens"),
     [
         (Mode.FULL, True, None),
         (Mode.PIECEWISE, False, 4),
@@ -67,7 +67,9 @@ class Mode(enum.Enum):
         (Mode.FULL_DECODE_ONLY, False, 3),
     ],
 )
-def test_draft_decodes_are_counted_by_what_stock_would_have_run(mode: Mode, kept: bool, tokens: int | None) -> None:
+def test_draft_decodes_are_counted_by_what_stock_would_have_run(
+    mode: Mode, unchanged: bool, tokens: int | None
+) -> None:
     def stock(self: Any) -> None:
         self.cudagraph_mode, self.cudagraph_sizes, self.pool = mode, {3: 4}, "a pool"
 
@@ -75,8 +77,8 @@ def test_draft_decodes_are_counted_by_what_stock_would_have_run(mode: Mode, kept
     (patch,) = (layer for layer in offered if layer.name.endswith("__init__"))
     manager = SimpleNamespace()
     patch.wrap(stock)(manager)
-    found = (manager.cudagraph_mode, manager.cudagraph_sizes, manager.pool)
-    assert found == ((mode, {3: 4}, "a pool") if kept else (Mode.NONE, {}, None))
+    actual = (manager.cudagraph_mode, manager.cudagraph_sizes, manager.pool)
+    assert actual == ((mode, {3: 4}, "a pool") if unchanged else (Mode.NONE, {}, None))
     stock_tokens = getattr(manager, "graphfix_stock_tokens", None)
     assert (stock_tokens and stock_tokens(3)) == tokens
 
@@ -104,13 +106,13 @@ def test_draft_decodes_are_counted_where_the_fix_is_active_too(tokens: int, coun
 
 
 @pytest.mark.parametrize(
-    ("given", "counted"), [((None, None, Mode.PIECEWISE), 1), ((Mode.PIECEWISE, Mode.PIECEWISE, Mode.FULL), 0)]
+    ("arguments", "counted"), [((None, None, Mode.PIECEWISE), 1), ((Mode.PIECEWISE, Mode.PIECEWISE, Mode.FULL), 0)]
 )
 def test_draft_decodes_are_counted_by_the_third_argument_where_it_has_no_name(
-    given: tuple[Any, ...], counted: int
+    arguments: tuple[Any, ...], counted: int
 ) -> None:
     activity, (patch,) = layers(draft_decode_mode.FIX, "one-manager", corrects=False)
-    patch.wrap(stock_of(patch))(SimpleNamespace(cudagraph_manager=object()), 3, 8, {}, *given)
+    patch.wrap(stock_of(patch))(SimpleNamespace(cudagraph_manager=object()), 3, 8, {}, *arguments)
     assert activity.counts["decode-padded-in-piecewise"] == counted
 
 

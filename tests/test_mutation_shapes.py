@@ -89,7 +89,7 @@ BLOCK, MASK = r"^ +block = i \+ tl\.arange.*\n", r"^ +mask = block < max_num_req
 STORE = r"^ +tl\.store\(last_token_indices_ptr \+ block, 0, mask=mask\)\n"
 PLANNED = r"tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8\("
 POINTED = r"scheduler_metadata\.tile_scheduler_metadata = tile_scheduler_metadata"
-KEPT = r"self\.cg_buf_tile_scheduler_metadata\[:n\]\.copy_"
+COPIED = r"self\.cg_buf_tile_scheduler_metadata\[:n\]\.copy_"
 SPLITS = r"self\.cg_buf_num_splits\[:n\]\.copy_"
 WITHOUT_BUFFERS: dict[str, Change] = {
     "pointed at twice": twice(POINTED),
@@ -102,16 +102,16 @@ WITHOUT_BUFFERS: dict[str, Change] = {
     "fp8 the other way round": swap(r"if self\.is_fp8_kvcache\b", "if not self.is_fp8_kvcache"),
 }
 WITH_BUFFERS: dict[str, Change] = {
-    "kept twice": twice(KEPT),
-    "both kept twice": both(twice(KEPT), twice(SPLITS)),
+    "kept twice": twice(COPIED),
+    "both kept twice": both(twice(COPIED), twice(SPLITS)),
     "splits not kept": cut(rf"^ *{SPLITS}.*\n"),
-    "nothing kept": both(cut(rf"^ *{SPLITS}.*\n"), cut(rf"^ *{KEPT}.*\n")),
+    "nothing kept": both(cut(rf"^ *{SPLITS}.*\n"), cut(rf"^ *{COPIED}.*\n")),
     "kept after it was pointed at": both(
-        cut(rf"^ *{KEPT}.*\n"),
+        cut(rf"^ *{COPIED}.*\n"),
         swap(rf"^( *)({POINTED}\n)", r"\1\2\1self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)\n"),
     ),
     "kept before it is planned": both(
-        cut(rf"^ *{KEPT}.*\n"),
+        cut(rf"^ *{COPIED}.*\n"),
         before(PLANNED, "self.cg_buf_tile_scheduler_metadata[:n].copy_(tile_scheduler_metadata)"),
     ),
 }
@@ -336,10 +336,10 @@ def judged(name: str, release: str, path: str, change: Change) -> Diagnosis:
 def test_a_statement_more_or_less_is_a_shape_that_nobody_has_looked_at(
     name: str, release: str, path: str, change: Change
 ) -> None:
-    found = judged(name, release, path, change)
-    assert found.verdict is Verdict.UNRECOGNISED
-    assert found.where is not None
-    assert found.where.partition(":")[0] in BY_NAME[name].inspected_files
+    diagnosis = judged(name, release, path, change)
+    assert diagnosis.verdict is Verdict.UNRECOGNISED
+    assert diagnosis.where is not None
+    assert diagnosis.where.partition(":")[0] in BY_NAME[name].inspected_files
 
 
 HARMLESS: dict[tuple[str, str, str], dict[str, Change]] = {
@@ -396,13 +396,13 @@ NO_ZEROS = cut(STORE)
     ],
     ids=["draft-decode-mode-mode", "draft-decode-mode-indices", "draft-decode-mode-both"],
 )
-def test_what_is_missing_of_draft_decode_mode_is_said_with_its_place(
+def test_the_reason_names_the_missing_part_of_draft_decode_mode_with_its_place(
     change: Change, shape: str, reason: str, place: str
 ) -> None:
-    found = judged("draft-decode-mode", "0.20.0", EAGLE, change)
-    assert (found.verdict, found.shape, found.reason) == (Verdict.AFFECTED, shape, reason)
-    assert found.where is not None
-    line = int(found.where.rpartition(":")[2])
+    diagnosis = judged("draft-decode-mode", "0.20.0", EAGLE, change)
+    assert (diagnosis.verdict, diagnosis.shape, diagnosis.reason) == (Verdict.AFFECTED, shape, reason)
+    assert diagnosis.where is not None
+    line = int(diagnosis.where.rpartition(":")[2])
     assert place in change((release_root("0.20.0") / EAGLE).read_text()).splitlines()[line - 1]
 
 
@@ -414,14 +414,14 @@ def test_what_is_missing_of_draft_decode_mode_is_said_with_its_place(
 def test_the_place_of_a_function_that_is_missing_is_the_file_where_it_should_be(
     name: str, path: str, function: str
 ) -> None:
-    found = judged(name, "0.19.1", path, swap(rf"def {function}\(", "def another("))
-    assert (found.verdict, found.where) == (Verdict.UNRECOGNISED, f"{path}:1")
+    diagnosis = judged(name, "0.19.1", path, swap(rf"def {function}\(", "def another("))
+    assert (diagnosis.verdict, diagnosis.where) == (Verdict.UNRECOGNISED, f"{path}:1")
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_where_none_of_its_files_is_there_nothing_is_proven(name: str) -> None:
-    found = manifest.diagnose(BY_NAME[name], Source("nothing", lambda _: None, lambda: None))
-    assert (found.verdict, found.defect_seen, found.known) == (Verdict.UNRECOGNISED, False, False)
+    diagnosis = manifest.diagnose(BY_NAME[name], Source("nothing", lambda _: None, lambda: None))
+    assert (diagnosis.verdict, diagnosis.defect_seen, diagnosis.known) == (Verdict.UNRECOGNISED, False, False)
 
 
 @pytest.mark.parametrize(

@@ -121,9 +121,9 @@ def test_new_code_is_recorded_as_the_double_confirms_it(
     assert ("make_manifest.py", NEXT) in tree.called
 
 
-@pytest.mark.parametrize(("outcome", "said"), [("right", "contradicts"), ("not decided", "could not run")])
+@pytest.mark.parametrize(("outcome", "phrase"), [("right", "contradicts"), ("not decided", "could not run")])
 def test_what_the_double_does_not_confirm_is_not_recorded_before_somebody_read_it(
-    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, said: str
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, phrase: str
 ) -> None:
     written = tree.written()
     monkeypatch.setattr(new_release, "run_new_code", lambda root: {"triton-mla-padding": outcome})
@@ -131,14 +131,14 @@ def test_what_the_double_does_not_confirm_is_not_recorded_before_somebody_read_i
     assert new_release.main([NEXT, "--no-archive"]) == 3
     report = new_release.REPORT.read_text()
     assert f"| `triton-mla-padding` | affected | {outcome} |" in report
-    assert said in report
+    assert phrase in report
     assert "READ='triton-mla-padding'" in report
     assert (tree.written(), tree.called) == (written, [])
     assert new_release.main([NEXT, "--no-archive", "--read", "triton-mla-padding"]) == 0
     assert ("make_manifest.py", NEXT) in tree.called
 
 
-def test_another_verdict_is_said_with_what_has_to_be_written_by_hand() -> None:
+def test_another_verdict_is_reported_with_what_has_to_be_written_by_hand() -> None:
     """0.33.0 beside 0.32.0, where upstream has put one defect right."""
     entries = json.loads(manifest.PATH.read_text())["fixes"]["compressor-skip"]
     assert [each["verdict"] for each in entries if "0.33.0" in each["releases"]] == ["fixed"]
@@ -160,7 +160,7 @@ def test_what_is_no_new_stock_release_is_refused(tree: Tree, version: str) -> No
 
 
 @pytest.mark.usefixtures("tree")
-def test_without_a_version_the_index_is_asked_for_newer_ones(wheel_index: Path) -> None:
+def test_without_a_version_the_index_is_searched_for_newer_ones(wheel_index: Path) -> None:
     """Stock releases alone; older ones that are not known are left alone."""
     for version in ("0.1.0", NEWEST, "99.1.0rc1", "99.1.0", "99.0.1"):
         write_wheel(wheel_index, {}, "vllm", version, "cp38-abi3-manylinux_2_31_x86_64")
@@ -175,7 +175,7 @@ def test_where_nothing_is_newer_nothing_is_done(tree: Tree, monkeypatch: pytest.
     assert new_release.REPORT.read_text() == f"No release is newer than {NEWEST}.\n"
 
 
-def test_the_archive_is_packed_with_the_options_and_its_readme_said(
+def test_the_archive_is_packed_with_the_options_and_its_readme_reported(
     tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(new_release, "PROJECT", tmp_path)
@@ -191,7 +191,7 @@ def test_the_archive_is_packed_with_the_options_and_its_readme_said(
     assert fetch_vllm.wheel(NEXT) is None
 
 
-def test_what_was_not_proven_or_packed_is_said_and_the_release_stays_added(tree: Tree, tmp_path: Path) -> None:
+def test_a_failed_proof_or_archive_is_reported_and_the_release_stays_added(tree: Tree, tmp_path: Path) -> None:
     edited((tmp_path / "cache" / NEWEST).resolve(), tmp_path / "cache" / NEXT, {})
     wheel = write_wheel(tmp_path / "cache", {}, "vllm", NEXT, "cp38-abi3-manylinux_2_31_x86_64")
     tree.failing.extend(["record_evidence.py", "pack_gpu.py"])

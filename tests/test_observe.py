@@ -18,20 +18,20 @@ from table import PAIRS, affected_by, slow_but_for_few
 from vllm_graphfix.fixes.draft_decode_mode import DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES
 from warm_release import run_in_fork
 
-Told = dict[str, Any]
+Outcome = dict[str, Any]
 
 
-def observed(release: str | Path, names: tuple[str, ...], further: str = "{}") -> dict[tuple[str, str, str], Told]:
-    """What every workload came to, by way (stock, observe, active), fix and workload."""
+def observed(release: str | Path, names: tuple[str, ...], further: str = "{}") -> dict[tuple[str, str, str], Outcome]:
+    """Return the outcome of every workload, by way (stock, observe, active), fix and workload."""
     code = (Path(__file__).parent / "support" / "observed.py").read_text() + f"\nmain({list(names)!r}, {further})\n"
     done = run_in_fork(release, code) if isinstance(release, str) else run_in_release(release, code, warm=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"way"')]
-    return {(told["way"], told["fix"], told["workload"]): told for told in lines}
+    return {(outcome["way"], outcome["fix"], outcome["workload"]): outcome for outcome in lines}
 
 
 # One run a release, whose tests share a process of pytest-xdist: `--dist loadgroup`.
 @cache
-def in_release(release: str) -> dict[tuple[str, str, str], Told]:
+def in_release(release: str) -> dict[tuple[str, str, str], Outcome]:
     return observed(release, affected_by(release))
 
 
@@ -43,8 +43,8 @@ each_pair = pytest.mark.parametrize(
 
 @each_pair
 def test_observed_the_numbers_are_stocks_wrong_ones_and_the_defect_is_counted(name: str, release: str) -> None:
-    found = in_release(release)
-    stock, seen = found["stock", name, "scenario"], found["observe", name, "scenario"]
+    outcomes = in_release(release)
+    stock, seen = outcomes["stock", name, "scenario"], outcomes["observe", name, "scenario"]
     assert (seen["state"], stock["state"]) == ("observing", "off")
     assert (seen["numbers"], seen["right"]) == (stock["numbers"], False)
     assert sum(seen["events"].values()) > 0
@@ -53,8 +53,8 @@ def test_observed_the_numbers_are_stocks_wrong_ones_and_the_defect_is_counted(na
 
 @each_pair
 def test_active_the_numbers_are_right_and_the_same_is_counted(name: str, release: str) -> None:
-    found = in_release(release)
-    active, seen = found["active", name, "scenario"], found["observe", name, "scenario"]
+    outcomes = in_release(release)
+    active, seen = outcomes["active", name, "scenario"], outcomes["observe", name, "scenario"]
     assert (active["state"], active["right"]) == ("active", True)
     expected = active["expected"]
     assert {event: active["events"][event] for event in expected} == expected
@@ -65,11 +65,11 @@ def test_active_the_numbers_are_right_and_the_same_is_counted(name: str, release
 
 @each_pair
 def test_without_the_defects_condition_nothing_is_counted(name: str, release: str) -> None:
-    found = in_release(release)
+    outcomes = in_release(release)
     for way in ("observe", "active"):
-        assert set(found[way, name, "without"]["events"].values()) == {0}
-        assert found[way, name, "without"]["numbers"] == found["stock", name, "without"]["numbers"]
-        assert found[way, name, "without"]["right"]
+        assert set(outcomes[way, name, "without"]["events"].values()) == {0}
+        assert outcomes[way, name, "without"]["numbers"] == outcomes["stock", name, "without"]["numbers"]
+        assert outcomes[way, name, "without"]["right"]
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,17 @@ def test_nightlies_count_what_their_speculator_has(tmp_path: Path, without_mode:
     nightly = make_nightly(
         release_root("0.20.0"), tmp_path, without_mode=without_mode, without_zero_fill=without_zero_fill
     )
-    found = observed(nightly, (name,), "{'full': drafts_in_full_graphs}")
-    assert found["observe", name, "scenario"]["numbers"] == found["stock", name, "scenario"]["numbers"]
-    assert found["active", name, "scenario"]["right"]
-    assert found["active", name, "scenario"]["events"] == {
+    outcomes = observed(nightly, (name,), "{'full': drafts_in_full_graphs}")
+    assert outcomes["observe", name, "scenario"]["numbers"] == outcomes["stock", name, "scenario"]["numbers"]
+    assert outcomes["active", name, "scenario"]["right"]
+    assert outcomes["active", name, "scenario"]["events"] == {
         DECODE_PADDED_IN_PIECEWISE.name: 4 if without_mode else 0,
         PREFILL_WITH_OLD_INDICES.name: 4 if without_zero_fill else 0,
     }
-    assert (found["observe", name, "scenario"]["events"][DECODE_PADDED_IN_PIECEWISE.name] > 0) == without_mode
-    assert found["observe", name, "full"]["numbers"] == found["stock", name, "full"]["numbers"]
+    assert (outcomes["observe", name, "scenario"]["events"][DECODE_PADDED_IN_PIECEWISE.name] > 0) == without_mode
+    assert outcomes["observe", name, "full"]["numbers"] == outcomes["stock", name, "full"]["numbers"]
     for way in ("observe", "active"):
-        full = found[way, name, "full"]["events"]
+        full = outcomes[way, name, "full"]["events"]
         assert full[DECODE_PADDED_IN_PIECEWISE.name] == 0
         assert (full[PREFILL_WITH_OLD_INDICES.name] > 0) == without_zero_fill
-        assert set(found[way, name, "without"]["events"].values()) == {0}
+        assert set(outcomes[way, name, "without"]["events"].values()) == {0}

@@ -1,4 +1,4 @@
-"""What holds for every observer, whatever it is given: stock gets it, and its answer or error is handed on."""
+"""Every observer, whatever its arguments are, hands them to stock, and stock's answer or error on."""
 
 from __future__ import annotations
 

@@ -45,16 +45,16 @@ def run(*arguments: str, **settings: str) -> tuple[int, str]:
 
 
 def test_a_fork_with_the_defect_is_run_and_patched_by_its_hash_alone(fork: Path) -> None:
-    found = manifest.diagnose(FIX, open_source(fork))
-    assert (found.verdict, found.defect_seen) == (Verdict.UNRECOGNISED, True)
-    code, told = run("verify", "--vllm", str(fork), FIX.name)
+    diagnosis = manifest.diagnose(FIX, open_source(fork))
+    assert (diagnosis.verdict, diagnosis.defect_seen) == (Verdict.UNRECOGNISED, True)
+    code, output = run("verify", "--vllm", str(fork), FIX.name)
     assert code == 1
-    (tree,) = set(re.findall(rf"{VARIABLE}=on:(\w+)", told))
-    assert tree == found.tree
+    (tree,) = set(re.findall(rf"{VARIABLE}=on:(\w+)", output))
+    assert tree == diagnosis.tree
 
     def would_be(value: str) -> str:
-        _, told = run("status", "--vllm", str(fork), "--json", **{VARIABLE: value})
-        (row,) = (each for each in json.loads(told)["fixes"] if each["name"] == FIX.name)
+        _, output = run("status", "--vllm", str(fork), "--json", **{VARIABLE: value})
+        (row,) = (each for each in json.loads(output)["fixes"] if each["name"] == FIX.name)
         state: str = row["would_be"]
         return state
 
@@ -65,12 +65,12 @@ def test_a_fork_with_the_defect_is_run_and_patched_by_its_hash_alone(fork: Path)
     assert would_be(f"on:{tree}") == "incompatible"
 
 
-def test_a_fork_without_the_defect_is_not_told_to_patch(tmp_path: Path) -> None:
+def test_a_fork_without_the_defect_gets_no_advice_to_patch(tmp_path: Path) -> None:
     cleared = "is_prefilling[num_reqs:] = False; is_prefilling.sum()"
     fork = edited(
         release_root("0.21.0"),
         tmp_path / "vllm",
         {RUNNER: before(r"if self\.use_async_spec_decode:\n +# GPU tensors", cleared)},
     )
-    code, told = run("verify", "--vllm", str(fork), FIX.name)
-    assert (code, "on:" in told) == (0, False), told
+    code, output = run("verify", "--vllm", str(fork), FIX.name)
+    assert (code, "on:" in output) == (0, False), output

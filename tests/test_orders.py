@@ -18,7 +18,7 @@ from table import AFFECTED_RELEASES, ALL_APPLIED, SAMPLE, affected_by
 from vllm_graphfix.fix import Diagnosis, Fix, Patch
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.source.files import open_source
-from warm_release import WarmRelease, kept
+from warm_release import WarmRelease, warm_process
 
 # T imports the targets, R registers, the second R does so again, A imports subclasses and `from … import` aliases of
 # them, F forks, S spawns, V reverts.
@@ -65,7 +65,7 @@ class Warm(NamedTuple):
 @pytest.fixture
 def warm(request: pytest.FixtureRequest) -> Warm:
     release, slow = request.param
-    return Warm(kept(release, bare=True), release, slow)
+    return Warm(warm_process(release, bare=True), release, slow)
 
 
 def on_releases(releases: Sequence[str], *, in_make_test: bool = True) -> pytest.MarkDecorator:
@@ -110,42 +110,44 @@ def modules(release: str) -> list[str]:
 
 @cache
 def targets(release: str) -> list[tuple[str, str]]:
-    found = (patch for fix in FIXES for seen in (False, True) for patch in patches(fix.name, release, observed=seen))
-    return list(dict.fromkeys((patch.module, patch.name) for patch in found))
+    all_patches = (
+        patch for fix in FIXES for seen in (False, True) for patch in patches(fix.name, release, observed=seen)
+    )
+    return list(dict.fromkeys((patch.module, patch.name) for patch in all_patches))
 
 
 def engaged(release: str, taken_back: tuple[str, ...], *, observed: bool) -> list[Fix]:
     """The fixes that are on vLLM in the end."""
-    left = [BY_NAME[name] for name in affected_by(release) if name not in taken_back]
-    return [fix for fix in left if observed or not missing_companion(fix, taken_back)]
+    remaining = [BY_NAME[name] for name in affected_by(release) if name not in taken_back]
+    return [fix for fix in remaining if observed or not missing_companion(fix, taken_back)]
 
 
 def missing_companion(fix: Fix, taken_back: tuple[str, ...]) -> str | None:
-    """Why *fix* cannot stay, if so."""
+    """Return the reason why *fix* cannot stay, or None."""
     lost = [t for t in fix.requires if t.name in taken_back and not t.may_be_off]
     return f"{lost[0].name} is off; without it {lost[0].because}" if lost else None
 
 
 @cache
 def states(release: str, taken_back: tuple[str, ...], *, observed: bool) -> dict[str, list[str]]:
-    found = {}
+    result = {}
     for fix in FIXES:
         sites = [
             patch.name if "." in patch.name else f"{patch.module.rpartition('.')[2]}.{patch.name}"
             for patch in patches(fix.name, release, observed=observed)
         ]
         if fix.name in taken_back:
-            told = ["off", "reverted; graphs captured before then keep what they recorded"]
+            entry = ["off", "reverted; graphs captured before then keep what they recorded"]
         elif fix.name not in affected_by(release):
-            told = ["not-needed", diagnosis(fix.name, release).reason]
+            entry = ["not-needed", diagnosis(fix.name, release).reason]
         elif fix not in engaged(release, taken_back, observed=observed):
-            told = ["incompatible", str(missing_companion(fix, taken_back))]
+            entry = ["incompatible", str(missing_companion(fix, taken_back))]
         elif observed:
-            told = ["observing", f"counts at {', '.join(sorted(sites))}"]
+            entry = ["observing", f"counts at {', '.join(sorted(sites))}"]
         else:
-            told = ["active", f"applied to {', '.join(sorted(sites))}"]
-        found[fix.name] = told
-    return found
+            entry = ["active", f"applied to {', '.join(sorted(sites))}"]
+        result[fix.name] = entry
+    return result
 
 
 @cache
@@ -162,7 +164,7 @@ def layers(release: str, taken_back: tuple[str, ...], place: tuple[str, str], *,
 def expected(release: str, case: Case, *, observed: bool) -> dict[str, Any]:
     order, reverted = case
 
-    def told(taken_back: tuple[str, ...], aliases: dict[str, list[str]]) -> dict[str, Any]:
+    def outcome(taken_back: tuple[str, ...], aliases: dict[str, list[str]]) -> dict[str, Any]:
         return {
             "states": states(release, taken_back, observed=observed),
             "layers": {f"{m}:{n}": layers(release, taken_back, (m, n), observed=observed) for m, n in targets(release)},
@@ -182,9 +184,9 @@ def expected(release: str, case: Case, *, observed: bool) -> dict[str, Any]:
             carried_away[f"{module}:{name}"] = on_it
     forked = order[: order.index("F")]
     return {
-        "ended": told(reverted if "V" in order else (), carried_away),
-        "forked": told(reverted if "V" in forked else (), carried_away if "A" in forked else {}),
-        "spawned": told((), {}),
+        "ended": outcome(reverted if "V" in order else (), carried_away),
+        "forked": outcome(reverted if "V" in forked else (), carried_away if "A" in forked else {}),
+        "spawned": outcome((), {}),
     }
 
 
@@ -215,15 +217,15 @@ def check(
             "text": text if really_spawn else "",
         }
         done = warm.process.run(f"{text}\nrun(json.loads({json.dumps(task)!r}))", env, limit=_LIMIT)
-        told = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ORDER ")]
-        assert len(told) == len(batch), done.stdout[-3000:]
-        for order, reverted, found in told:
+        results = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ORDER ")]
+        assert len(results) == len(batch), done.stdout[-3000:]
+        for order, reverted, actual in results:
             ran += 1
             wanted = expected(release, (order, tuple(reverted)), observed=observed)
             wrong += [
-                f"{order}, {', '.join(reverted) or 'nothing'} taken back, {which}: {differences(found, wanted, which)}"
+                f"{order}, {', '.join(reverted) or 'nothing'} taken back, {which}: {differences(actual, wanted, which)}"
                 for which in wanted
-                if found.get(which) != wanted[which]
+                if actual.get(which) != wanted[which]
             ]
     record("counted", ("orders, each of three processes", release, about, ran))
     assert not wrong, f"{len(wrong)} of {ran * PROCESSES} processes ended otherwise, the first:\n" + "\n".join(
@@ -231,16 +233,16 @@ def check(
     )
 
 
-def differences(found: dict[str, Any], wanted: dict[str, Any], which: str) -> object:
-    told = found.get(which, found)
-    if "error" in told:
-        return told["error"]
+def differences(actual: dict[str, Any], wanted: dict[str, Any], which: str) -> object:
+    outcome = actual.get(which, actual)
+    if "error" in outcome:
+        return outcome["error"]
     return {
         (about, name): (each, wanted[which][about].get(name))
         for about in ("states", "layers", "aliases")
-        for name, each in told[about].items()
+        for name, each in outcome[about].items()
         if each != wanted[which][about].get(name)
-    } or told
+    } or outcome
 
 
 @on_releases(AFFECTED_RELEASES)
@@ -281,19 +283,19 @@ def test_what_multiprocessing_spawns_is_as_its_double(warm: Warm, record_propert
 
 @pytest.mark.parametrize("shape", ["capture-graph-inline", "capture-graph-split"])
 @pytest.mark.parametrize("name", ["prepare_inputs_to_capture", "set_forward_context"])
-def test_a_name_that_was_carried_away_with_its_layer_does_what_stock_does_after_a_revert(shape: str, name: str) -> None:
+def test_a_name_carried_away_with_its_layer_does_what_stock_does_after_a_revert(shape: str, name: str) -> None:
     """The layers of the methods, which alone give it something to do, are gone then."""
-    given, answer = [], object()
+    calls, answer = [], object()
 
     def stock(*args: Any, **kwargs: Any) -> object:
-        given.append((args, kwargs))
+        calls.append((args, kwargs))
         return answer
 
     _, offered = bound(BY_NAME["capture-state"], shape)
     layer = next(layer for layer in offered if layer.name == name).wrap(stock)
     assert layer is not stock
     assert layer(1, two=2) is answer
-    assert given == [((1,), {"two": 2})]
+    assert calls == [((1,), {"two": 2})]
 
 
 def test_a_revert_outlasts_the_engine_that_it_was_made_for() -> None:

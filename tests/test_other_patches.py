@@ -19,7 +19,7 @@ from stock import run_in_release
 from test_engagement import LOAD, REPORT, expected, imports, reported
 from test_failures import GATE
 from vllm_graphfix.fixes import BY_NAME
-from warm_release import WarmRelease, kept
+from warm_release import WarmRelease, warm_process
 
 FLASHMLA = "vllm.v1.attention.backends.mla.flashmla:FlashMLAMetadataBuilder._build_decode"
 MAMBA = "vllm.v1.attention.backends.mamba_attn:BaseMambaAttentionMetadataBuilder._compute_common_metadata"
@@ -110,10 +110,10 @@ def outcome(warm: WarmRelease, code: str, target: str, env: dict[str, str]) -> O
     assert done.returncode == 0, done.stdout
     (gate,) = [line.removeprefix("GATE ") for line in lines if line.startswith("GATE ")]
     (line,) = [line.removeprefix("OUTCOME ") for line in lines if line.startswith("OUTCOME ")]
-    told = json.loads(line)
-    states = {name: state for name, (state, _) in told["states"].items()}
-    reasons = {name: reason for name, (_, reason) in told["states"].items()}
-    return Outcome(states, reasons, told["layers"], told["theirs"], gate)
+    report = json.loads(line)
+    states = {name: state for name, (state, _) in report["states"].items()}
+    reasons = {name: reason for name, (_, reason) in report["states"].items()}
+    return Outcome(states, reasons, report["layers"], report["theirs"], gate)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def warm(request: pytest.FixtureRequest) -> WarmRelease:
-    return kept(request.param)
+    return warm_process(request.param)
 
 
 # -- every way to patch ------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ PASSES_ON = {
 
 
 def applicable(way: str, release: str, target: str) -> bool:
-    """Whether this patch concerns the fixes of *target* alone, and the kind of target that it is."""
+    """Return whether this patch concerns the fixes of *target* alone, and the kind of target that it is."""
     module, _, name = target.partition(":")
     if way == "reloaded module" and (release, module) == ("0.17.1", EAGLE):
         return False  # two fixes have targets in it
@@ -191,7 +191,7 @@ CASES = [
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize(("warm", "release", "target", "way"), CASES, indirect=["warm"])
-def test_a_fix_is_active_only_where_it_is_called_and_else_the_conflict_is_said(
+def test_a_fix_is_active_only_where_it_is_called_and_else_in_conflict(
     warm: WarmRelease, plugin: Path, release: str, target: str, way: str, order: str
 ) -> None:
     check(warm, plugin, release, target, way, order, "load")
@@ -215,7 +215,9 @@ def check(warm: WarmRelease, plugin: Path, release: str, target: str, way: str, 
     path = f"sys.path.{'insert(0, ' if order == 'before' else 'append('}{str(plugin)!r})\n"
     strict = (list(BEFORE_AND_AFTER).index(way) + (order == "after")) % 2 == 0
     env = {"OTHER_TARGET": target, "OTHER_WAY": way, "OTHER_WHEN": when}
-    found = outcome(warm, path + LOAD + imports(release), target, env | ({"VLLM_GRAPHFIX": "strict"} if strict else {}))
+    result = outcome(
+        warm, path + LOAD + imports(release), target, env | ({"VLLM_GRAPHFIX": "strict"} if strict else {})
+    )
     concerned = TARGETS[release][target]
     wanted = BEFORE_AND_AFTER[way][order == "after"]
     if way == "copied module" and "." not in target.partition(":")[2]:
@@ -225,17 +227,17 @@ def check(warm: WarmRelease, plugin: Path, release: str, target: str, way: str, 
         possible = {wanted if name in concerned else stock_alone}
         if together and wanted != "active" and stock_alone == "active":
             possible = {"incompatible", *(possible & {"conflict"})}
-        assert found.states[name] in possible, found
-    layers = {fix: found.layers.get(f"{fix} {target}", 0) for fix in concerned}
+        assert result.states[name] in possible, result
+    layers = {fix: result.layers.get(f"{fix} {target}", 0) for fix in concerned}
     if wanted == "active":
-        assert set(layers.values()) == {1}, found
+        assert set(layers.values()) == {1}, result
     else:
-        told = " ".join(found.reasons[fix] for fix in concerned)
-        assert "other_plugin" in told or way in ANONYMOUS, found
+        reasons = " ".join(result.reasons[fix] for fix in concerned)
+        assert "other_plugin" in reasons or way in ANONYMOUS, result
         assert not any(layers.values()) or order == "after", "theirs was there first, and ours was put on it"
     if way in PASSES_ON:
-        assert found.theirs == 1, found
-    assert found.gate.startswith("GraphfixError" if strict and wanted != "active" else "AttributeError"), found
+        assert result.theirs == 1, result
+    assert result.gate.startswith("GraphfixError" if strict and wanted != "active" else "AttributeError"), result
 
 
 # -- agents and plugins from PyPI --------------------------------------------------------------------------------------
@@ -300,10 +302,10 @@ def test_an_agent_that_traces_vllm_changes_no_state_and_is_changed_in_nothing(
     code = f"sys.path.append({str(other_packages.packages())!r})\n"
     ours = LOAD + imports(release)
     target = next(iter(TARGETS[release]))
-    found = outcome(warm, code + (agent + ours if order == "before" else ours + agent) + done, target, QUIET)
-    assert found.states == expected(release)
-    assert {found.layers.get(f"{fix} {target}") for fix in TARGETS[release][target]} == {1}
-    assert found.gate.startswith("AttributeError")
+    result = outcome(warm, code + (agent + ours if order == "before" else ours + agent) + done, target, QUIET)
+    assert result.states == expected(release)
+    assert {result.layers.get(f"{fix} {target}") for fix in TARGETS[release][target]} == {1}
+    assert result.gate.startswith("AttributeError")
 
 
 @pytest.mark.slow
@@ -313,9 +315,9 @@ def test_an_agent_that_traces_vllm_changes_no_state_and_is_changed_in_nothing(
 def test_code_that_ddtrace_has_injected_into_a_target_is_a_conflict(warm: WarmRelease, order: str) -> None:
     code = f"sys.path.append({str(other_packages.packages())!r})\n"
     ours = LOAD + imports("0.18.1")
-    found = outcome(warm, code + (TRAMPOLINE + ours if order == "before" else ours + TRAMPOLINE), FLASHMLA, QUIET)
-    assert found.states == expected("0.18.1") | {"flashmla-fp8": "conflict", "flashmla-padding": "conflict"}
-    assert "given the code of" in found.reasons["flashmla-fp8"]
+    result = outcome(warm, code + (TRAMPOLINE + ours if order == "before" else ours + TRAMPOLINE), FLASHMLA, QUIET)
+    assert result.states == expected("0.18.1") | {"flashmla-fp8": "conflict", "flashmla-padding": "conflict"}
+    assert "given the code of" in result.reasons["flashmla-fp8"]
 
 
 BEGUN = """
@@ -395,14 +397,14 @@ metrics.get_prometheus_registry()
 plugins.load_general_plugins()
 """
     own = "import vllm.v1.attention.backends.mla.flashmla as f\nf.FlashMLAMetadataBuilder._build_decode = print\n"
-    told = "print('BOTH', len(BEGUN), len(EXPOSED), sorted(span.name for span in spans.get_finished_spans()))\n"
-    found = warm.run(own + code + GATE + told, {"VLLM_GRAPHFIX": "strict"}).stdout
-    (line,) = [line for line in found.splitlines() if line.startswith("BOTH")]
+    probe = "print('BOTH', len(BEGUN), len(EXPOSED), sorted(span.name for span in spans.get_finished_spans()))\n"
+    output = warm.run(own + code + GATE + probe, {"VLLM_GRAPHFIX": "strict"}).stdout
+    (line,) = [line for line in output.splitlines() if line.startswith("BOTH")]
     names = ["create_engine_config", "get_prometheus_registry", "load_general_plugins"]
     # The gate is on top of what was there first, and stops before that runs; what came later has seen it stop.
     names.append("load_general_plugins" if order == "before" else "compile_or_warm_up_model")
-    assert line == f"BOTH 1 1 {sorted(names)}", found
-    assert "GATE GraphfixError" in found
+    assert line == f"BOTH 1 1 {sorted(names)}", output
+    assert "GATE GraphfixError" in output
 
 
 @pytest.mark.slow
@@ -418,9 +420,9 @@ def test_a_server_with_them_tells_what_one_without_them_tells(with_them: str, pl
         target = {"OTHER_TARGET": "vllm.engine.arg_utils:AsyncEngineArgs.create_engine_config"}
         path = [plugin, *ours]
         env = target | {"OTHER_WAY": "closure that does not say what it wraps", "OTHER_WHEN": "load"}
-    told: list[tuple[Any, ...]] = []
+    answers: list[tuple[Any, ...]] = []
     for extra in ({}, env | {"PYTHONPATH": os.pathsep.join(map(str, path))}):
-        folder = tmp_path / f"server{len(told)}"
+        folder = tmp_path / f"server{len(answers)}"
         folder.mkdir()
         with server.serve(installed, folder, env=extra) as running:
             text = running.completions([5, 6, 7])
@@ -430,10 +432,10 @@ def test_a_server_with_them_tells_what_one_without_them_tells(with_them: str, pl
                 for record in running.records()
             )
             metrics = [line for line in running.metrics().splitlines() if line.startswith("graphfix_")]
-            told.append((text, fleet.code, states, len(metrics)))
+            answers.append((text, fleet.code, states, len(metrics)))
             if with_them == "ddtrace" and extra:
                 for pid in running.pids():
                     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
                     assert "/ddtrace/" in maps or "resource_tracker" in running.pids()[pid]
-    assert told[0] == told[1]
-    assert told[0][3]
+    assert answers[0] == answers[1]
+    assert answers[0][3]

@@ -1,4 +1,4 @@
-"""What is packed for a GPU machine without network, with small wheels in place of vLLM, torch and the rest."""
+"""The pack for a GPU machine without network, with small wheels in place of vLLM, torch and the rest."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def stand_ins(wheel_index: Path) -> Path:
     return plugin
 
 
-def picked(asked: Sequence[str], folder: Path, python: str, find_links: Sequence[str], index: Path) -> None:
+def picked(requirements: Sequence[str], folder: Path, python: str, find_links: Sequence[str], index: Path) -> None:
     """In place of pip, which takes seconds: the newest wheel of *index* that is allowed."""
     wheels = sorted((*parse_wheel_filename(path.name)[:2], path) for path in index.glob("*.whl"))
-    for requirement in map(Requirement, asked):
+    for requirement in map(Requirement, requirements):
         fits = [path for name, version, path in wheels if name == requirement.name and version in requirement.specifier]
         shutil.copy(fits[-1], folder)
 
@@ -102,9 +102,9 @@ def test_what_the_machine_has_and_fits_is_not_packed(packed: Pack, tmp_path: Pat
     """Nor what only that asks for; a version that does not fit is packed."""
     machine = "torch==2.14.0+cu130\nWrapt==2.5\nweb==0.9\n# a comment\n-e git+https://somewhere\n"
     assert packed(machine=machine) == {"vllm-9.9.9", "web-1.2", "wire-2.0", "vllm_graphfix-0.1.0"}
-    said = (tmp_path / "out" / "README").read_text()
-    assert "The machine's own: torch, wrapt.\n" in said
-    assert "Packed: vllm 9.9.9, vllm-graphfix 0.1.0, web 1.2, wire 2.0.\n" in said
+    readme = (tmp_path / "out" / "README").read_text()
+    assert "The machine's own: torch, wrapt.\n" in readme
+    assert "Packed: vllm 9.9.9, vllm-graphfix 0.1.0, web 1.2, wire 2.0.\n" in readme
 
 
 def test_its_own_torch_on_the_machines_cuda(packed: Pack) -> None:
@@ -114,12 +114,12 @@ def test_its_own_torch_on_the_machines_cuda(packed: Pack) -> None:
     assert packed("--as-it-is", "nvidia-*", "--bring", "nvidia-cublas", machine=machine) == own | {"nvidia_cublas-13.1"}
 
 
-def test_what_is_left_out_of_wheels_is_said(packed: Pack, tmp_path: Path) -> None:
+def test_files_omitted_from_wheels_are_in_the_readme(packed: Pack, tmp_path: Path) -> None:
     packed("--leave-out", "vllm/[b]")
     (wheel,) = (tmp_path / "taken" / "wheels").glob("vllm-9*")
-    with zipfile.ZipFile(wheel) as left:
-        assert not {"vllm/b"} & set(left.namelist())
-        assert left.read("vllm-9.9.9.dist-info/RECORD") == b"vllm/a,,\n"
+    with zipfile.ZipFile(wheel) as archive:
+        assert not {"vllm/b"} & set(archive.namelist())
+        assert archive.read("vllm-9.9.9.dist-info/RECORD") == b"vllm/a,,\n"
     assert "Left out of the wheels: vllm/b.\n" in (tmp_path / "out" / "README").read_text()
 
 
@@ -131,13 +131,13 @@ def test_a_missing_wheel_is_named(packed: Pack, stand_ins: Path, capsys: pytest.
     assert "requirement vllm" in error
 
 
-def test_what_does_not_fit_together_is_said_with_who_asks_for_it(
+def test_conflicting_requirements_are_reported_with_the_packages_that_have_them(
     packed: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed("--pin", "wire>=3", code=1, pip=True)
-    said = capsys.readouterr().err.splitlines()[-2:]
-    assert said[0].startswith("wire: <3 for web; >=3 for the command line")
-    assert said[1].endswith("--pin an older release of one that asks for wire")
+    messages = capsys.readouterr().err.splitlines()[-2:]
+    assert messages[0].startswith("wire: <3 for web; >=3 for the command line")
+    assert messages[1].endswith("--pin an older release of one that asks for wire")
 
 
 def test_an_older_release_can_be_pinned(packed: Pack) -> None:

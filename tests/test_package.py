@@ -1,4 +1,4 @@
-"""What is built, and what installing it brings along."""
+"""The built packages, and what installing them brings along."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_the_wheel_says_which_setuptools_made_it(built: Path) -> None:
     assert command in (PROJECT / "SECURITY.md").read_text()
     if shutil.which("unzip") is None:
         pytest.skip("unzip is not installed")
-    told = subprocess.run(["/bin/bash", "-c", command], cwd=built, capture_output=True, text=True, check=True).stdout
-    assert f"Generator: setuptools ({importlib.metadata.version('setuptools')})" in told
+    output = subprocess.run(["/bin/bash", "-c", command], cwd=built, capture_output=True, text=True, check=True).stdout
+    assert f"Generator: setuptools ({importlib.metadata.version('setuptools')})" in output
 
 
 def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
@@ -103,12 +103,12 @@ def test_installing_moves_no_peer(metadata: importlib.metadata.Distribution) -> 
     assert SpecifierSet(metadata.metadata["Requires-Python"]).contains("3.10")
 
 
-def test_the_index_is_told_where_the_project_is(metadata: importlib.metadata.Distribution) -> None:
+def test_the_metadata_have_the_addresses_of_the_project(metadata: importlib.metadata.Distribution) -> None:
     """Every address begins with the source's, and each that names a file of the tree names one that is there."""
-    told = dict(line.split(", ", 1) for line in metadata.metadata.get_all("Project-URL") or ())
-    assert set(told) == {"Documentation", "Source", "Issues", "Changelog", "Security"}
-    assert [address for address in told.values() if not address.startswith(told["Source"])] == []
-    in_tree = [address.partition("/main/")[2] for address in told.values() if "/main/" in address]
+    urls = dict(line.split(", ", 1) for line in metadata.metadata.get_all("Project-URL") or ())
+    assert set(urls) == {"Documentation", "Source", "Issues", "Changelog", "Security"}
+    assert [address for address in urls.values() if not address.startswith(urls["Source"])] == []
+    in_tree = [address.partition("/main/")[2] for address in urls.values() if "/main/" in address]
     assert [path for path in in_tree if not (PROJECT / path).exists()] == []
     assert len(in_tree) == 3
 
@@ -146,13 +146,13 @@ def test_an_empty_environment_judges_a_wheel_of_vllm(built: Path, tmp_path: Path
     command = [str(program / "vllm-graphfix"), "status", "--json", "--vllm", str(vllm)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = {row["name"]: row["diagnosis"] for row in json.loads(done.stdout)["fixes"]}
-    assert found == {name: verdict(name, "0.18.1") for name in BY_NAME}
+    diagnoses = {row["name"]: row["diagnosis"] for row in json.loads(done.stdout)["fixes"]}
+    assert diagnoses == {name: verdict(name, "0.18.1") for name in BY_NAME}
 
 
 @pytest.fixture
-def shown(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Runs a command of a page in a folder of its own, with another folder for an index, and returns what it prints."""
+def run_from_page(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Return a function that runs a page's command in its own folder, with a local index, and returns its output."""
     index = tmp_path / "index"
     index.mkdir()
     shutil.copy(next(built.glob("*.whl")), index)
@@ -189,28 +189,28 @@ def shown(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 
 
 def test_the_commands_that_install_and_remove_it_do(
-    shown: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_from_page: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into an environment of their own: pip's variable for its `--python` says which."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "empty")], check=True)
     python = tmp_path / "empty" / "bin" / "python"
     monkeypatch.setenv("PIP_PYTHON", str(python))
     version = [str(python), "-c", "import vllm_graphfix; print(vllm_graphfix.__version__)"]
-    shown(INSTALL)
+    run_from_page(INSTALL)
     there = subprocess.run(version, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert there.stdout == f"{vllm_graphfix.__version__}\n"
-    shown(UNINSTALL)
+    run_from_page(UNINSTALL)
     assert subprocess.run(version, cwd=tmp_path, capture_output=True, check=False).returncode == 1
     assert list((tmp_path / "empty").rglob("*graphfix*")) == []
 
 
 def test_the_commands_that_fetch_a_release_to_compare_it_do(
-    built: Path, shown: Callable[[str], str], tmp_path: Path
+    built: Path, run_from_page: Callable[[str], str], tmp_path: Path
 ) -> None:
     (wheel,) = built.glob("*.whl")
-    assert hashlib.sha256(wheel.read_bytes()).hexdigest() in shown(DOWNLOAD)
-    shown(f"git clone --quiet {PROJECT} REPOSITORY && git -C REPOSITORY tag vVERSION")
-    assert shown(f"{CLONE} && ls").split().count("Makefile") == 1
-    shown(BUILDER)
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() in run_from_page(DOWNLOAD)
+    run_from_page(f"git clone --quiet {PROJECT} REPOSITORY && git -C REPOSITORY tag vVERSION")
+    assert run_from_page(f"{CLONE} && ls").split().count("Makefile") == 1
+    run_from_page(BUILDER)
     assert (tmp_path / "build" / "bin" / "python").exists()
     assert list((tmp_path / "build").rglob("build_double.py"))

@@ -146,7 +146,7 @@ def test_a_name_carried_into_another_module_before_or_after_is_wrapped_once(targ
     del sys.modules[name]
 
 
-def test_a_copy_of_our_function_in_a_module_that_was_not_patched_is_dropped_and_a_patched_one_stays(
+def test_copies_of_our_function_are_dropped_except_in_patched_modules(
     target: Any,
 ) -> None:
     stock = target.helper
@@ -181,7 +181,7 @@ def test_what_was_taken_back_in_part_is_taken_back_whole(target: Any) -> None:
     assert target.Manager().capture(1) == 4
 
 
-def test_beneath_a_wrapper_of_our_own_layers_come_and_go_and_beneath_another_they_stay(target: Any) -> None:
+def test_layers_come_and_go_beneath_our_own_wrapper_and_stay_beneath_another_one(target: Any) -> None:
     """As the gate is put on a function that a fix has patched."""
     stock, wrapped = target.Manager.capture, []
 
@@ -305,7 +305,7 @@ def test_somebody_else_s_patch_is_a_conflict_that_names_them_and_stays(target: A
     assert target.helper(1) == 1
 
 
-def test_a_patch_that_came_after_ours_is_seen_and_kept(target: Any) -> None:
+def test_a_patch_that_came_after_ours_is_noticed_and_not_removed(target: Any) -> None:
     (site,) = apply("one", [capture(10)])
     _foreign_wrapper(target)
     assert site.is_in_place()
@@ -381,7 +381,7 @@ def _put_what_answers_to_every_name(target: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("happens", "told"),
+    ("happens", "message"),
     [
         (_take_away, "Manager.capture was removed"),
         (_take_the_module_away, "Manager.capture was removed"),
@@ -392,11 +392,11 @@ def _put_what_answers_to_every_name(target: Any) -> None:
         (_put_what_answers_to_every_name, "Manager.capture was replaced by Endless"),
     ],
 )
-def test_what_is_no_longer_called_is_told_with_who_did_it(target: Any, happens: Any, told: str) -> None:
+def test_a_patch_that_is_no_longer_called_is_reported_with_its_cause(target: Any, happens: Any, message: str) -> None:
     (site,) = apply("one", [capture(10)])
     assert site.lost() is None
     happens(target)
-    assert str(site.lost()).startswith(told)
+    assert str(site.lost()).startswith(message)
     assert str(site.lost()).endswith("after the fix was applied")
 
 
@@ -474,7 +474,7 @@ def test_only_a_module_of_the_source_that_was_diagnosed_is_patched(
         assert module.Manager.capture.__code__.co_filename == str(file)
 
 
-def test_a_module_is_compared_once_and_anew_with_another_text_or_when_it_is_loaded_anew(
+def test_a_module_is_compared_again_only_after_a_reload_or_with_another_text(
     target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)  # or whoever asks for the code of the file compiles it, too

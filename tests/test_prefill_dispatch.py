@@ -12,7 +12,7 @@ from warm_release import run_in_fork
 
 
 @pytest.mark.parametrize("release", slow_but_for(("0.27.1", "0.33.0"), ("0.14.1", "0.21.0", "0.27.1", "0.33.0")))
-def test_a_step_has_a_decode_graph_if_every_row_is_past_its_prefill_where_no_builder_is_known(release: str) -> None:
+def test_without_a_known_builder_a_step_of_rows_past_prefill_has_a_decode_graph(release: str) -> None:
     check_behaviours(release, "prefill_dispatch", also=["prefill_dispatch_v2"])
 
 
@@ -45,5 +45,5 @@ print(json.dumps(told))
 def test_it_and_mamba_padding_put_each_their_own_defect_right(active: tuple[str, ...]) -> None:
     """Both are about the phase of rows: one of rows that are none, one of steps."""
     modes = {f"VLLM_GRAPHFIX_{name.upper().replace('-', '_')}": "on" if name in active else "off" for name in NAMES}
-    told = json.loads(run_in_fork("0.20.0", SCENARIOS, modes).stdout.splitlines()[-1])
-    assert told == {name: name in active for name in NAMES}
+    repaired = json.loads(run_in_fork("0.20.0", SCENARIOS, modes).stdout.splitlines()[-1])
+    assert repaired == {name: name in active for name in NAMES}

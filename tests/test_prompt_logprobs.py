@@ -8,5 +8,5 @@ from behaviours import check_behaviours
 
 
 @pytest.mark.parametrize("release", ["0.14.1", "0.18.1", "0.25.1", "0.33.0"])
-def test_prompts_are_scored_from_what_the_target_said_and_no_other_step_pays_for_it(release: str) -> None:
+def test_prompts_are_scored_from_the_targets_output_at_no_cost_to_other_steps(release: str) -> None:
     check_behaviours(release, "prompt_logprobs")

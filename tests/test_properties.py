@@ -53,18 +53,18 @@ environments = st.dictionaries(names, values, max_size=30)
 
 @given(environments)
 def test_any_environment_is_settings_and_a_few_short_lines(environment: dict[str, str]) -> None:
-    found = settings.read(environment, NAMES)
-    assert found.modes.keys() == set(NAMES)
-    assert found.explicit <= set(NAMES)
-    assert all(problem.isprintable() and len(problem) < 1000 for problem in found.problems), found.problems
-    assert len(found.problems) <= len(KNOWN) + 21
+    parsed = settings.read(environment, NAMES)
+    assert parsed.modes.keys() == set(NAMES)
+    assert parsed.explicit <= set(NAMES)
+    assert all(problem.isprintable() and len(problem) < 1000 for problem in parsed.problems), parsed.problems
+    assert len(parsed.problems) <= len(KNOWN) + 21
 
 
-def test_a_hundred_thousand_unknown_names_are_told_in_a_few_lines_and_at_once() -> None:
+def test_a_hundred_thousand_unknown_names_are_reported_at_once_in_a_few_lines() -> None:
     environment = {f"{PREFIX}_{number}": "on" for number in range(100_000)}
-    found = watched(lambda: settings.read(environment, NAMES), seconds=10).value
-    assert len(found.problems) == 21
-    assert found.problems[-1].startswith(
+    parsed = watched(lambda: settings.read(environment, NAMES), seconds=10).value
+    assert len(parsed.problems) == 21
+    assert parsed.problems[-1].startswith(
         "99980 more variables that begin with VLLM_GRAPHFIX are unknown and have no effect"
     )
 
@@ -166,13 +166,13 @@ VALID: dict[str, Any] = json.loads(
 hand_overs = LONG_TEXT | JSON.map(dumped) | changed(VALID).map(dumped)
 
 
-def assert_sound(found: Decision) -> None:
-    """*found* can be used: shown, put in a record, handed on again."""
-    assert re.fullmatch("[0-9a-f]{16}", found.engine)  # the name of a file begins with it
-    assert found.bucket is None or 0 <= found.bucket < BUCKETS
-    assert found.rollout is None or 0 <= found.rollout <= BUCKETS
-    assert found.withheld is None or found.withheld.isprintable()
-    assert decode(found.encode()) == found
+def assert_sound(decision: Decision) -> None:
+    """Assert that *decision* can be used: printed, put in a record, handed on again."""
+    assert re.fullmatch("[0-9a-f]{16}", decision.engine)  # the name of a file begins with it
+    assert decision.bucket is None or 0 <= decision.bucket < BUCKETS
+    assert decision.rollout is None or 0 <= decision.rollout <= BUCKETS
+    assert decision.withheld is None or decision.withheld.isprintable()
+    assert decode(decision.encode()) == decision
 
 
 @given(hand_overs)
@@ -183,10 +183,10 @@ def assert_sound(found: Decision) -> None:
 @example(dumped(VALID | {"modes": {"capture-state": "@deep"}}))
 @example(dumped(VALID | {"pid": "@huge"}))
 @example("[" * 8000)
-def test_whatever_is_left_in_place_of_a_decision_is_one_or_none(left: str) -> None:
-    found = decode(left)
-    if found is not None:
-        assert_sound(found)
+def test_any_text_in_place_of_a_decision_decodes_to_one_or_to_none(text: str) -> None:
+    decision = decode(text)
+    if decision is not None:
+        assert_sound(decision)
 
 
 # -- register ----------------------------------------------------------------------------------------------------
@@ -194,7 +194,9 @@ def test_whatever_is_left_in_place_of_a_decision_is_one_or_none(left: str) -> No
 raw = st.binary(max_size=40).map(lambda data: data.replace(b"\0", b"")) | st.sampled_from(
     [b"\xff\xfe", b"\x1b[2J", b"@long", *(value.encode() for value in MEANINGFUL)]
 )
-decisions = changed(VALID | {"graphfix": vllm_graphfix.__version__, "vllm": ""}).map(lambda told: dumped(told).encode())
+decisions = changed(VALID | {"graphfix": vllm_graphfix.__version__, "vllm": ""}).map(
+    lambda value: dumped(value).encode()
+)
 variables = st.dictionaries(
     st.sampled_from([name.encode() for name in (*KNOWN, "VLLM_PLUGINS") if name not in (DECISION, STATUS_DIR)])
     | raw.map(lambda data: b"VLLM_GRAPHFIX" + data.replace(b"=", b"")),
@@ -219,12 +221,12 @@ def registered(scratch: Path, environment: dict[bytes, bytes], folder: str, modu
         os.environ[STATUS_DIR] = folder if folder == "here/./" else base  # a relative one, too
     logged: list[str] = []
 
-    class Kept(logging.Handler):
+    class Collector(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             logged.append(self.format(record))
 
     logger = logging.getLogger("vllm.graphfix")
-    logger.addHandler(Kept())
+    logger.addHandler(Collector())
     logger.setLevel(logging.DEBUG)
     vllm_graphfix._engine_process.cache_clear()
     exec("register()", {"__name__": module, "register": vllm_graphfix.register, "vllm_config": None})  # noqa: S102
@@ -254,9 +256,9 @@ def test_register_never_raises_and_writes_nothing_but_its_record(
         (scratch / "locked" / f"vllm-graphfix-{os.geteuid()}").mkdir(0o777)
         (scratch / "locked" / f"vllm-graphfix-{os.geteuid()}").chmod(0o777)
         before = tree(scratch)
-        given_on = environment if decision is None else environment | {DECISION.encode(): decision}
-        done = watched(lambda: registered(scratch, given_on, folder, module), seconds=10, memory=64 << 20)
-        logged, left = done.value
+        full_environment = environment if decision is None else environment | {DECISION.encode(): decision}
+        done = watched(lambda: registered(scratch, full_environment, folder, module), seconds=10, memory=64 << 20)
+        logged, handed_on = done.value
         mine = f"{folder.rstrip('/.') or 'default'}/vllm-graphfix-{os.geteuid()}"
         made_now = tree(scratch) - before
         assert all(path == mine or path.startswith(f"{mine}/") for path in made_now), made_now
@@ -269,7 +271,7 @@ def test_register_never_raises_and_writes_nothing_but_its_record(
         assert len(logged) < 60
         if module != MODULES[-1] and folder in ("", "here", "here/./") and "registry" not in module:
             assert any(path.endswith(".json") for path in made_now)
-        followed = decode(left)
+        followed = decode(handed_on)
         assert followed is not None
         assert_sound(followed)
         records = [json.loads((scratch / path).read_text()) for path in made_now if path.endswith(".json")]
@@ -287,7 +289,7 @@ WORST = {
 
 
 @pytest.mark.parametrize("folder", ["here", pytest.param("n" * 300, marks=pytest.mark.slow, id="too long")])
-def test_a_real_vllm_loads_the_plugin_and_starts_processes_under_the_worst_environment(
+def test_a_real_vllm_loads_the_plugin_and_starts_processes_in_the_worst_environment(
     tmp_path: Path, folder: str
 ) -> None:
     (tmp_path / "here").mkdir()

@@ -108,9 +108,9 @@ def test_what_stands_in_place_of_a_status_folder_is_one_line_at_most(tmp_path: P
     else:
         plant(mine, kind, b"", tmp_path / "other")
     seen = looked(tmp_path, "--json")
-    told = json.loads(seen.value.out)
-    assert (told["engines"], seen.value.code, seen.changes) == ([], 3 if kind == "empty" else 1, ())
-    assert len(told["problems"]) == (kind != "empty")
+    report = json.loads(seen.value.out)
+    assert (report["engines"], seen.value.code, seen.changes) == ([], 3 if kind == "empty" else 1, ())
+    assert len(report["problems"]) == (kind != "empty")
 
 
 @given(ARGUMENTS)
@@ -148,9 +148,7 @@ def crowd(base: Path, count: int, kind: str) -> None:
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("kind", ["one engine", "engines", "worlds", "front-ends"])
 @pytest.mark.parametrize("count", [150, pytest.param(FILES, marks=pytest.mark.slow)])
-def test_as_many_records_as_are_read_with_the_largest_claims_are_shown_in_seconds(
-    tmp_path: Path, kind: str, count: int
-) -> None:
+def test_the_most_records_with_the_largest_claims_are_listed_in_seconds(tmp_path: Path, kind: str, count: int) -> None:
     crowd(tmp_path, count, kind)
     for arguments in (("--json",), ()):
         looked(tmp_path, *arguments, seconds=2 + count // 60, memory=(64 << 20) + count * (256 << 10))

@@ -39,13 +39,13 @@ members = (
 @given(st.lists(st.tuples(members, st.binary(max_size=60) | metadata), max_size=8), st.sampled_from([0, 8, 12, 14]))
 @share(30)
 def test_a_wheel_of_any_members_is_a_verdict_or_one_error(
-    stock: Files, given_members: list[tuple[str, bytes]], compression: int
+    stock: Files, added_members: list[tuple[str, bytes]], compression: int
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
         wheel = zipped(Path(name) / "vllm.whl", stock)
         with warnings.catch_warnings(), zipfile.ZipFile(wheel, "a", compression) as archive:
             warnings.simplefilter("ignore", UserWarning)  # a name for the second time
-            for member, content in [*given_members, *given_members]:  # each twice
+            for member, content in [*added_members, *added_members]:  # each twice
                 archive.writestr(member or "x", content)
         judged(wheel)
         assert list(Path(name).iterdir()) == [wheel]
@@ -254,11 +254,13 @@ def test_whatever_our_manifest_has_become_it_is_a_verdict_or_one_error(stock: Fi
         spoilt = Path(name) / "manifest.json"
         spoilt.write_bytes(content)
 
-        def asked() -> Answer:
+        def run_status() -> Answer:
             manifest.PATH = spoilt
             manifest.load.cache_clear()
             return answer("status", f"--vllm={root}")
 
-        told = watched(asked, seconds=10, memory=64 << 20).value
-        assert told.code in (0, 2)
-        assert told.code == 0 or "reinstall vllm-graphfix" in told.err or "not readable Python source" in told.err
+        outcome = watched(run_status, seconds=10, memory=64 << 20).value
+        assert outcome.code in (0, 2)
+        assert (
+            outcome.code == 0 or "reinstall vllm-graphfix" in outcome.err or "not readable Python source" in outcome.err
+        )

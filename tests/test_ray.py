@@ -1,4 +1,4 @@
-"""What an engine decided is what its processes on Ray go by.
+"""Processes of an engine on Ray go by its decision.
 
 Real Ray, real actors, each release's own way of setting them up.
 
@@ -77,7 +77,7 @@ USED_BEFORE = "RayExecutorV2 on a node that was used before"
 
 IN_MAKE_TEST = ("0.15.0", "0.21.0", "0.33.0")
 
-Told = Callable[[str, str], Mapping[str, Any]]
+ReportOf = Callable[[str, str], Mapping[str, Any]]
 
 
 def ways(release: str) -> list[str]:
@@ -92,16 +92,16 @@ def engine_cores(release: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def told(request: pytest.FixtureRequest) -> Iterator[Told]:
-    """What an engine of a release, started in one of its ways, and the processes that it started said of themselves."""
+def report_of(request: pytest.FixtureRequest) -> Iterator[ReportOf]:
+    """Return a function from a release and one of its ways to the reports of an engine and of its processes."""
     # Parametrised all of them, so that they have a `callspec`; those that -k or -m left out are gone from the items.
     items = [item for item in request.session.items if item.path == request.path]
-    asked = [item.callspec.params["release"] for item in items]  # type: ignore[attr-defined]
+    releases = [item.callspec.params["release"] for item in items]  # type: ignore[attr-defined]
     token = secrets.token_hex(32)
     with tempfile.TemporaryDirectory(prefix="ray-") as folder, contextlib.ExitStack() as started:
         scratch = Path(folder)  # not pytest's, whose longer name leaves no room for the names of Ray's sockets
         environment = _environment(scratch, token)
-        started.callback(_end_what_is_left, token)
+        started.callback(_kill_leftovers, token)
         pool = started.enter_context(ThreadPoolExecutor(AT_ONCE))
         warm = started.enter_context(_serving("warm_python.py", str(scratch / "warm"), env=environment))
         node = started.enter_context(_serving("-c", NODE, str(scratch / "ray"), env=environment | ON_THE_NODE))
@@ -130,12 +130,12 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
             except subprocess.TimeoutExpired as late:  # which does not show how far they came
                 raise AssertionError(f"vLLM {release}: {LIMIT} s are over\n{late.stdout!r}\n{late.stderr!r}") from late
             assert done.returncode == 0, f"vLLM {release}: {done.returncode}\n{done.stdout}\n{done.stderr}"
-            said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"way"')]
-            return {engine["way"]: engine for engine in said}
+            reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"way"')]
+            return {engine["way"]: engine for engine in reports}
 
-        found = {release: pool.submit(engines, release) for release in dict.fromkeys(asked)}
+        futures = {release: pool.submit(engines, release) for release in dict.fromkeys(releases)}
         started.callback(pool.shutdown, wait=False, cancel_futures=True)
-        yield lambda release, way: found[release].result()[way]
+        yield lambda release, way: futures[release].result()[way]
 
 
 def _environment(scratch: Path, token: str) -> dict[str, str]:
@@ -179,8 +179,8 @@ def _line_of(process: subprocess.Popen[str]) -> str:
     return line
 
 
-def _end_what_is_left(token: str) -> None:
-    """Ends processes that outlived Ray: those that were started with *token*."""
+def _kill_leftovers(token: str) -> None:
+    """End processes that outlived Ray: those that were started with *token*."""
     for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # somebody else's, or gone
             if token.encode() in environment.read_bytes():
@@ -201,28 +201,28 @@ def says_the_same(process: Mapping[str, Any], engine: Mapping[str, Any]) -> None
     ("release", "executor"),
     [pytest.param(*each, marks=() if each[0] in IN_MAKE_TEST else pytest.mark.slow) for each in EXECUTORS],
 )
-def test_workers_go_by_the_decision_of_their_engine(release: str, executor: str, told: Told) -> None:
-    found = told(release, executor)
-    assert found["engine"]["role"] == "front-end"
-    (worker,) = found["processes"]
+def test_workers_go_by_the_decision_of_their_engine(release: str, executor: str, report_of: ReportOf) -> None:
+    report = report_of(release, executor)
+    assert report["engine"]["role"] == "front-end"
+    (worker,) = report["processes"]
     assert worker["role"] == "worker"
-    assert worker["pid"] != found["engine"]["pid"]
-    says_the_same(worker, found["engine"])
+    assert worker["pid"] != report["engine"]["pid"]
+    says_the_same(worker, report["engine"])
 
 
 @pytest.mark.parametrize("release", slow_but_for(IN_MAKE_TEST, RELEASES))
-def test_engine_cores_go_by_the_decision_of_their_engine(release: str, told: Told) -> None:
-    found = told(release, engine_cores(release))
-    assert len(found["processes"]) == int(engine_cores(release)[-1])
-    for core in found["processes"]:
+def test_engine_cores_go_by_the_decision_of_their_engine(release: str, report_of: ReportOf) -> None:
+    report = report_of(release, engine_cores(release))
+    assert len(report["processes"]) == int(engine_cores(release)[-1])
+    for core in report["processes"]:
         assert core["role"] == "engine-core"
-        says_the_same(core, found["engine"])
+        says_the_same(core, report["engine"])
 
 
 @pytest.mark.parametrize("release", slow_but_for(IN_MAKE_TEST, KEEPING))
-def test_workers_do_not_go_by_what_another_engine_left_on_their_node(release: str, told: Told) -> None:
-    found = told(release, USED_BEFORE)
-    (worker,) = found["processes"]
+def test_workers_ignore_the_decision_of_another_engine_on_their_node(release: str, report_of: ReportOf) -> None:
+    report = report_of(release, USED_BEFORE)
+    (worker,) = report["processes"]
     assert worker["began_with"]["engine"] == "another", "the release keeps what is set on the node"
     assert worker["decision"]["engine"] != "another"
     assert worker["decision"]["modes"]["flashmla-fp8"] == OF_THE_ENGINE["VLLM_GRAPHFIX_FLASHMLA_FP8"]

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say is so: releases, commands, variables, targets of make, links."""
+"""README.md and docs/ are true: releases, commands, variables, targets of make, links."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ ALL_COMMANDS = [(page.name, arguments) for page in PAGES for arguments in comman
 def rows_of(table: str) -> dict[str, list[str]]:
     """First cell of each row of a generated table to the others, as a reader takes them; under "" the header's."""
     header, _, *rows = re.findall(r"^\|.*\|$", FIXES_PAGE.read_text().split(f"generated: {table}")[1], re.MULTILINE)
-    found = {"": [cell.strip() for cell in header.strip("|").split("|")][1:]}
+    cells_by_name = {"": [cell.strip() for cell in header.strip("|").split("|")][1:]}
     for row in rows:
         first, *cells = (cell.strip() for cell in row.strip("|").split("|"))
-        if len(cells) != len(found[""]) or first == "vLLM":
+        if len(cells) != len(cells_by_name[""]) or first == "vLLM":
             break  # the next table
-        assert first not in found
-        found[first] = cells
-    return found
+        assert first not in cells_by_name
+        cells_by_name[first] = cells
+    return cells_by_name
 
 
 def releases_in(spans: str) -> list[str]:
     """The releases of "0.15.0 – 0.16.0, 0.18.0"."""
-    found: list[str] = []
+    releases: list[str] = []
     for span in filter(None, spans.split(", ")):
         first, _, last = span.partition(" – ")
-        found += ALL_RELEASES[ALL_RELEASES.index(first) : ALL_RELEASES.index(last or first) + 1]
-    return found
+        releases += ALL_RELEASES[ALL_RELEASES.index(first) : ALL_RELEASES.index(last or first) + 1]
+    return releases
 
 
 def test_the_readme_is_read_in_a_few_minutes() -> None:
@@ -115,22 +115,22 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
 def test_every_fix_has_a_page_in_the_order_in_which_one_asks(fix: Fix) -> None:
-    page, said = update_docs.FIXES_PAGES[fix.name].read_text(), about(fix)
+    page, description = update_docs.FIXES_PAGES[fix.name].read_text(), about(fix)
     assert page.startswith(f"# {fix.name}\n\n<!-- generated: {fix.name} -->")
     titles = re.findall(r"^## (.+)$", page, re.MULTILINE)
     assert titles[:5] == ["Am I hit?", "Switch", "Without the plugin", "Evidence", "Cause and remedy"]
     parts = dict(zip(titles, re.split(r"^## .+$", page, flags=re.MULTILINE)[1:], strict=True))
     facts = update_docs.with_threads
-    assert f"| Symptom | {facts(said.symptom)} |" in parts["Am I hit?"]
-    assert f"| Affected | {facts(said.releases)} |" in parts["Am I hit?"]
+    assert f"| Symptom | {facts(description.symptom)} |" in parts["Am I hit?"]
+    assert f"| Affected | {facts(description.releases)} |" in parts["Am I hit?"]
     assert f"| `{fix.variable}` | `{fix.default.value}` |" in parts["Switch"]
-    assert f"| Workaround | {facts(said.workaround)} |" in parts["Without the plugin"]
+    assert f"| Workaround | {facts(description.workaround)} |" in parts["Without the plugin"]
     assert "equal to eager" in parts["Evidence"]
-    assert f"| Cause | {facts(said.cause)} |" in parts["Cause and remedy"]
+    assert f"| Cause | {facts(description.cause)} |" in parts["Cause and remedy"]
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
-def test_what_the_double_has_shown_is_recorded_for_every_affected_release(fix: Fix) -> None:
+def test_evidence_of_the_double_is_recorded_for_every_affected_release(fix: Fix) -> None:
     page = update_docs.FIXES_PAGES[fix.name].read_text()
     part = record_evidence.PART.findall(page)
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \| all \d+ equal to eager \|$", part[0], re.MULTILINE)
@@ -141,8 +141,8 @@ def test_what_the_double_has_shown_is_recorded_for_every_affected_release(fix: F
 
 @pytest.mark.parametrize("before", ["old\n", ""], ids=["recorded before", "a new page"])
 def test_what_is_recorded_anew_replaces_its_rows_alone(before: str) -> None:
-    found = record_evidence.Outcome("sums", "1 of 2 numbers wrong", "all 2 equal to eager")
-    rows = record_evidence.table_rows({"0.17.0": None, "0.17.1": found, "0.18.0": found, "0.18.1": None})
+    outcome = record_evidence.Outcome("sums", "1 of 2 numbers wrong", "all 2 equal to eager")
+    rows = record_evidence.table_rows({"0.17.0": None, "0.17.1": outcome, "0.18.0": outcome, "0.18.1": None})
     behind = "<!-- end -->\nb\n<!-- generated: cause -->\nc\n<!-- end -->\n"
     made = record_evidence.with_rows(f"a\n<!-- recorded: cpu double -->\n{before}{behind}", rows)
     row = "| 0.17.1 – 0.18.0 | sums | 1 of 2 numbers wrong | all 2 equal to eager |\n"
@@ -157,8 +157,8 @@ def test_what_is_recorded_of_other_releases_stays(fix: Fix) -> None:
 
 @pytest.mark.parametrize("fix", FIXES, ids=list(BY_NAME))
 def test_upstreams_threads_are_linked(fix: Fix) -> None:
-    said, page = about(fix), update_docs.FIXES_PAGES[fix.name].read_text()
-    for named in (*([f"PR {said.pr}"] if said.pr else []), *said.references):
+    description, page = about(fix), update_docs.FIXES_PAGES[fix.name].read_text()
+    for named in (*([f"PR {description.pr}"] if description.pr else []), *description.references):
         kind, _, number = named.rpartition(" ")
         path = {"PR": "pull", "issue": "issues"}.get(kind)
         address = f"https://github.com/vllm-project/vllm/{path}/{number}" if path else number
@@ -207,7 +207,7 @@ def _without_a_release(made: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (_without_a_fix, "the manifest lacks capture-state"),
         (_without_a_release, "the manifest lacks capture-state on vLLM 0.17.1"),
@@ -215,9 +215,9 @@ def _without_a_release(made: dict[str, Any]) -> None:
     ],
     ids=["fix", "release", "everything"],
 )
-def test_a_manifest_that_lacks_something_is_said_in_a_line_and_nothing_is_written(
+def test_an_incomplete_manifest_is_reported_in_a_line_and_nothing_is_written(
     change: Callable[[dict[str, Any]], None],
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -238,7 +238,7 @@ def test_a_manifest_that_lacks_something_is_said_in_a_line_and_nothing_is_writte
         assert update_docs.main() == 2
     finally:
         manifest.load.cache_clear()
-    assert capsys.readouterr().err == f"update_docs: {told}; run `make manifest`\n"
+    assert capsys.readouterr().err == f"update_docs: {message}; run `make manifest`\n"
     assert written.read_text() == before
 
 
@@ -284,24 +284,24 @@ def test_scripts_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_prose_is_no_wider_than_120_columns(page: Path) -> None:
     """Tables, commands, what a page quotes and generated parts are as wide as they are."""
-    left_out = r"^ *```.*?^ *```$|<!-- generated.*?<!-- end -->"
-    text = re.sub(left_out, "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    excluded = r"^ *```.*?^ *```$|<!-- generated.*?<!-- end -->"
+    text = re.sub(excluded, "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith(("|", "#"))] == []
 
 
 def targets(page: Path) -> list[str]:
-    """What the links and pictures of *page* lead to, inline and by reference."""
+    """Return the targets of the links and pictures of *page*, inline and by reference."""
     text = page.read_text()
     return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^]\n]+\]: (\S+)$", text, re.MULTILINE)
 
 
 def leads_somewhere(page: Path, target: str) -> bool:
-    """Whether *target* on *page* is a file of the tree, and a heading in it if it names one."""
+    """Return whether *target* on *page* is a file of the tree, and a heading in it if it names one."""
     path, _, heading = target.partition("#")
-    found = (page.parent / path).resolve() if path else page
-    if not heading or not found.is_file():
-        return found.is_file()
-    titles = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
+    file = (page.parent / path).resolve() if path else page
+    if not heading or not file.is_file():
+        return file.is_file()
+    titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
     return heading in [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
@@ -349,8 +349,8 @@ def test_the_readme_links_every_page() -> None:
 
 
 def test_every_picture_is_on_a_page() -> None:
-    shown = {Path(target).name for page in PAGES for target in targets(page)}
-    assert {path.name for path in (PROJECT / "docs").iterdir() if path.suffix in {".svg", ".png"}} <= shown
+    pictures = {Path(target).name for page in PAGES for target in targets(page)}
+    assert {path.name for path in (PROJECT / "docs").iterdir() if path.suffix in {".svg", ".png"}} <= pictures
 
 
 def test_the_picture_of_the_layers_has_those_that_make_lint_holds() -> None:

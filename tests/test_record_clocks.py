@@ -83,7 +83,7 @@ def test_what_a_slow_call_or_a_trembling_clock_seems_to_say_is_no_offset() -> No
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("ahead", [-70.0, 70.0, -2 * AN_HOUR])
 @pytest.mark.parametrize("some_here", [True, False])
-def test_healthy_ranks_are_alive_whatever_the_file_server_s_clock_and_a_silent_one_is_not(
+def test_healthy_ranks_alone_are_alive_whatever_the_file_servers_clock(
     tmp_path: Path, start: Start, ahead: float, some_here: bool
 ) -> None:
     here = of(start().pid) if some_here else elsewhere(9)
@@ -103,9 +103,7 @@ def test_healthy_ranks_are_alive_whatever_the_file_server_s_clock_and_a_silent_o
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_folder_s_clock_is_that_of_a_process_here_that_is_heard_of_and_not_of_one_that_hangs(
-    tmp_path: Path, start: Start
-) -> None:
+def test_the_folders_clock_is_that_of_a_local_process_that_does_not_hang(tmp_path: Path, start: Start) -> None:
     """The file server's clock was set back by an hour, after which one of them was not heard of."""
     first, second = (of(start().pid) for _ in range(2))
     leave(tmp_path, record(first, 0, 3, kept=True, clock_offset=-AN_HOUR), age=AN_HOUR)

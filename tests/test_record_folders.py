@@ -103,9 +103,9 @@ def test_a_folder_that_somebody_else_may_have_a_hand_in_is_not_read(
     tmp_path: Path, plant: Callable[[Path], None], why: str
 ) -> None:
     plant(own_folder(tmp_path))
-    found = read(tmp_path)
-    assert found.found == ()
-    assert found.problems == (f"{own_folder(tmp_path)}: {why}",)
+    result = read(tmp_path)
+    assert result.found == ()
+    assert result.problems == (f"{own_folder(tmp_path)}: {why}",)
 
 
 @pytest.mark.parametrize("use", [write, touch], ids=["write", "touch"])
@@ -132,7 +132,7 @@ def test_a_folder_that_an_fs_group_has_opened_is_closed_and_read(tmp_path: Path)
 
 
 @needs_root
-def test_a_folder_of_another_user_is_left_as_an_fs_group_has_opened_it(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_stays_as_an_fs_group_has_opened_it(tmp_path: Path) -> None:
     other = tmp_path / "vllm-graphfix-12345"
     other.mkdir()
     os.chown(other, 12345, 12345)
@@ -141,13 +141,13 @@ def test_a_folder_of_another_user_is_left_as_an_fs_group_has_opened_it(tmp_path:
     assert stat.S_IMODE(other.stat().st_mode) == 0o2770
 
 
-def test_a_folder_that_is_gone_is_said(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="No such file or directory"):
         write(tmp_path / "gone", record())
     assert read(tmp_path / "gone").problems == (f"{tmp_path / 'gone'}: No such file or directory",)
 
 
-def test_a_folder_without_permission_is_said(shared: Path) -> None:
+def test_a_folder_without_permission_is_reported(shared: Path) -> None:
     shared.chmod(0o555)
     with nobody(), pytest.raises(PermissionError, match=r"cannot write a status record in .*Permission denied"):
         write(shared, record())
@@ -172,11 +172,11 @@ print(found.problems, len(found.found) >= 1, [name for path in base.glob("vllm-*
 
 
 def test_a_write_that_is_cut_short_leaves_nothing_behind(tmp_path: Path) -> None:
-    told = run_python(
+    output = run_python(
         WRITES_UNTIL_FULL.format(limit="resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"), str(tmp_path)
     )
-    assert "File too large" in told
-    assert told.endswith("() True []\n")
+    assert "File too large" in output
+    assert output.endswith("() True []\n")
 
 
 @pytest.mark.parametrize(("options", "why"), [("size=64k", "No space left on device"), ("ro", "Read-only file system")])
@@ -191,9 +191,9 @@ def test_a_real_file_system_that_is_full_or_read_only_leaves_nothing_behind(
         or subprocess.run([*inside, "true"], capture_output=True, check=False).returncode
     ):
         pytest.skip("no file system can be mounted here: that needs root, or unprivileged namespaces")
-    told = run_python(WRITES_UNTIL_FULL.format(limit=limit), str(tmp_path), before=inside)
-    assert why in told
-    assert told.endswith("() True []\n")
+    output = run_python(WRITES_UNTIL_FULL.format(limit=limit), str(tmp_path), before=inside)
+    assert why in output
+    assert output.endswith("() True []\n")
 
 
 def test_two_writers_of_one_record_never_show_half_of_one(tmp_path: Path) -> None:
@@ -213,9 +213,9 @@ def test_two_writers_of_one_record_never_show_half_of_one(tmp_path: Path) -> Non
         subprocess.Popen([*command, "b"], env=environment) as other,
     ):
         while one.poll() is None or other.poll() is None:
-            found = read(tmp_path)
-            assert found.problems == ()
-            seen |= {one.record.problem for one in found.found}
+            result = read(tmp_path)
+            assert result.problems == ()
+            seen |= {one.record.problem for one in result.found}
     assert (one.returncode, other.returncode) == (0, 0)
     assert seen == {"a" * 1000, "b" * 1000}
     assert len(names(tmp_path)) == 1
@@ -256,8 +256,8 @@ def test_records_of_other_users_are_read_by_who_may(shared: Path) -> None:
     ]
     assert [one.path.parent.name for one in read(shared, own=True).found] == ["vllm-graphfix-0"]
     with nobody():
-        found = read(shared)
-    assert found.found == ()
-    assert found.problems == (
+        result = read(shared)
+    assert result.found == ()
+    assert result.problems == (
         f"3 folders are not records or cannot be read; the first: {shared}/vllm-graphfix-0 cannot be read by this user",
     )

@@ -33,9 +33,9 @@ from vllm_graphfix.records.record import SHORT, MovedTensor, OverwrittenBlock
 
 
 def test_a_record_is_the_json_object_that_is_documented() -> None:
-    told = record(rank=1, world_size=2, leader="f" * 16, problem="why").as_json()
+    document = record(rank=1, world_size=2, leader="f" * 16, problem="why").as_json()
     here = identity()
-    assert told == {
+    assert document == {
         "schema": 1,
         "graphfix": "0.1.0",
         "vllm": "0.21.0",
@@ -71,8 +71,8 @@ def test_a_record_is_the_json_object_that_is_documented() -> None:
 
 def test_the_record_in_the_documentation_is_one() -> None:
     page = (Path(__file__).parent.parent / "docs" / "fleet.md").read_text(encoding="utf-8")
-    told = page.partition("```json\n")[2].partition("```")[0]
-    assert Record.from_json(json.loads(told)).as_json() == json.loads(told)
+    text = page.partition("```json\n")[2].partition("```")[0]
+    assert Record.from_json(json.loads(text)).as_json() == json.loads(text)
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("key", "value", "sentence"), REFUSED, ids=[f"{key} {sentence[:40]}" for key, _, sentence in REFUSED]
 )
 def test_what_is_not_as_it_has_to_be_is_refused_in_one_sentence(key: str, value: Any, sentence: str) -> None:
-    told = record(rank=0).as_json()
+    document = record(rank=0).as_json()
     *path, last = key.split(".")
-    place = told
+    place = document
     for name in path:
         place = place[name]
     place[last] = value
     with pytest.raises(RecordError) as refused:
-        Record.from_json(told)
+        Record.from_json(document)
     assert sentence in str(refused.value)
     assert str(refused.value).isprintable()
     assert len(str(refused.value)) < 300
@@ -172,19 +172,19 @@ def test_what_is_not_as_it_has_to_be_is_refused_in_one_sentence(key: str, value:
     "key", ["schema", "graphfix", "engine", "host", "pid", "role", "decision", "fixes", "events", "written"]
 )
 def test_what_a_record_must_have_is_named_if_it_is_missing(key: str) -> None:
-    told = record().as_json()
-    del told[key]
+    document = record().as_json()
+    del document[key]
     with pytest.raises(RecordError, match=f"^{key} is missing$"):
-        Record.from_json(told)
+        Record.from_json(document)
 
 
 def test_a_record_of_an_earlier_version_says_nothing_of_values_that_mean_nothing() -> None:
-    told = record().as_json()
-    del told["misconfigured"]
-    assert Record.from_json(told) == record()
+    document = record().as_json()
+    del document["misconfigured"]
+    assert Record.from_json(document) == record()
 
 
-def test_an_older_reader_is_given_no_name_that_it_would_refuse() -> None:
+def test_an_older_reader_gets_no_name_that_it_would_refuse() -> None:
     written = record(
         misconfigured={"VLLM_GRAPHFIX_ROLOUT": "5", "VLLM_GRAPFIX": "off", "vllm_graphfix": "off"}
     ).as_json()
@@ -192,14 +192,14 @@ def test_an_older_reader_is_given_no_name_that_it_would_refuse() -> None:
     assert written["mistyped"] == {"VLLM_GRAPFIX": "off", "vllm_graphfix": "off"}
 
 
-def test_keys_that_a_later_version_adds_are_left_out() -> None:
+def test_keys_that_a_later_version_adds_are_ignored() -> None:
     assert Record.from_json(record().as_json() | {"colour": "blue"}) == record()
 
 
 def test_a_code_that_a_later_version_adds_is_none() -> None:
-    told = record().as_json()
-    told["fixes"]["capture-state"]["code"] = "solar-flare"
-    assert Record.from_json(told) == record()
+    document = record().as_json()
+    document["fixes"]["capture-state"]["code"] = "solar-flare"
+    assert Record.from_json(document) == record()
 
 
 JSON = st.recursive(
@@ -218,21 +218,21 @@ def test_any_json_value_is_a_record_or_is_refused(value: Any) -> None:
 
 @given(st.sampled_from(sorted(record(rank=0).as_json())), JSON)
 @settings(database=None, max_examples=300)
-def test_a_record_with_any_value_in_it_is_shown_safely_or_refused(key: str, value: Any) -> None:
-    told = record(rank=0).as_json()
-    told[key] = value
+def test_a_record_with_any_value_in_it_is_printable_or_refused(key: str, value: Any) -> None:
+    document = record(rank=0).as_json()
+    document[key] = value
     try:
-        found = Record.from_json(told)
+        parsed = Record.from_json(document)
     except RecordError as error:
-        found = record(problem=str(error))
-    assert all(text.isprintable() for text in (found.graphfix, found.vllm, found.model or "", found.problem or ""))
-    assert len(json.dumps(found.as_json(), ensure_ascii=False).encode()) <= LARGEST
+        parsed = record(problem=str(error))
+    assert all(text.isprintable() for text in (parsed.graphfix, parsed.vllm, parsed.model or "", parsed.problem or ""))
+    assert len(json.dumps(parsed.as_json(), ensure_ascii=False).encode()) <= LARGEST
 
 
 def test_text_for_terminals_is_printable() -> None:
     hostile = "red \x1b[31m\nand \u202etfel ot thgir\ud800"
-    found = Record.from_json({**record().as_json(), "problem": hostile})
-    assert found.problem == "red \ufffd[31m and \ufffdtfel ot thgir\ufffd"
+    parsed = Record.from_json({**record().as_json(), "problem": hostile})
+    assert parsed.problem == "red \ufffd[31m and \ufffdtfel ot thgir\ufffd"
 
 
 def test_a_text_that_fits_is_cut_to_what_a_reader_accepts(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def judged(one: Record, heartbeat: float = 0.0, among: tuple[StoredRecord, ...] = ()) -> Liveness:
-    found = StoredRecord(one, time.time() - heartbeat, Path("folder", one.file_name))
-    return liveness_of(found, time.time(), identity(), among)
+    stored = StoredRecord(one, time.time() - heartbeat, Path("folder", one.file_name))
+    return liveness_of(stored, time.time(), identity(), among)
 
 
 def test_a_process_that_writes_once_is_alive_as_long_as_it_runs_here(sleeper: subprocess.Popen[bytes]) -> None:
@@ -64,7 +64,7 @@ def test_a_process_that_writes_once_is_alive_as_long_as_it_runs_here(sleeper: su
         {"role": "engine-core"},
     ],
 )
-def test_a_process_that_keeps_its_record_is_silent_where_it_is_not_heard_of_here_as_elsewhere(
+def test_a_process_without_a_heartbeat_for_a_minute_is_silent_here_and_elsewhere(
     sleeper: subprocess.Popen[bytes], changes: dict[str, Any]
 ) -> None:
     for process in of(sleeper.pid), elsewhere(1):
@@ -102,7 +102,7 @@ def test_a_process_that_could_not_tell_where_it_is_goes_by_its_heartbeat() -> No
     assert judged(record(rank=0, boot="", pid_namespace=""), 1.0) is Liveness.ALIVE
 
 
-def test_elsewhere_a_process_without_a_heartbeat_is_as_alive_as_its_engine_on_its_host() -> None:
+def test_a_remote_process_without_a_heartbeat_is_as_alive_as_its_engine_on_its_host() -> None:
     def rank(host: str = "node-b", engine: str = ENGINE) -> tuple[StoredRecord, ...]:
         one = record(elsewhere(2, host), rank=0, engine=engine)
         return (StoredRecord(one, time.time(), Path("folder", one.file_name)),)
@@ -126,7 +126,7 @@ def test_the_identity_is_that_of_this_process_and_cheap() -> None:
     assert time.perf_counter() - started < 0.1
 
 
-def left(base: Path) -> set[str]:
+def remaining(base: Path) -> set[str]:
     prune(base)
     return {one.record.engine for one in read(base).found}
 
@@ -139,27 +139,27 @@ def dead() -> Identity:
     return gone
 
 
-def test_what_dead_processes_left_is_removed_after_an_hour(tmp_path: Path, dead: Identity) -> None:
+def test_records_of_dead_processes_are_removed_after_an_hour(tmp_path: Path, dead: Identity) -> None:
     leave(tmp_path, record(dead, engine="1" * 16), age=AN_HOUR + 1)
     leave(tmp_path, record(dead, engine="2" * 16, problem="why"), age=AN_HOUR - 10)
     leave(tmp_path, record(engine="3" * 16), age=30 * A_DAY)
-    assert left(tmp_path) == {"2" * 16, "3" * 16}
+    assert remaining(tmp_path) == {"2" * 16, "3" * 16}
 
 
-def test_what_was_left_before_this_host_booted_is_removed_after_an_hour(tmp_path: Path) -> None:
+def test_records_from_before_this_host_booted_are_removed_after_an_hour(tmp_path: Path) -> None:
     here = identity()
     leave(tmp_path, record(here._replace(boot="before"), engine="1" * 16), age=AN_HOUR + 1)
     leave(tmp_path, record(here._replace(boot="before"), engine="2" * 16), age=AN_HOUR - 10)
     leave(tmp_path, record(elsewhere(1), engine="3" * 16), age=AN_HOUR + 1)
-    assert left(tmp_path) == {"2" * 16, "3" * 16}
+    assert remaining(tmp_path) == {"2" * 16, "3" * 16}
 
 
-def test_what_was_left_elsewhere_is_removed_once_its_engine_was_silent_for_a_week(tmp_path: Path) -> None:
+def test_remote_records_are_removed_once_their_engine_was_silent_for_a_week(tmp_path: Path) -> None:
     leave(tmp_path, record(elsewhere(1), engine="1" * 16), age=8 * A_DAY)
     leave(tmp_path, record(elsewhere(2), engine="2" * 16), age=6 * A_DAY)
     leave(tmp_path, record(elsewhere(3), engine="3" * 16), age=8 * A_DAY)
     leave(tmp_path, record(elsewhere(4, "node-c"), rank=0, engine="3" * 16))
-    assert left(tmp_path) == {"2" * 16, "3" * 16}
+    assert remaining(tmp_path) == {"2" * 16, "3" * 16}
 
 
 def test_half_written_files_are_removed_after_an_hour(tmp_path: Path) -> None:

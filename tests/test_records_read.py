@@ -95,9 +95,9 @@ def test_what_is_no_record_is_one_line_and_hides_no_record(
 ) -> None:
     write(tmp_path, GOOD)
     plant(own_folder(tmp_path) / BAD)
-    found = read(tmp_path)
-    assert [one.record for one in found.found] == [GOOD]
-    (line,) = found.problems
+    result = read(tmp_path)
+    assert [one.record for one in result.found] == [GOOD]
+    (line,) = result.problems
     assert line.startswith(f"{own_folder(tmp_path)}: {BAD}: {why}")
 
 
@@ -105,9 +105,9 @@ def test_many_that_are_no_records_are_one_line_too(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     for name in ("README", "a\x1b[2Jb.json", "x.json"):
         (own_folder(tmp_path) / name).touch()
-    found = read(tmp_path)
-    assert [one.record for one in found.found] == [GOOD]
-    assert found.problems == (
+    result = read(tmp_path)
+    assert [one.record for one in result.found] == [GOOD]
+    assert result.problems == (
         (
             f"{own_folder(tmp_path)}: 3 files are not records or cannot be read; the first: README: its name is "
             "not a record's"
@@ -123,13 +123,13 @@ def test_any_content_is_read_without_an_error(tmp_path: Path, content: bytes) ->
     assert [one.record for one in read(tmp_path).found] == [GOOD]
 
 
-def test_more_files_than_are_read_are_said_and_cost_no_more(tmp_path: Path) -> None:
+def test_files_beyond_the_limit_are_reported_and_cost_no_more(tmp_path: Path) -> None:
     write(tmp_path, GOOD)
     for pid in range(FILES + 10):
         (own_folder(tmp_path) / record(elsewhere(pid), engine="f" * 16).file_name).touch()
-    found = read(tmp_path)
-    assert len(found.found) == 1
-    assert f"{own_folder(tmp_path)}: 11 files were skipped, since at most {FILES} are read" in found.problems
+    result = read(tmp_path)
+    assert len(result.found) == 1
+    assert f"{own_folder(tmp_path)}: 11 files were skipped, since at most {FILES} are read" in result.problems
 
 
 def test_the_records_of_64_ranks_are_read_fast_enough_for_a_scrape(tmp_path: Path) -> None:

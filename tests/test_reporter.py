@@ -75,7 +75,7 @@ def test_records_of_two_engines_in_one_process_are_both_written(tmp_path: Path, 
     assert names(tmp_path) == []
 
 
-def test_a_kept_record_is_rewritten_when_it_changed_and_touched_when_not(tmp_path: Path, reporter: Reporter) -> None:
+def test_a_heartbeat_rewrites_a_changed_record_and_touches_an_unchanged_one(tmp_path: Path, reporter: Reporter) -> None:
     says = {"now": record(rank=0)}
 
     def refresh() -> Record:
@@ -98,7 +98,7 @@ def test_a_refresh_without_an_answer_is_a_heartbeat(tmp_path: Path, reporter: Re
     assert eventually(lambda: only(tmp_path).heartbeat > first.heartbeat)
 
 
-def test_a_record_says_whether_it_is_kept(tmp_path: Path, reporter: Reporter) -> None:
+def test_a_record_says_whether_it_has_a_heartbeat(tmp_path: Path, reporter: Reporter) -> None:
     reporter.publish(record())
     reporter.flush(10.0)
     assert not only(tmp_path).record.kept
@@ -161,14 +161,14 @@ def test_a_record_that_somebody_cleared_away_comes_back(tmp_path: Path, reporter
 
 
 def test_an_error_in_refresh_is_one_warning(tmp_path: Path, reporter: Reporter, warned: Warnings) -> None:
-    asked = []
+    calls = []
 
     def refresh() -> Record:
-        asked.append(1)
+        calls.append(1)
         raise KeyError("x")
 
     reporter.keep(refresh, 0.01)
-    assert eventually(lambda: len(asked) > 3)
+    assert eventually(lambda: len(calls) > 3)
     assert len(warned) == 1
     assert "KeyError: 'x'" in warned[0]
 
@@ -209,7 +209,7 @@ def test_a_record_with_a_problem_is_written_and_stays(tmp_path: Path, reporter: 
     assert only(tmp_path).record.problem == "the ranks do not agree"
 
 
-def test_a_folder_that_fails_is_one_warning_and_the_record_comes_when_it_is_well_again(
+def test_a_failing_folder_is_one_warning_and_the_record_comes_once_it_works_again(
     tmp_path: Path, reporter: Reporter, warned: Warnings
 ) -> None:
     own_folder(tmp_path).touch()
@@ -250,9 +250,7 @@ def test_nobody_waits_for_a_folder_that_hangs(tmp_path: Path, reporter: Reporter
     assert only(tmp_path).record.problem == "999"
 
 
-def test_the_end_waits_for_a_folder_that_hangs_as_long_as_it_was_told(
-    reporter: Reporter, hanging: threading.Event
-) -> None:
+def test_the_end_waits_up_to_its_limit_for_a_folder_that_hangs(reporter: Reporter, hanging: threading.Event) -> None:
     reporter.keep(lambda: record(rank=0), 0.01)
     assert eventually(lambda: reporter._busy_since is not None)
     started = time.monotonic()
@@ -312,7 +310,7 @@ def start_no_thread(self: threading.Thread) -> None:
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
-def test_a_kept_record_is_removed_also_where_no_thread_can_be_started_any_more(
+def test_the_record_is_removed_also_where_no_thread_can_be_started_any_more(
     tmp_path: Path, reporter: Reporter, warned: Warnings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reporter.keep(record)
@@ -323,9 +321,9 @@ def test_a_kept_record_is_removed_also_where_no_thread_can_be_started_any_more(
     assert warned == []
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("has_heartbeat", [False, True])
 def test_the_end_waits_no_longer_where_no_thread_can_be_started_any_more(
-    kept: bool,
+    has_heartbeat: bool,
     tmp_path: Path,
     reporter: Reporter,
     warned: Warnings,
@@ -333,7 +331,7 @@ def test_the_end_waits_no_longer_where_no_thread_can_be_started_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hanging.set()
-    if kept:
+    if has_heartbeat:
         reporter.keep(record)
     else:
         reporter.publish(record())
@@ -347,7 +345,7 @@ def test_the_end_waits_no_longer_where_no_thread_can_be_started_any_more(
     assert warned == []
     hanging.set()
     assert eventually(lambda: threads() == [])
-    assert names(tmp_path) == ([] if kept else [record().file_name])
+    assert names(tmp_path) == ([] if has_heartbeat else [record().file_name])
 
 
 def test_no_thread_to_be_had_is_one_warning_and_no_silence(

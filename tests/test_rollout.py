@@ -22,13 +22,13 @@ KEYS = 100_000
 
 
 @pytest.fixture(scope="module")
-def found() -> list[int]:
+def buckets_of_keys() -> list[int]:
     return [bucket(f"node-{number}.example") for number in range(KEYS)]
 
 
-def test_every_percentage_is_hit_within_half_a_point(found: list[int]) -> None:
+def test_every_percentage_is_hit_within_half_a_point(buckets_of_keys: list[int]) -> None:
     for percentage in range(101):
-        hit = sum(each < percentage * 100 for each in found) / KEYS * 100
+        hit = sum(each < percentage * 100 for each in buckets_of_keys) / KEYS * 100
         assert abs(hit - percentage) <= 0.5, f"{percentage} % hits {hit} %"
 
 
@@ -63,8 +63,8 @@ def test_the_bucket_that_a_percentage_begins_with_is_out() -> None:
         environment = {"VLLM_GRAPHFIX_ROLLOUT": "5", "VLLM_GRAPHFIX_ROLLOUT_KEY": key}
         decision = decide(settings.read(environment, FIXES), "0.21.0")
         assert (decision.bucket, decision.canary) == (bucket(key), canary)
-        told = f"bucket 500 of 10,000 is not among the first 5 % (VLLM_GRAPHFIX_ROLLOUT, key {key!r})"
-        assert decision.withheld == (None if canary else told)
+        reason = f"bucket 500 of 10,000 is not among the first 5 % (VLLM_GRAPHFIX_ROLLOUT, key {key!r})"
+        assert decision.withheld == (None if canary else reason)
 
 
 def test_the_published_vectors_hold() -> None:
@@ -110,7 +110,7 @@ def test_what_is_no_percentage_puts_nobody_in_and_says_so(text: str) -> None:
 
 
 @given(st.integers(0, BUCKETS))
-def test_a_number_of_buckets_is_shown_as_it_is_read(buckets: int) -> None:
+def test_a_number_of_buckets_is_printed_as_it_is_read(buckets: int) -> None:
     assert buckets_of(rollout.as_percentage(buckets)) == buckets
 
 
@@ -138,14 +138,14 @@ def test_a_decision_comes_out_of_the_environment_as_it_went_in() -> None:
     assert "\n" not in decision.encode()
 
 
-@pytest.mark.parametrize(("length", "told"), [(200, "x" * 200), (201, "x" * 199 + "…")])
-def test_a_long_key_is_told_shortened_and_decides_whole(length: int, told: str) -> None:
+@pytest.mark.parametrize(("length", "key"), [(200, "x" * 200), (201, "x" * 199 + "…")])
+def test_a_long_key_is_printed_shortened_and_decides_whole(length: int, key: str) -> None:
     environment = {"VLLM_GRAPHFIX_ROLLOUT": "50", "VLLM_GRAPHFIX_ROLLOUT_KEY": "x" * length}
     decision = decide(settings.read(environment, FIXES), "0.21.0")
-    assert (decision.key, decision.bucket) == (told, bucket("x" * length))
+    assert (decision.key, decision.bucket) == (key, bucket("x" * length))
 
 
-def test_two_decisions_are_the_same_choice_if_the_same_is_done_whichever_engine_they_are_for() -> None:
+def test_decisions_with_the_same_effect_are_the_same_choice_for_any_engine() -> None:
     def of(**environment: str) -> rollout.Decision:
         named = {f"VLLM_GRAPHFIX{name}": value for name, value in environment.items()}
         return decide(settings.read(named, FIXES), "0.21.0")
@@ -216,7 +216,7 @@ APPLIES: list[tuple[dict[str, str], bool, float]] = [
 
 
 @pytest.mark.parametrize(("environment", "applies", "percentage"), APPLIES, ids=[str(row[0]) for row in APPLIES])
-def test_who_has_the_fixes_is_who_is_in_the_rollout_and_neither_switched_off_nor_observing(
+def test_engines_in_the_rollout_have_the_fixes_unless_off_or_observing(
     environment: dict[str, str], applies: bool, percentage: float
 ) -> None:
     decision = decide(settings.read(environment, FIXES), "0.21.0")
@@ -269,7 +269,7 @@ def test_what_is_off_for_all_and_what_is_not_looked_at(switch: dict[str, str], o
 
 
 @pytest.mark.parametrize("percentage", ["0.01", "5", "99.99"])
-def test_where_nodes_decide_separately_a_percentage_without_a_key_puts_nobody_in_and_says_why(percentage: str) -> None:
+def test_nodes_that_decide_separately_are_out_of_a_percentage_without_a_key(percentage: str) -> None:
     for host in ("node-a", "node-b"):
         alone = decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": percentage}, FIXES), "0.21.0", host=host)
         together = alone.needing_a_key("--nnodes 2")

@@ -1,6 +1,6 @@
-"""What SECURITY.md says.
+"""The claims of SECURITY.md.
 
-What a process does, what a hostile wheel, tree or rank can do, and that a release can be built again.
+These are the acts of a process, those open to a hostile wheel, tree or rank, and that a release can be built again.
 """
 
 from __future__ import annotations
@@ -59,11 +59,9 @@ records.prune(base)
 
 
 @pytest.mark.parametrize("release", ["0.18.1", "0.21.0"])
-def test_in_a_process_of_a_server_nothing_but_its_record_is_written_and_nothing_started(
-    release: str, tmp_path: Path
-) -> None:
+def test_a_process_of_a_server_writes_nothing_but_its_record_and_starts_nothing(release: str, tmp_path: Path) -> None:
     """From loading the plugin as an engine core does to record, metrics and the comparison of ranks."""
-    itself = "import found_once; found_once.forget()\n"
+    itself = "import import_cache; import_cache.forget()\n"
     code = itself + audited.START + CORE + imports(release) + REST + REPORT + "audited()\n"
     done = run_in_release(release, code, {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)}, warm=True)
     assert "active" in {state for _, state, *_ in reported(done.stdout).values()}
@@ -179,8 +177,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *READ,
     ):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        found = (stock / name).read_text() if name in READ and (stock / name).is_file() else ""
-        (tree / name).write_text(f"{found}\n{'import os; ' if name == 'a.pth' else ''}{mark}")
+        stock_text = (stock / name).read_text() if name in READ and (stock / name).is_file() else ""
+        (tree / name).write_text(f"{stock_text}\n{'import os; ' if name == 'a.pth' else ''}{mark}")
     metadata = "Metadata-Version: 2.4\nName: vllm\nVersion: 1\x1b[31m[/]\x1b]0;a title\x07\n"
     (tree / "vllm-1.dist-info").mkdir()
     (tree / "vllm-1.dist-info" / "METADATA").write_text(metadata)
@@ -198,16 +196,16 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_of_a_hostile_vllm_is_executed_or_unpacked(form: str, hostile: Path) -> None:
     """Called in its own folder, where its modules have the names of Python's."""
     before = sorted(hostile.rglob("*"))
-    seen, shown = run_command(["status", "--vllm", str(hostile / form)], hostile / "tree")
+    seen, output = run_command(["status", "--vllm", str(hostile / form)], hostile / "tree")
     assert (seen.harm, seen.wrote) == ([], [])
     assert not {"vllm", "conftest", "setup"} & set(seen.modules)
     assert sorted(hostile.rglob("*")) == before
-    assert re.search(r"flashmla-fp8 +garbage", shown), "what it says of itself is believed"
-    assert "(version unknown)" in shown, "and what is no version is not shown to a terminal"
-    assert "\x1b" not in shown
+    assert re.search(r"flashmla-fp8 +garbage", output), "what it says of itself is believed"
+    assert "(version unknown)" in output, "and what is no version is not shown to a terminal"
+    assert "\x1b" not in output
 
 
-def test_a_proof_runs_the_vllm_that_it_is_given_and_no_module_of_the_folder_it_is_called_in(tmp_path: Path) -> None:
+def test_a_proof_runs_the_named_vllm_and_no_module_of_the_working_folder(tmp_path: Path) -> None:
     """`verify` starts Pythons, and `-m` looks for modules in their working directory first."""
     for place in ("here", "vllm", "given/vllm"):
         (tmp_path / place).mkdir(parents=True)
@@ -245,15 +243,15 @@ class Payload:
         return os.mkdir, (str(self.folder),)
 
 
-SAID: dict[str, Any] = report("node-b")._asdict()
+VALID_REPORT: dict[str, Any] = report("node-b")._asdict()
 HOSTILE_WORDS: dict[str, str | bytes] = {
-    "tables that are none": json.dumps(SAID | {"modes": ["auto"], "states": 1}),
-    "lines for the log": json.dumps(SAID | {"host": "node-b\nWARNING all is well"}),
-    "codes for a terminal": json.dumps(SAID | {"states": {"mamba-padding": "\x1b[2J"}}),
-    "names that are none": json.dumps(SAID | {"modes": {"a\nb": "auto"}}),
-    "texts that are none": json.dumps(SAID | {"vllm": {"a": 1}}),
-    "a token that no record may have": json.dumps(SAID | {"token": "a b"}),
-    "an endless text": json.dumps(SAID | {"graphfix": "a" * 1_000_000}),
+    "tables that are none": json.dumps(VALID_REPORT | {"modes": ["auto"], "states": 1}),
+    "lines for the log": json.dumps(VALID_REPORT | {"host": "node-b\nWARNING all is well"}),
+    "codes for a terminal": json.dumps(VALID_REPORT | {"states": {"mamba-padding": "\x1b[2J"}}),
+    "names that are none": json.dumps(VALID_REPORT | {"modes": {"a\nb": "auto"}}),
+    "texts that are none": json.dumps(VALID_REPORT | {"vllm": {"a": 1}}),
+    "a token that no record may have": json.dumps(VALID_REPORT | {"token": "a b"}),
+    "an endless text": json.dumps(VALID_REPORT | {"graphfix": "a" * 1_000_000}),
     "endless depth": "[" * 100_000,
     "a number of a million digits": "1" * 1_000_000,
     "no text": b"\xff\x00\xfe",
@@ -266,20 +264,20 @@ def test_a_hostile_rank_is_a_difference_and_no_more(what: str) -> None:
 
 
 def test_a_rank_that_leaves_a_pickle_has_nothing_executed(tmp_path: Path) -> None:
-    left = pickle.dumps(Payload(tmp_path / "executed"))
-    assert difference(left) == "Another version of vllm-graphfix reported for rank 0."
+    pickled = pickle.dumps(Payload(tmp_path / "executed"))
+    assert difference(pickled) == "Another version of vllm-graphfix reported for rank 0."
     assert not (tmp_path / "executed").exists()
-    pickle.loads(left)
+    pickle.loads(pickled)
     assert (tmp_path / "executed").exists(), "so it would have shown"
 
 
-def difference(left: str | bytes) -> str | None:
-    """What a rank finds if another one has put *left* in the place of both their reports."""
+def difference(message: str | bytes) -> str | None:
+    """Return the difference for a rank if another one has put *message* in the place of both their reports."""
     store, mine = HashStore(), report()
     place = publish(store, "start", 1, mine)
     store.set(f"{place}/0", "another digest")
     for rank in (0, 1):
-        store.set(f"{place}/word/{rank}", left)  # type: ignore[arg-type]  # torch says str, and takes bytes
+        store.set(f"{place}/word/{rank}", message)  # type: ignore[arg-type]  # torch says str, and takes bytes
     return compare(store, place, 1, 2, mine, print, timeout=1.0).difference
 
 
@@ -287,7 +285,7 @@ def difference(left: str | bytes) -> str | None:
 
 
 def packages(tree: Path, umask: int, **environment: str) -> dict[str, bytes]:
-    """What `make packages` makes in *tree*, by name."""
+    """Return the files that `make packages` makes in *tree*, by name."""
     command = [
         "make",
         "--old-file",
@@ -361,7 +359,7 @@ def test_packages_are_made_by_tools_that_are_pinned_with_hashes_and_by_nothing_e
     assert {"build", "setuptools"} <= set(pinned)
 
 
-def test_packages_that_their_commit_does_not_make_are_found(tmp_path: Path) -> None:
+def test_packages_that_their_commit_does_not_make_are_detected(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(PROJECT, tree, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__"))
     author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]

@@ -1,4 +1,4 @@
-"""What is in the package's code.
+"""The bounds of the package's code.
 
 No process is started, no connection made, nothing evaluated, but for named exceptions.
 """
@@ -34,33 +34,33 @@ ANYWHERE = frozenset(
 
 
 def forbidden(code: str) -> set[str]:
-    """What *code* names that it must not.
+    """Return the names in *code* that it must not have.
 
     This is what starts processes, opens connections, evaluates, unpickles, loads libraries, or imports by a path.
     """
-    found: set[str] = set()
+    violations: set[str] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names if alias.name.partition(".")[0] in MODULES)
+            violations.update(alias.name for alias in node.names if alias.name.partition(".")[0] in MODULES)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             module = node.module or ""
-            found.update({module} if module.partition(".")[0] in MODULES else ())
+            violations.update({module} if module.partition(".")[0] in MODULES else ())
             names = {alias.name for alias in node.names}
-            found.update(names & ANYWHERE)
-            found.update(f"os.{name}" for name in names if module in ("os", "posix") and OF_OS.fullmatch(name))
-            found.update(f"builtins.{name}" for name in names & BUILTINS if module == "builtins")
+            violations.update(names & ANYWHERE)
+            violations.update(f"os.{name}" for name in names if module in ("os", "posix") and OF_OS.fullmatch(name))
+            violations.update(f"builtins.{name}" for name in names & BUILTINS if module == "builtins")
         elif isinstance(node, ast.Name):
-            found.update({node.id} & (BUILTINS | ANYWHERE | {"__builtins__"}))
+            violations.update({node.id} & (BUILTINS | ANYWHERE | {"__builtins__"}))
         elif isinstance(node, ast.Attribute):
-            found.update({node.attr} & ANYWHERE)
+            violations.update({node.attr} & ANYWHERE)
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             if owner in ("os", "posix") and OF_OS.fullmatch(node.attr):
-                found.add(f"os.{node.attr}")
+                violations.add(f"os.{node.attr}")
             if (owner, node.attr) in {("sys", "path"), ("sys", "meta_path"), ("torch", "load")}:
-                found.add(f"{owner}.{node.attr}")
+                violations.add(f"{owner}.{node.attr}")
             if owner == "builtins" and node.attr in BUILTINS:
-                found.add(f"builtins.{node.attr}")
-    return found
+                violations.add(f"builtins.{node.attr}")
+    return violations
 
 
 OWN_PYTHON = "starts this Python's own interpreter, by `-m` with a module of this package"
@@ -127,8 +127,8 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
 
 def test_the_package_starts_nothing_connects_to_nothing_and_evaluates_nothing() -> None:
     """But for EXCEPTIONS; one that is no longer needed is an error too."""
-    found = {path.relative_to(PACKAGE).as_posix(): forbidden(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    assert {name: names for name, names in found.items() if names} == {
+    violations = {path.relative_to(PACKAGE).as_posix(): forbidden(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert {name: names for name, names in violations.items() if names} == {
         name: set(reasons) for name, reasons in EXCEPTIONS.items()
     }
 
@@ -146,7 +146,7 @@ sys.path.insert(0, path); torch.load(path); torch.ops.load_library(path); pool =
 
 
 @pytest.mark.parametrize("line", [part.strip() for part in SAMPLE.replace("\n", ";").split(";") if part.strip()])
-def test_each_thing_that_is_forbidden_is_found(line: str) -> None:
+def test_each_forbidden_construct_is_detected(line: str) -> None:
     assert forbidden(line) or line == "import builtins"
 
 

@@ -51,7 +51,7 @@ class Seen:
     records: list[dict[str, Any]]
     fleet: Answer
     log: str
-    left: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    records_after: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Records, when no process was left."""
     fleet_after: Answer | None = None
 
@@ -67,18 +67,18 @@ def samples(text: str, family: str) -> list[tuple[dict[str, str], float]]:
     """Labels and value of each series of *family* in the text of /metrics."""
     return [
         (sample.labels, sample.value)
-        for found in text_string_to_metric_families(text)
-        if found.name == family
-        for sample in found.samples
+        for metric in text_string_to_metric_families(text)
+        if metric.name == family
+        for sample in metric.samples
         if not sample.name.endswith("_created")
     ]
 
 
 def value(text: str, name: str) -> float:
     """The value of the only series of this name."""
-    ((labels, found),) = samples(text, name)
+    ((labels, number),) = samples(text, name)
     assert labels == {}
-    return found
+    return number
 
 
 def look(server: Server, *, until: str = "graphfix_ranks_agreeing") -> Seen:
@@ -86,14 +86,14 @@ def look(server: Server, *, until: str = "graphfix_ranks_agreeing") -> Seen:
     text, words = server.completions(PROMPT), server.completions("w3 w4 w5")
     latest = time.monotonic() + 60
     metrics = server.metrics_of_each()
-    while not all(until in told for told in metrics.values()) and time.monotonic() < latest:
+    while not all(until in page for page in metrics.values()) and time.monotonic() < latest:
         time.sleep(1)
         metrics = server.metrics_of_each()
     return Seen(server.pids(), text, words, metrics, server.records(), server.fleet(), server.log)
 
 
 def look_after(seen: Seen, server: Server) -> Seen:
-    seen.left, seen.fleet_after = server.records(), server.fleet()
+    seen.records_after, seen.fleet_after = server.records(), server.fleet()
     return seen
 
 
@@ -182,8 +182,8 @@ def test_all_processes_belong_to_one_engine_and_go_by_its_decision(plain: Seen) 
 
 
 def test_processes_of_an_engine_keep_their_records_and_no_longer_start(plain: Seen) -> None:
-    told = {record["role"]: (record["kept"], record["starting"]) for record in plain.records}
-    assert told == dict.fromkeys(("front-end", "engine-core", "worker"), (True, False))
+    flags = {record["role"]: (record["kept"], record["starting"]) for record in plain.records}
+    assert flags == dict.fromkeys(("front-end", "engine-core", "worker"), (True, False))
 
 
 def test_records_say_what_runs(plain: Seen) -> None:
@@ -199,10 +199,10 @@ def test_the_worker_has_applied_what_the_release_needs(plain: Seen) -> None:
 
 def test_metrics_show_each_fix(plain: Seen) -> None:
     (text,) = plain.metrics.values()
-    shown = {
+    rows = {
         labels["fix"]: (labels["state"], labels["mode"], ranks) for labels, ranks in samples(text, "graphfix_fix_state")
     }
-    assert shown == {fix.name: (STATES[fix.name], fix.default.value, 1.0) for fix in FIXES}
+    assert rows == {fix.name: (STATES[fix.name], fix.default.value, 1.0) for fix in FIXES}
     for labels, _ in samples(text, "graphfix_fix_state"):
         assert (labels["vllm"], labels["graphfix"]) == (RELEASE, __version__)
         assert labels["reason"]
@@ -210,8 +210,8 @@ def test_metrics_show_each_fix(plain: Seen) -> None:
 
 def test_metrics_show_the_events_of_each_fix(plain: Seen) -> None:
     (text,) = plain.metrics.values()
-    shown = {(labels["fix"], labels["event"]): count for labels, count in samples(text, "graphfix_events")}
-    assert shown == {(name, event.name): 0.0 for name in NEEDED for event in BY_NAME[name].events}
+    counts = {(labels["fix"], labels["event"]): count for labels, count in samples(text, "graphfix_events")}
+    assert counts == {(name, event.name): 0.0 for name in NEEDED for event in BY_NAME[name].events}
 
 
 def test_metrics_show_the_ranks_and_the_rollout(plain: Seen) -> None:
@@ -226,7 +226,7 @@ def test_metrics_show_the_ranks_and_the_rollout(plain: Seen) -> None:
 
 def test_metrics_of_vllm_are_there_as_before(plain: Seen, filtered_out: Seen) -> None:
     (ours,), (stock,) = plain.metrics.values(), filtered_out.metrics.values()
-    names = [{found.name for found in text_string_to_metric_families(text)} for text in (ours, stock)]
+    names = [{metric.name for metric in text_string_to_metric_families(text)} for text in (ours, stock)]
     assert {name for name in names[0] if not name.startswith("graphfix_")} == names[1]
     assert any(name.startswith("vllm:") for name in names[1])
 
@@ -240,39 +240,39 @@ def test_fleet_shows_the_engine_in_order(plain: Seen) -> None:
         (record["pid"] for record in plain.records), "alive"
     )
     assert not plain.fleet.without_record.keys() & plain.pids.keys()
-    assert plain.fleet.told["problems"] == []
+    assert plain.fleet.report["problems"] == []
 
 
 def test_exit_code_of_fleet_is_0(plain: Seen) -> None:
-    assert plain.fleet.code == plain.fleet.told["exit_code"] == spoilt(plain.fleet)
+    assert plain.fleet.code == plain.fleet.report["exit_code"] == spoilt(plain.fleet)
 
 
 def spoilt(answer: Answer) -> int:
     """Other tests' processes do not count; one that it cannot look into would."""
-    others = [one for one in answer.told["unrecorded"] if not one["elsewhere"]]
+    others = [one for one in answer.report["unrecorded"] if not one["elsewhere"]]
     return 1 if any(not one["starting"] for one in others) else 4 if others else 0
 
 
 def test_each_process_that_imports_what_a_fix_concerns_logs_one_line(plain: Seen) -> None:
-    told = [line for line in plain.log.splitlines() if "graphfix:" in line]
-    by_process = Counter(line.partition("INFO")[0] for line in told)
+    lines = [line for line in plain.log.splitlines() if "graphfix:" in line]
+    by_process = Counter(line.partition("INFO")[0] for line in lines)
     # Without a name: the front-end, and the process in which vLLM looks at the model's class.
     assert all(count == 1 or (not name and count == 2) for name, count in by_process.items())
-    assert 1 <= len(told) <= 4, "these, engine core, worker"
-    for line in told:
+    assert 1 <= len(lines) <= 4, "these, engine core, worker"
+    for line in lines:
         assert "INFO" in line
         assert all(fix in line for fix in NEEDED)
 
 
 def test_a_killed_engine_core_reads_as_dead(plain: Seen) -> None:
     (core,) = plain.role("engine-core")
-    assert core["pid"] in {record["pid"] for record in plain.left}
+    assert core["pid"] in {record["pid"] for record in plain.records_after}
     assert plain.fleet_after is not None
     engine = plain.fleet_after.engine
     assert (engine["status"], engine["live"]) == ("ended", False)
     # The others ended in good order, or, on a slow machine, as in the test of one that is stopped.
     assert {one["pid"]: one["liveness"] for one in engine["processes"]} == dict.fromkeys(
-        (record["pid"] for record in plain.left), "dead"
+        (record["pid"] for record in plain.records_after), "dead"
     )
 
 
@@ -283,11 +283,11 @@ def test_a_server_starts_and_serves_and_is_not_in_order_while_its_worker_is_stop
     with started(installed, tmp_path) as server:
         seen: list[Answer] = []
         server.wait_until_up(lambda: seen.append(server.fleet()))
-        told = [(one.engine["status"], *one.engine["wrong"]) for one in seen if one.told["engines"]]
-        assert [*dict.fromkeys(told)][:1] == [("starting",)]
-        assert {*told} <= {("starting",), ("in order",)}
+        statuses = [(one.engine["status"], *one.engine["wrong"]) for one in seen if one.report["engines"]]
+        assert [*dict.fromkeys(statuses)][:1] == [("starting",)]
+        assert {*statuses} <= {("starting",), ("in order",)}
         for one in seen:
-            if one.told["engines"] and one.engine["status"] == "starting":
+            if one.report["engines"] and one.engine["status"] == "starting":
                 assert one.code == (spoilt(one) or 4)
         stopped = {*server.named("VLLM::EngineCore"), *server.named("VLLM::Worker")}
         assert len(stopped) == 2
@@ -298,12 +298,12 @@ def test_a_server_starts_and_serves_and_is_not_in_order_while_its_worker_is_stop
             until = time.monotonic() + 30
             silent: set[int] = set()
             while silent != stopped and time.monotonic() < until:  # the last heartbeat of one is up to 10 s younger
-                found = server.fleet()
-                liveness = {one["pid"]: one["liveness"] for one in found.engine["processes"]}
-                silent = {pid for pid, told in liveness.items() if told == "silent"}
+                fleet = server.fleet()
+                liveness = {one["pid"]: one["liveness"] for one in fleet.engine["processes"]}
+                silent = {pid for pid, state in liveness.items() if state == "silent"}
             assert silent == stopped
-            assert (found.code, liveness[server.pid]) == (1, "alive")
-            assert re.search(r"not heard from for \d+ s: rank 0, engine-core \d+ on \S+\. ", found.engine["wrong"][0])
+            assert (fleet.code, liveness[server.pid]) == (1, "alive")
+            assert re.search(r"not heard from for \d+ s: rank 0, engine-core \d+ on \S+\. ", fleet.engine["wrong"][0])
             until = time.monotonic() + 10
             while value(server.metrics(), "graphfix_ranks_silent") != 1:
                 assert time.monotonic() < until
@@ -351,10 +351,10 @@ def test_a_server_is_not_in_order_while_a_step_of_its_worker_does_not_end(instal
             while value(server.metrics(), "graphfix_steps_stuck") != 2:  # its engine core waits for it
                 assert time.monotonic() < until
                 time.sleep(1)
-            found = server.fleet()
-            assert found.code == 1
-            assert {one["liveness"] for one in found.engine["processes"]} == {"alive"}
-            assert re.match(r"in one step for \d+ s: rank 0, engine-core \d+ on \S+\. ", found.engine["wrong"][0])
+            fleet = server.fleet()
+            assert fleet.code == 1
+            assert {one["liveness"] for one in fleet.engine["processes"]} == {"alive"}
+            assert re.match(r"in one step for \d+ s: rank 0, engine-core \d+ on \S+\. ", fleet.engine["wrong"][0])
         finally:
             flag.unlink()
         assert len(answer.result(60).split()) == 8
@@ -427,9 +427,9 @@ def test_a_server_that_is_stopped_leaves_no_record_that_seems_to_live(two_of_eac
     `test_reporter.py` has the removal itself, without a limit.
     """
     assert two_of_each.fleet_after is not None
-    engines = two_of_each.fleet_after.told["engines"]
+    engines = two_of_each.fleet_after.report["engines"]
     liveness = {one["pid"]: one["liveness"] for engine in engines for one in engine["processes"]}
-    assert liveness == dict.fromkeys((record["pid"] for record in two_of_each.left), "dead")
+    assert liveness == dict.fromkeys((record["pid"] for record in two_of_each.records_after), "dead")
 
 
 # -- VLLM_PLUGINS that filters it out ----------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_fleet_shows_it_and_says_why(filtered_out: Seen) -> None:
 
 
 def test_exit_code_of_fleet_is_1_without_the_plugin(filtered_out: Seen) -> None:
-    assert filtered_out.fleet.code == filtered_out.fleet.told["exit_code"] == 1
+    assert filtered_out.fleet.code == filtered_out.fleet.report["exit_code"] == 1
 
 
 # -- outside the rollout, in a hostile folder --------------------------------------------------------------------------
@@ -476,8 +476,8 @@ def test_outside_the_rollout_answers_are_the_same(outside: Seen, filtered_out: S
 def test_fleet_reads_past_what_is_no_record(outside: Seen) -> None:
     engine = outside.fleet.engine
     assert (engine["status"], engine["canary"], engine["percentage"]) == ("in order", False, 0.0)
-    assert len(outside.fleet.told["problems"]) == 1
-    assert "6 files" in outside.fleet.told["problems"][0]
+    assert len(outside.fleet.report["problems"]) == 1
+    assert "6 files" in outside.fleet.report["problems"][0]
 
 
 def test_what_is_no_record_is_no_warning_in_the_log(outside: Seen) -> None:

@@ -49,11 +49,11 @@ def test_without_a_fault_requests_end_by_the_verdicts_of_both_detectors(injected
 def test_each_fault_leaves_it_right_or_as_stock_or_stops_it(
     injected: Any, whole: bool, every: int, record_property: Callable[[str, object], None]
 ) -> None:
-    start, found = injected(whole, every)
-    for about, number in Counter(map(ended, found)).items():
+    start, results = injected(whole, every)
+    for about, number in Counter(map(ended, results)).items():
         record_property("counted", ("faults while an engine serves", "0.27.0", about, number))
-    assert len(found) > 10
-    assert {each.fault: said for each in found if (said := complaints(start, each))} == {}
+    assert len(results) > 10
+    assert {each.fault: complaint for each in results if (complaint := complaints(start, each))} == {}
 
 
 RIGHT, OTHER = [3, 4, 5, 6], [3, 4, 9, 9]
@@ -72,7 +72,7 @@ SPEAKS = {"ranks": [CALM | {"log": [[30, "graphfix: the shadow check is now off"
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "complaint"),
     [
         ({}, ""),
         ({"first": [["length", OTHER]]} | SPEAKS, ""),
@@ -85,8 +85,8 @@ SPEAKS = {"ranks": [CALM | {"log": [[30, "graphfix: the shadow check is now off"
         ({"took": LIMIT + 1}, "it took"),
     ],
 )
-def test_what_must_not_be_is_noticed(change: dict[str, Any], said: str) -> None:
+def test_what_must_not_be_is_noticed(change: dict[str, Any], complaint: str) -> None:
     fault = Fault("0", "shadow/check.py:1", "OSError", 1)
-    found = complaints(START, Outcome(fault, WELL | change))
-    assert (len(found), said in "".join(found)) == (int(bool(said)), True)
+    messages = complaints(START, Outcome(fault, WELL | change))
+    assert (len(messages), complaint in "".join(messages)) == (int(bool(complaint)), True)
     assert complaints(START, Outcome(fault, None)) == ["the engine hangs, or has ended without a word"]

@@ -1,4 +1,4 @@
-"""What the environment is taken to say."""
+"""The settings that the environment is read as."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ FIXES = ("capture-state", "flashmla-fp8")
     ],
 )
 def test_a_mode_is_read_whatever_its_case(value: str, mode: Mode) -> None:
-    found = read({"VLLM_GRAPHFIX_CAPTURE_STATE": value}, FIXES)
-    assert found.modes == {"capture-state": mode, "flashmla-fp8": Mode.AUTO}
-    assert found.problems == ()
-    assert found.explicit == ({"capture-state"} if value.strip() else frozenset())
+    parsed = read({"VLLM_GRAPHFIX_CAPTURE_STATE": value}, FIXES)
+    assert parsed.modes == {"capture-state": mode, "flashmla-fp8": Mode.AUTO}
+    assert parsed.problems == ()
+    assert parsed.explicit == ({"capture-state"} if value.strip() else frozenset())
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,19 @@ def test_a_mode_is_read_whatever_its_case(value: str, mode: Mode) -> None:
     ],
 )
 def test_a_fix_may_be_observed_by_default(environment: dict[str, str], mode: Mode) -> None:
-    found = read(environment, FIXES, {"capture-state"})
-    assert found.modes["capture-state"] is mode
-    assert found.modes["flashmla-fp8"] is (Mode.OBSERVE if environment.get("VLLM_GRAPHFIX") == "observe" else Mode.AUTO)
+    parsed = read(environment, FIXES, {"capture-state"})
+    assert parsed.modes["capture-state"] is mode
+    assert parsed.modes["flashmla-fp8"] is (
+        Mode.OBSERVE if environment.get("VLLM_GRAPHFIX") == "observe" else Mode.AUTO
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "master"), [("", Master.ON), ("1", Master.ON), ("STRICT", Master.STRICT), ("false", Master.OFF)]
 )
 def test_the_master_switch_is_read_likewise(value: str, master: Master) -> None:
-    found = read({"VLLM_GRAPHFIX": value}, FIXES)
-    assert (found.master, found.problems) == (master, ())
+    parsed = read({"VLLM_GRAPHFIX": value}, FIXES)
+    assert (parsed.master, parsed.problems) == (master, ())
 
 
 UNLIKE_ANY = "; `vllm-graphfix status` lists the fixes, and x-y has the variable VLLM_GRAPHFIX_X_Y."
@@ -77,18 +79,16 @@ MEANINGLESS = [
 
 
 @pytest.mark.parametrize(("name", "value", "nearest"), MEANINGLESS)
-def test_a_name_that_means_nothing_is_told_with_the_nearest_and_changes_nothing(
-    name: str, value: str, nearest: str
-) -> None:
-    found = read({name: value}, FIXES)
-    (problem,) = found.problems
+def test_an_unknown_name_is_reported_with_the_nearest_and_changes_nothing(name: str, value: str, nearest: str) -> None:
+    parsed = read({name: value}, FIXES)
+    (problem,) = parsed.problems
     assert problem.startswith(name)
     assert nearest in problem
     assert problem.endswith("It has no effect")
     assert problem.isprintable()
     assert len(problem) < 200
-    assert found.misconfigured == {name: value}
-    assert found._replace(problems=(), explicit=frozenset(), misconfigured={}) == read({}, FIXES)
+    assert parsed.misconfigured == {name: value}
+    assert parsed._replace(problems=(), explicit=frozenset(), misconfigured={}) == read({}, FIXES)
 
 
 LESS = [
@@ -119,13 +119,13 @@ LESS = [
 @pytest.mark.parametrize(("name", "value"), LESS)
 @pytest.mark.parametrize("master", ["on", "strict", "observe"])
 def test_a_name_that_may_have_been_meant_to_switch_off_does(name: str, value: str, master: str) -> None:
-    found = read({name: value, "VLLM_GRAPHFIX": master}, FIXES)
-    (problem,) = found.problems
+    parsed = read({name: value, "VLLM_GRAPHFIX": master}, FIXES)
+    (problem,) = parsed.problems
     assert problem.startswith(name)
     assert problem.endswith("It may have been meant to switch off: nothing is patched until this is corrected")
-    assert found.master is Master.OFF
-    assert list(found.misconfigured.values()) == [value]
-    (handed_on,) = found.misconfigured
+    assert parsed.master is Master.OFF
+    assert list(parsed.misconfigured.values()) == [value]
+    (handed_on,) = parsed.misconfigured
     assert settings.is_brief(handed_on, value)
     assert handed_on not in settings.names(FIXES)
 
@@ -142,10 +142,10 @@ def test_a_mistyped_name_that_is_empty_is_as_if_it_were_not_set(name: str) -> No
 
 def test_the_first_of_many_mistyped_names_are_those_that_switch_off() -> None:
     environment = {f"VLLM_GRAPHFIX_{number:03}": "1" for number in range(100)} | {"VLLM_GRAPHFIX_ZERO_PERCENT": "1"}
-    found = read(environment, FIXES)
-    assert found.master is Master.OFF
-    assert list(found.misconfigured)[:2] == ["VLLM_GRAPHFIX_ZERO_PERCENT", "VLLM_GRAPHFIX_000"]
-    assert len(found.misconfigured) == 8
+    parsed = read(environment, FIXES)
+    assert parsed.master is Master.OFF
+    assert list(parsed.misconfigured)[:2] == ["VLLM_GRAPHFIX_ZERO_PERCENT", "VLLM_GRAPHFIX_000"]
+    assert len(parsed.misconfigured) == 8
 
 
 def test_a_hint_to_another_variable_would_mislead_and_is_none() -> None:
@@ -180,23 +180,23 @@ nothing."""
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told", "changed"), CLOSED, ids=[f"{row[0]}={row[1][:9]!r}" for row in CLOSED]
+    ("name", "value", "message", "changed"), CLOSED, ids=[f"{row[0]}={row[1][:9]!r}" for row in CLOSED]
 )
-def test_a_value_that_means_nothing_is_told_with_the_nearest_and_fails_closed(
-    name: str, value: str, told: str, changed: dict[str, Any]
+def test_an_unknown_value_is_reported_with_the_nearest_and_fails_closed(
+    name: str, value: str, message: str, changed: dict[str, Any]
 ) -> None:
-    found = read({name: value}, FIXES)
-    (problem,) = found.problems
+    parsed = read({name: value}, FIXES)
+    (problem,) = parsed.problems
     assert problem.startswith(f"{name}=")
-    assert told in problem
+    assert message in problem
     assert problem.endswith(" until this is corrected")
     assert problem.isprintable()
     assert len(problem) < 200
-    assert found.misconfigured == {name: settings.brief(value)}
-    assert found._replace(problems=(), explicit=frozenset(), misconfigured={}) == read({}, FIXES)._replace(**changed)
+    assert parsed.misconfigured == {name: settings.brief(value)}
+    assert parsed._replace(problems=(), explicit=frozenset(), misconfigured={}) == read({}, FIXES)._replace(**changed)
 
 
-def test_a_value_that_means_nothing_is_kept_short_and_in_ascii() -> None:
+def test_an_unknown_value_is_abridged_and_in_ascii() -> None:
     assert settings.brief("observ") == "observ"
     assert settings.brief("\x1b[31m \N{PILE OF POO}\udcff") == r"\x1b[31m \U0001f4a9\udcff"
     assert settings.brief("x" * 41) == "x" * 37 + "..."
@@ -216,23 +216,23 @@ def test_a_value_that_means_nothing_is_kept_short_and_in_ascii() -> None:
         ({"VLLM_ENGINE_READY_TIMEOUT_S": "3600", "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "60"}, 60),
     ],
 )
-def test_ranks_wait_as_long_as_vllm_waits_for_its_engines_unless_told_otherwise(
+def test_ranks_wait_as_long_as_vllm_waits_for_its_engines_unless_set_otherwise(
     environment: dict[str, str], seconds: float
 ) -> None:
-    found = read(environment, FIXES)
-    assert (found.agreement_timeout, found.misconfigured, found.problems) == (seconds, {}, ())
+    parsed = read(environment, FIXES)
+    assert (parsed.agreement_timeout, parsed.misconfigured, parsed.problems) == (seconds, {}, ())
 
 
 @pytest.mark.parametrize("value", ["0", "0.0", "-1", "604801", "9999999", "nan", "inf", "1e3", "٣", "off", "10s"])
 def test_a_timeout_that_means_nothing_is_the_default(value: str) -> None:
     set_by_vllm = {"VLLM_ENGINE_READY_TIMEOUT_S": "1200"}
     for environment, default in (({}, 600), (set_by_vllm, 1200)):
-        found = read({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": value, **environment}, FIXES)
-        assert found.agreement_timeout == default
-        assert list(found.misconfigured) == ["VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"]
+        parsed = read({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": value, **environment}, FIXES)
+        assert parsed.agreement_timeout == default
+        assert list(parsed.misconfigured) == ["VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"]
 
 
-def test_observe_for_all_is_for_what_is_left_at_auto() -> None:
+def test_observe_for_all_applies_to_the_fixes_at_auto() -> None:
     one_on = read({"VLLM_GRAPHFIX": "observe", "VLLM_GRAPHFIX_FLASHMLA_FP8": "on"}, FIXES)
     assert one_on.modes == {"capture-state": Mode.OBSERVE, "flashmla-fp8": Mode.ON}
     one_off = read({"VLLM_GRAPHFIX": "observe", "VLLM_GRAPHFIX_FLASHMLA_FP8": "off"}, FIXES)

@@ -26,7 +26,7 @@ UNRENDERED = re.compile(r"^ *(?:\||[-*] |\d+\. |#+ )|```|\]\(|\*\*|`", re.MULTIL
 
 
 class BuiltPage(HTMLParser):
-    """What a page makes a browser fetch, where it links to, its ids, and the text of its paragraphs that is no code."""
+    """The addresses that a page makes a browser fetch, its links, its ids, and its paragraphs' text without code."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -39,16 +39,16 @@ class BuiltPage(HTMLParser):
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
+        attributes = {name: value or "" for name, value in attrs}
         if tag not in {"meta", "link", "img", "input", "br", "hr", "source"}:
             self._within.append(tag)
-        self.ids.update({given["id"]} if "id" in given else ())
-        self.classes.update(given.get("class", "").split())
-        self.fetched.update(given[name] for name in ("src", "poster", "data", "xlink:href") if name in given)
-        self.fetched.update(part.split()[0] for part in given.get("srcset", "").split(",") if part.strip())
-        self.fetched.update(IN_STYLE.findall(given.get("style", "")))
-        if "href" in given:
-            (self.links if tag == "a" else self.fetched).add(given["href"])
+        self.ids.update({attributes["id"]} if "id" in attributes else ())
+        self.classes.update(attributes.get("class", "").split())
+        self.fetched.update(attributes[name] for name in ("src", "poster", "data", "xlink:href") if name in attributes)
+        self.fetched.update(part.split()[0] for part in attributes.get("srcset", "").split(",") if part.strip())
+        self.fetched.update(IN_STYLE.findall(attributes.get("style", "")))
+        if "href" in attributes:
+            (self.links if tag == "a" else self.fetched).add(attributes["href"])
 
     def handle_endtag(self, tag: str) -> None:
         while tag in self._within and self._within.pop() != tag:
@@ -86,10 +86,10 @@ def test_every_page_of_the_tree_is_there(site: Path, pages: dict[Path, BuiltPage
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path, pages: dict[Path, BuiltPage]) -> None:
-    found = {path.name: remote(page.fetched) for path, page in pages.items()}
-    found |= {path.name: set(IN_STYLE.findall(path.read_text())) for path in site.rglob("*.css")}
-    found |= {path.name: remote(BuiltPage(path.read_text()).fetched) for path in site.rglob("*.svg")}
-    assert {name: addresses for name, addresses in found.items() if addresses} == {}
+    remote_by_file = {path.name: remote(page.fetched) for path, page in pages.items()}
+    remote_by_file |= {path.name: set(IN_STYLE.findall(path.read_text())) for path in site.rglob("*.css")}
+    remote_by_file |= {path.name: remote(BuiltPage(path.read_text()).fetched) for path in site.rglob("*.svg")}
+    assert {name: addresses for name, addresses in remote_by_file.items() if addresses} == {}
 
 
 def test_no_page_asks_the_theme_for_what_it_fetches_itself(pages: dict[Path, BuiltPage]) -> None:
@@ -127,8 +127,8 @@ def unreachable(page: Path, link: str, pages: dict[Path, BuiltPage]) -> bool:
 
 
 def test_links_and_what_pages_need_lead_somewhere(pages: dict[Path, BuiltPage]) -> None:
-    asked = {(path, link) for path, page in pages.items() for link in page.links | page.fetched}
-    local = {(path, link) for path, link in asked if not REMOTE.match(link)}
+    references = {(path, link) for path, page in pages.items() for link in page.links | page.fetched}
+    local = {(path, link) for path, link in references if not REMOTE.match(link)}
     assert [f"{path.name}: {link}" for path, link in sorted(local) if unreachable(path, link, pages)] == []
 
 
@@ -142,8 +142,8 @@ RL = ("RL", "verl", "NeMo-RL", "TRL", "OpenRLHF", "GRPO", "rollout", "sleep", "r
 @pytest.mark.parametrize(
     "query", ["RLHF", *RL, "kserve", "garbage", "!!!!", "exclamation marks", "illegal memory access", "NaN", *BY_NAME]
 )
-def test_what_people_look_for_is_found(query: str, site: Path) -> None:
-    """A page is found that has all words of the query, cut where the search of the site cuts."""
+def test_each_query_has_a_page_with_all_of_its_words(query: str, site: Path) -> None:
+    """There is a page that has all words of the query, cut where the search of the site cuts."""
     index = json.loads((site / "search" / "search_index.json").read_text())
     cut = re.compile(index["config"]["separator"])
     pages = [
@@ -154,7 +154,7 @@ def test_what_people_look_for_is_found(query: str, site: Path) -> None:
 
 
 def test_every_cell_of_a_table_knows_its_column(site: Path) -> None:
-    """Where a page is narrow, a cell begins with the name of its column."""
+    """On a narrow page, a cell begins with the name of its column."""
     for path in site.rglob("*.html"):
         for table in re.findall(r"<table>.*?</table>", path.read_text(), re.DOTALL):
             columns = [
@@ -174,5 +174,7 @@ def test_threads_of_upstream_are_links(site: Path) -> None:
 
 def test_no_markdown_shows_through(pages: dict[Path, BuiltPage]) -> None:
     """Lists want an empty line before them here, tables too, and a pipe in the code of a table is `&#124;`."""
-    assert {path.name: found for path, page in pages.items() if (found := UNRENDERED.findall(page.text))} == {}
+    assert {
+        path.name: unrendered for path, page in pages.items() if (unrendered := UNRENDERED.findall(page.text))
+    } == {}
     assert [path.name for path in pages if re.search(r"<td>.*\\\|", path.read_text())] == []

@@ -88,20 +88,20 @@ def test_what_names_the_data_or_parts_their_uses_changes_it(old: str, new: str) 
         assert fingerprint(changed) != STOCK
 
 
-def test_a_method_of_the_data_is_told_by_its_constants() -> None:
+def test_a_method_of_the_data_is_identified_by_its_constants() -> None:
     for zero, one in (("fill_(0)", "fill_(1)"), ("clamp(min=0)", "clamp(min=-1)")):
         texts = [CODE.replace("        self.log", f"        marks.{call}\n        self.log") for call in (zero, one)]
         assert fingerprint(texts[0]) != fingerprint(texts[1])
 
 
-def test_recognised_statements_are_left_out_with_the_conditions_that_hold_nothing_else() -> None:
+def test_recognised_statements_are_removed_with_conditions_that_hold_nothing_else() -> None:
     cleared = "marks[rows:] = False"
     for remedy in (f"        {cleared}\n", f"        if rows < padded:\n            {cleared}\n"):
         changed = CODE.replace("        if rows == 0:", f"{remedy}        if rows == 0:")
         assert fingerprint(changed, MARKS, cleared) == fingerprint(CODE, MARKS, cleared) == STOCK
 
 
-def test_what_is_recognised_is_left_out_once() -> None:
+def test_a_recognised_statement_is_removed_once() -> None:
     cleared = "marks[rows:] = False"
     twice = CODE.replace("        if rows == 0:", f"        {cleared}\n        {cleared}\n        if rows == 0:")
     assert fingerprint(twice, MARKS, cleared) != STOCK
@@ -147,7 +147,7 @@ def test_without_names_it_is_the_function_whole() -> None:
     assert fingerprint(CODE, whole) == fingerprint(CODE.replace("import torch", ""), whole)
 
 
-def test_code_that_is_not_there_is_told_from_code_that_does_not_name_the_data() -> None:
+def test_missing_code_is_distinguished_from_code_that_does_not_name_the_data() -> None:
     assert fingerprint(CODE, MARKS._replace(function="Runner.other")) == slices.MISSING
     assert fingerprint(CODE, MARKS._replace(path="vllm/other.py")) == slices.MISSING
     assert fingerprint(CODE, MARKS._replace(names="nobody")) == slices.EMPTY

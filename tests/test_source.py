@@ -1,4 +1,4 @@
-"""Where a vLLM is read from, and what is said where there is none."""
+"""Sources of a vLLM, and the message where there is none."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def test_a_folder_a_package_and_a_wheel_are_the_same_vllm(site_packages: Path) -
         assert source.read("vllm/nothing.py") is None
 
 
-def test_the_installed_vllm_is_found_without_importing_it(site_packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_vllm_is_located_without_importing_it(
+    site_packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(site_packages)
     assert open_source().label == str(site_packages)
     assert "vllm" not in sys.modules
@@ -299,14 +301,16 @@ def test_what_python_cannot_parse_is_an_error_with_a_reason(content: bytes) -> N
         source.function("f.py", "f")
 
 
-@pytest.mark.parametrize(("length", "told"), [(182, "x" * 182), (183, "x" * 181 + "…")])
-def test_a_reason_of_two_hundred_characters_is_told_whole_and_a_longer_one_shortened(length: int, told: str) -> None:
+@pytest.mark.parametrize(("length", "encoding"), [(182, "x" * 182), (183, "x" * 181 + "…")])
+def test_reasons_of_up_to_two_hundred_characters_are_whole_and_longer_ones_shortened(
+    length: int, encoding: str
+) -> None:
     source = Source("text", {"f.py": b"# coding: " + b"x" * length}.get, lambda: None)
-    with pytest.raises(SourceError, match=f"source: unknown encoding: {told}$"):
+    with pytest.raises(SourceError, match=f"source: unknown encoding: {encoding}$"):
         source.function("f.py", "f")
 
 
-def test_a_short_reason_is_told_whole() -> None:
+def test_a_short_reason_is_whole() -> None:
     source = Source("text", {"f.py": b"x = ("}.get, lambda: None)
     with pytest.raises(SourceError, match=r"source: '\(' was never closed \(<unknown>, line 1\)$"):
         source.function("f.py", "f")

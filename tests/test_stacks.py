@@ -35,15 +35,15 @@ EVERY = pytest.mark.parametrize("stack", STACKS)
 
 
 class Pod(NamedTuple):
-    """What a recipe says of the pods of one kind, as Kubernetes has it."""
+    """The pods of one kind in a recipe, as Kubernetes has them."""
 
     labels: Mapping[str, str]
     spec: Mapping[str, Any]
 
     @property
     def container(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.spec["containers"][0]
-        return found
+        first: dict[str, Any] = self.spec["containers"][0]
+        return first
 
     @property
     def variables(self) -> dict[str, Mapping[str, Any]]:
@@ -58,9 +58,9 @@ def of_llm_d(values: Mapping[str, Any]) -> Pod:
     """As the chart llm-d-modelservice makes a pod of *values*: what it knows by other names than Kubernetes is gone."""
     (container,) = values["containers"]
     own = {"modelCommand", "mountModelVolume", "extraConfig"}
-    given = {name: value for name, value in container.items() if name not in own} | container["extraConfig"]
+    fields = {name: value for name, value in container.items() if name not in own} | container["extraConfig"]
     rest = {name: value for name, value in values.items() if name not in {"containers", "monitoring"}}
-    return Pod({}, {**rest, "containers": [given]})
+    return Pod({}, {**rest, "containers": [fields]})
 
 
 def of_production_stack(values: Mapping[str, Any]) -> Pod:
@@ -213,18 +213,18 @@ def test_ray_takes_the_configuration_of_serve() -> None:
     from ray.serve.schema import ServeDeploySchema
 
     (document,) = documents(STACKS["ray-serve"])
-    given = yaml.safe_load(document["spec"]["serveConfigV2"])
-    (application,) = ServeDeploySchema.model_validate(given).applications
+    config = yaml.safe_load(document["spec"]["serveConfigV2"])
+    (application,) = ServeDeploySchema.model_validate(config).applications
     assert application.import_path == "ray.serve.llm:build_openai_app"
-    assert set(given["applications"][0]) <= set(type(application).model_fields)  # it ignores what it does not know
+    assert set(config["applications"][0]) <= set(type(application).model_fields)  # it ignores what it does not know
     with pytest.raises(ValueError, match="import_path"):
-        ServeDeploySchema.model_validate({"applications": [{**given["applications"][0], "import_path": "ray"}]})
+        ServeDeploySchema.model_validate({"applications": [{**config["applications"][0], "import_path": "ray"}]})
 
 
 @EVERY
 def test_every_variable_that_is_named_is_one_of_the_plugin(stack: str) -> None:
-    found = set(re.findall(r"\bVLLM_GRAPHFIX\w*\b", STACKS[stack].read_text()))
-    assert {settings.ROLLOUT, settings.ROLLOUT_KEY} <= found <= set(settings.names(BY_NAME))
+    names = set(re.findall(r"\bVLLM_GRAPHFIX\w*\b", STACKS[stack].read_text()))
+    assert {settings.ROLLOUT, settings.ROLLOUT_KEY} <= names <= set(settings.names(BY_NAME))
 
 
 @EVERY
@@ -247,23 +247,23 @@ def test_the_switch_is_in_a_configmap_that_nothing_stands_before(stack: str) -> 
 def test_the_percentage_is_one_and_puts_everybody_in_while_the_switch_says_observe(stack: str) -> None:
     """An engine that is out observes nothing."""
     for pod in engines(stack):
-        given = pod.variables[settings.ROLLOUT]
-        if "valueFrom" in given:
-            label = re.fullmatch(r"metadata\.labels\['(.*)'\]", given["valueFrom"]["fieldRef"]["fieldPath"])
+        variable = pod.variables[settings.ROLLOUT]
+        if "valueFrom" in variable:
+            label = re.fullmatch(r"metadata\.labels\['(.*)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])
             assert label
             percentage = pod.labels[label[1]]
         else:
-            percentage = given["value"]
+            percentage = variable["value"]
         assert decision.buckets_of(percentage) == decision.buckets_of("100")
 
 
 @EVERY
 def test_a_pod_that_has_lost_its_percentage_is_stock_and_scraped(stack: str) -> None:
     for pod in engines(stack):
-        given = pod.variables[settings.ROLLOUT]
-        if "valueFrom" not in given:
+        variable = pod.variables[settings.ROLLOUT]
+        if "valueFrom" not in variable:
             continue  # a value is not lost with a label
-        label = re.fullmatch(r"metadata\.labels\['(.*)'\]", given["valueFrom"]["fieldRef"]["fieldPath"])
+        label = re.fullmatch(r"metadata\.labels\['(.*)'\]", variable["valueFrom"]["fieldRef"]["fieldPath"])
         assert label
         assert is_scraped({name: value for name, value in pod.labels.items() if name != label[1]})
 
@@ -289,7 +289,7 @@ def line_of(container: Mapping[str, Any], size: int) -> str:
     return " ".join(container["args"]).replace("$(LWS_GROUP_SIZE)", str(size))
 
 
-def test_pods_that_decide_separately_have_the_key_of_their_group_and_the_same_of_all_else() -> None:
+def test_pods_that_decide_separately_have_the_key_of_their_group_and_equal_settings() -> None:
     """They are what `status --for` says of their flags, too."""
     leader, worker = engines("leaderworkerset")
     size = documents(STACKS["leaderworkerset"])[0]["spec"]["leaderWorkerTemplate"]["size"]
@@ -395,7 +395,7 @@ def test_a_workload_with_the_label_gets_plugin_and_variables_and_keeps_what_it_h
     assert is_scraped({name: value for name, value in pod.labels.items() if name != "vllm-graphfix/rollout"})
 
 
-def test_a_workload_without_the_label_is_left_alone(built: Built) -> None:
+def test_a_workload_without_the_label_is_not_changed(built: Built) -> None:
     pod = of_template(built["Deployment", "router"]["spec"]["template"])
     assert "vllm-graphfix" not in yaml.safe_dump(pod._asdict())
 

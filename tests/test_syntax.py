@@ -45,7 +45,7 @@ def test_what_a_function_takes_is_without_annotations_and_defaults() -> None:
         ("a + b", "x = a + b", "x = a - b"),
     ],
 )
-def test_a_pattern_is_found_where_it_is_and_nowhere_else(pattern: str, matching: str, other: str) -> None:
+def test_a_pattern_matches_where_it_is_and_nowhere_else(pattern: str, matching: str, other: str) -> None:
     assert len(body(matching).find(pattern)) == 1
     assert body(other).find(pattern) == []
 
@@ -127,7 +127,7 @@ def test_a_part_is_the_only_one_or_none() -> None:
     assert body("b()").find_unique("a()") is None
 
 
-def test_an_argument_is_given_by_name_and_value() -> None:
+def test_a_keyword_argument_is_matched_by_name_and_value() -> None:
     caller = body("f(1, a=b, c=2)")
     assert caller.call_has_keyword("f(...)", "a=b")
     assert caller.call_has_keyword("f(...)", "c=...")
@@ -136,7 +136,7 @@ def test_an_argument_is_given_by_name_and_value() -> None:
     assert not body("f(a=b)", "f(a=b)").call_has_keyword("f(...)", "a=b")
 
 
-def test_arguments_are_told_as_written() -> None:
+def test_arguments_are_returned_as_written() -> None:
     caller = body("f(1, a.b, c=d[0])", "g()")
     assert caller.arguments("f(...)") == {"1", "a.b", "d[0]"}
     assert caller.arguments("g()") == caller.arguments("h(...)") == frozenset()

@@ -71,8 +71,8 @@ def test_the_same_trees_written_otherwise_are_the_same_release(fix: str) -> None
     for base in (where.base for where in bases(fix) if not where.base.changes):
         stock = manifest.diagnose(BY_NAME[fix], open_source(release_root(base.release)))
         for mutant in formatted(fix, base, BY_NAME[fix].inspected_files):
-            found = diagnosed(mutant)
-            assert (found.verdict, found.shape, found.known) == (stock.verdict, stock.shape, True), mutant
+            diagnosis = diagnosed(mutant)
+            assert (diagnosis.verdict, diagnosis.shape, diagnosis.known) == (stock.verdict, stock.shape, True), mutant
 
 
 def test_no_mutant_is_written_into_a_stock_release(tmp_path: Path) -> None:
@@ -84,34 +84,34 @@ def test_no_mutant_is_written_into_a_stock_release(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("release", SAMPLED)
-def test_a_sample_is_right_or_left_alone(release: str) -> None:
+def test_a_sample_is_right_or_untouched(release: str) -> None:
     some = [pair for fix in SAMPLED[release] for pair in sampled(fix, release)]
     assert len(some) == OF_EACH * len(SAMPLED[release])
     # What has the defect, said to be in order: the judge has to see that it is not.
     fix = SAMPLED[release][0]
     defective = next(where.base for where in bases(fix) if where.base.release == release and where.base.remedy)
     mistaken = (Mutant(fix, defective), Diagnosis(Verdict.FIXED, "a mistake"))
-    *found, last = judged([*some, mistaken], together=True)
-    assert not bad(found)
+    *results, last = judged([*some, mistaken], together=True)
+    assert not bad(results)
     assert bad([last])
 
 
 def sampled(fix: str, release: str) -> list[tuple[Mutant, Diagnosis]]:
     """The first that have to be run, by hand and generated in turn."""
     here = family(fix, release)
-    found = ((mutant, diagnosed(mutant)) for mutant in here[:: max(1, len(here) // (9 * OF_EACH))])
-    return [pair for pair in found if pair[1].verdict is not Verdict.UNRECOGNISED][:OF_EACH]
+    pairs = ((mutant, diagnosed(mutant)) for mutant in here[:: max(1, len(here) // (9 * OF_EACH))])
+    return [pair for pair in pairs if pair[1].verdict is not Verdict.UNRECOGNISED][:OF_EACH]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fix", BY_NAME)
-def test_every_mutant_is_right_or_left_alone(fix: str, record_property: Callable[[str, object], None]) -> None:
-    found = list(judged((mutant, diagnosed(mutant)) for mutant in family(fix)))
-    for (verdict, outcome), number in Counter((each.found.verdict.value, each.outcome) for each in found).items():
+def test_every_mutant_is_right_or_untouched(fix: str, record_property: Callable[[str, object], None]) -> None:
+    results = list(judged((mutant, diagnosed(mutant)) for mutant in family(fix)))
+    for (verdict, outcome), number in Counter((each.diagnosis.verdict.value, each.outcome) for each in results).items():
         record_property("counted", ("mutants of vLLM", fix, f"{verdict}: {outcome}", number))
-    assert not bad(found)
-    assert sum(each.outcome != BROKEN for each in found) >= enough(fix)
+    assert not bad(results)
+    assert sum(each.outcome != BROKEN for each in results) >= enough(fix)
 
 
-def bad(found: Iterable[Judged]) -> list[str]:
-    return [str(each) for each in found if each.outcome in (WRONG, MISSED, CLAIMED)]
+def bad(results: Iterable[Judged]) -> list[str]:
+    return [str(each) for each in results if each.outcome in (WRONG, MISSED, CLAIMED)]

@@ -13,7 +13,7 @@ WALKED = re.findall(
 )
 
 
-def test_a_part_is_replaced_and_all_else_is_left_alone() -> None:
+def test_a_part_is_replaced_and_all_else_stays_as_it_is() -> None:
     page = "a\n<!-- walked: x -->\nold\n<!-- end -->\nb\n<!-- walked: y -->\n<!-- end -->\n"
     assert walk_rollout.written(page, {"x": r"$ new \1"}) == page.replace("old\n", "```console\n$ new \\1\n```\n")
 

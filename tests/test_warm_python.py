@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     import pytest
 
 
-def test_what_is_kept_for_a_process_outlives_a_fork_that_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_python, "_kept", {})
+def test_resources_of_a_process_outlive_a_fork_that_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_python, "_programs", {})
     monkeypatch.setattr(warm_python, "_shared", "")
     program = warm_python.executable()
     try:
         child = os.fork()
         if not child:
             try:
-                warm_python.end_kept()
+                warm_python.end_processes()
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
         done = subprocess.run([program, "-c", "print(3)"], capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout == "3\n"
     finally:
-        warm_python.end_kept()
+        warm_python.end_processes()
     assert not Path(program).exists()

@@ -54,14 +54,14 @@ OTHERWISE = {
 def test_what_does_not_run_what_was_diagnosed_is_not_touched(tmp_path: Path, how: str) -> None:
     before, reason = OTHERWISE[how]
     root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"}, anonymous=False)
-    found = reported(run_in_release(root, before + IMPORT + REPORT, warm=True).stdout)
+    states = reported(run_in_release(root, before + IMPORT + REPORT, warm=True).stdout)
     for name in ("flashmla-fp8", "flashmla-padding"):
-        assert found[name][1] == "conflict"
-        assert reason in found[name][2]
+        assert states[name][1] == "conflict"
+        assert reason in states[name][2]
 
 
 @pytest.mark.slow
-def test_bytecode_of_the_same_source_wherever_it_is_kept_is_what_was_diagnosed() -> None:
+def test_bytecode_of_the_same_source_in_any_folder_is_what_was_diagnosed() -> None:
     code = FIND + "sys.pycache_prefix = str(there)\npy_compile.compile(str(stock))\n" + LOAD + IMPORT + REPORT
-    found = reported(run_in_release("0.18.1", code).stdout)
-    assert (found["flashmla-fp8"][1], found["flashmla-padding"][1]) == ("active", "active")
+    states = reported(run_in_release("0.18.1", code).stdout)
+    assert (states["flashmla-fp8"][1], states["flashmla-padding"][1]) == ("active", "active")

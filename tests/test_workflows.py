@@ -1,4 +1,4 @@
-"""What runs elsewhere for this project: GitHub's workflows, and hooks of pre-commit.
+"""The checks that run elsewhere for this project: GitHub's workflows, and hooks of pre-commit.
 
 They call what is run here, by the same names.
 """
@@ -28,14 +28,14 @@ def checked(*command: str) -> None:
 
 
 def jobs(workflow: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(workflow.read_text())["jobs"]
-    return found
+    jobs_by_name: dict[str, dict[str, Any]] = yaml.safe_load(workflow.read_text())["jobs"]
+    return jobs_by_name
 
 
 def recipe(target: str) -> list[str]:
-    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (PROJECT / "Makefile").read_text(), re.MULTILINE)
-    assert found
-    return [line.strip().replace("$(BIN)", ".venv/bin") for line in found[1].splitlines()]
+    match = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+    assert match
+    return [line.strip().replace("$(BIN)", ".venv/bin") for line in match[1].splitlines()]
 
 
 def test_workflows_are_what_github_takes() -> None:
@@ -106,11 +106,11 @@ def test_all_tests_run_each_week_and_the_summary_names_what_failed(tmp_path: Pat
     (when,) = workflow[True]["schedule"]  # YAML takes `on` for a truth value
     assert re.fullmatch(r"\d+ \d+ \* \* \d", when["cron"])
     (job,) = workflow["jobs"].values()
-    *_, made, told = job["steps"]
+    *_, made, report = job["steps"]
     assert made == {"run": "make test-all PYTEST_WORKERS=4"}
     assert not [step for step in (job, *job["steps"]) if "continue-on-error" in step]
     assert not [line for line in recipe("test-all") if "not slow" in line]
-    assert told["if"] == "failure()"
+    assert report["if"] == "failure()"
     (tmp_path / "test_some.py").write_text(
         "import pytest\n@pytest.mark.parametrize('text', ['a b', 'c'])\ndef test_it(text): assert text == 'c'\n"
         "def test_that(): assert 0\n"
@@ -118,7 +118,7 @@ def test_all_tests_run_each_week_and_the_summary_names_what_failed(tmp_path: Pat
     environment = {"PATH": f"{PROGRAMS}:/usr/bin:/bin", "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
     tested = [sys.executable, "-m", "pytest", "-q", "-n", "1", "--dist", "loadgroup"]
     assert subprocess.run(tested, cwd=tmp_path, env=environment, capture_output=True, check=False).returncode == 1
-    subprocess.run(["/bin/bash", "-ec", told["run"]], cwd=tmp_path, check=True, env=environment)
+    subprocess.run(["/bin/bash", "-ec", report["run"]], cwd=tmp_path, check=True, env=environment)
     summary = (tmp_path / "summary").read_text().splitlines()
     assert summary == ["- `test_some.py::test_it[a b]`", "- `test_some.py::test_that`"]
 
@@ -177,8 +177,8 @@ def test_a_new_release_is_proposed_once(tmp_path: Path) -> None:
     for clone in ("propose", "again"):
         run(f"mkdir {clone}/build; cp add/build/new-release.* {clone}/build", tmp_path)
         run(others[2], tmp_path / clone)
-    asked = (tmp_path / "asked").read_text().splitlines()
+    calls = (tmp_path / "asked").read_text().splitlines()
     branch = "new-release-99.0.0-99.1.0"
     request = f"pr create --head {branch} --title vLLM 99.0.0-99.1.0 --body-file build/new-release.md"
-    assert asked == ["auth setup-git", request, "auth setup-git"]
+    assert calls == ["auth setup-git", request, "auth setup-git"]
     run(f"git -C origin.git show {branch}:vllm-99.0.0.added.md", tmp_path)

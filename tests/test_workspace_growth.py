@@ -12,7 +12,7 @@ EVERYWHERE = "not lane and not trial and not capture_state"
 
 
 @pytest.mark.parametrize("release", ["0.14.1", "0.19.1", "0.22.1", "0.25.0"])
-def test_what_a_graph_has_recorded_is_kept_and_nothing_else(release: str) -> None:
+def test_workspaces_that_a_graph_has_recorded_are_retained_and_no_others(release: str) -> None:
     check_behaviours(release, "workspace_growth", ON, select=EVERYWHERE)
 
 

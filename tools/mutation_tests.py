@@ -100,7 +100,7 @@ class Tests:
         excluded = (*patched(), *STAND_INS)  # FlashMLA's stand-ins come before what looks for it
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_graphfix"]:
             del sys.modules[name]  # `patched` has imported it, and a fork would find it in place of the mutant
-        self._held.callback(warm_python.end_kept)
+        self._held.callback(warm_python.end_processes)
         for root in releases:
             self._warm[root] = self._held.enter_context(WarmRelease(root, excluded))
 

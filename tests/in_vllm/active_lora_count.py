@@ -25,7 +25,7 @@ COUNTED = "base-rows-uncounted"
 
 
 def _programs(layer: Any) -> int:
-    """What a launch of the kernels takes."""
+    """Return the number of adapters that a launch of the kernels takes."""
     number = layer.punica.token_mapping_meta.meta_args(1, layer.config.specialize_active_lora)[-1]
     return int(number if isinstance(number, int) else number.item())
 
@@ -81,7 +81,7 @@ def test_a_graph_has_a_program_for_each_entry_of_the_list_of_any_batch(
 
 @pytest.mark.parametrize("kind", scenario._runners())
 @pytest.mark.parametrize("most", range(1, 6))
-def test_one_graph_for_any_number_of_adapters_has_room_too_and_no_batch_that_stock_gets_wrong_is_not_counted(
+def test_one_graph_for_any_number_of_adapters_has_room_and_wrong_batches_are_counted(
     monkeypatch: pytest.MonkeyPatch, kind: Any, most: int
 ) -> None:
     """With `cudagraph_specialize_lora` off. Stock lacks a program if there are 1, 2, 4, … adapters, all at once."""
@@ -156,7 +156,7 @@ class CountsRows(punica_gpu.PunicaWrapperGPU):  # type: ignore[misc]  # vLLM is 
             meta.num_active_loras += 1
 
 
-def test_a_wrapper_that_counts_them_itself_is_left_alone() -> None:
+def test_a_wrapper_that_counts_them_itself_is_not_touched() -> None:
     before = ACTIVITY.counts.get(STEPPED_ASIDE, 0)
     with scenario.lora_on_the_cpu():
         layer = scenario.LayerWithAdapters(torch.Generator())
@@ -167,7 +167,7 @@ def test_a_wrapper_that_counts_them_itself_is_left_alone() -> None:
     assert ACTIVITY.error is None
 
 
-def test_a_list_that_another_plugin_counts_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_that_another_plugin_counts_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     before, prepare = ACTIVITY.counts.get(STEPPED_ASIDE, 0), LoRAKernelMeta.prepare_tensors
 
     def counted(self: Any, mapping: Any) -> None:

@@ -1,4 +1,4 @@
-"""What vLLM does while a call of the plugin fails: see `fault_acts`."""
+"""Acts of vLLM while a call of the plugin fails: see `fault_acts`."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def runner() -> Iterator[Any]:
         yield scenario.RunnerStandIn()
 
 
-def said(runner: Any, drafts: Sequence[int], verified: int, **inputs: Any) -> tuple[int | None, int]:
+def longest_and_counted(runner: Any, drafts: Sequence[int], verified: int, **inputs: Any) -> tuple[int | None, int]:
     """The longest query that the batch of a step says, and how much was counted."""
     before = SHORTER.count
     batch = runner.prepare(drafts, verified, **({"in_a_graph": True} | inputs))
@@ -48,31 +48,29 @@ def test_the_fix_is_active() -> None:
 
 @pytest.mark.parametrize(("drafts", "verified"), [((1, 1, 0), 2), ((0, 0, 0), 0), ((1, 1, 1), 1)])
 def test_a_shorter_step_says_the_longest_of_its_graph(runner: Any, drafts: Sequence[int], verified: int) -> None:
-    assert said(runner, drafts, verified) == (3, 1)
+    assert longest_and_counted(runner, drafts, verified) == (3, 1)
 
 
 @pytest.mark.parametrize(("drafts", "verified"), [((2, 2, 2), 6), ((2, 1, 0), 3), ((2, 2, 1), 2)])
-def test_a_step_with_all_drafts_of_a_request_is_left_as_it_is(
-    runner: Any, drafts: Sequence[int], verified: int
-) -> None:
-    assert said(runner, drafts, verified) == (3, 0)
+def test_a_step_with_all_drafts_of_a_request_stays_as_it_is(runner: Any, drafts: Sequence[int], verified: int) -> None:
+    assert longest_and_counted(runner, drafts, verified) == (3, 0)
 
 
 def test_a_step_without_a_graph_says_its_own(runner: Any) -> None:
-    assert said(runner, (1, 1, 0), 2, in_a_graph=False) == (2, 0)
+    assert longest_and_counted(runner, (1, 1, 0), 2, in_a_graph=False) == (2, 0)
 
 
 def test_pieces_of_a_graph_launch_for_each_step(runner: Any) -> None:
-    assert said(runner, (1, 1, 0), 2, mode=CUDAGraphMode.PIECEWISE) == (2, 0)
+    assert longest_and_counted(runner, (1, 1, 0), 2, mode=CUDAGraphMode.PIECEWISE) == (2, 0)
 
 
 def test_a_graph_without_a_longest_query_is_none_of_adaptive_verification(runner: Any) -> None:
-    assert said(runner, (0, 0, 0), 0, longest=None) == (None, 0)
+    assert longest_and_counted(runner, (0, 0, 0), 0, longest=None) == (None, 0)
 
 
-def test_without_adaptive_verification_nothing_is_said(runner: Any) -> None:
+def test_without_adaptive_verification_there_is_no_longest_query(runner: Any) -> None:
     runner.runner.adaptive_verification = None
-    assert said(runner, (1, 1, 0), 2, longest=None) == (None, 0)
+    assert longest_and_counted(runner, (1, 1, 0), 2, longest=None) == (None, 0)
 
 
 def test_an_error_of_stock_is_stocks(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +79,7 @@ def test_an_error_of_stock_is_stocks(runner: Any, monkeypatch: pytest.MonkeyPatc
         runner.prepare((1, 1, 0), 2, in_a_graph=True)
 
 
-def test_a_graph_of_a_form_that_is_not_known_is_an_error_of_the_fix_and_none_of_the_step(
+def test_a_graph_of_an_unknown_form_is_an_error_of_the_fix_and_none_of_the_step(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Without:

@@ -72,17 +72,17 @@ def test_a_capture_and_a_shorter_batch_have_rows_at_the_same_places() -> None:
     assert (rows[1, 0, 11:] == -1).all()
 
 
-def test_one_request_is_right_on_stock_and_left_alone() -> None:
+def test_one_request_is_right_on_stock_and_not_changed() -> None:
     assert width(_builder(MAX_MODEL_LEN, in_graph=True).build(0, batch([700]))) == NARROW
     assert CLOSER_ROWS.count == 0
 
 
-def test_rows_that_are_wide_already_are_left_alone() -> None:
+def test_rows_that_are_wide_already_are_not_changed() -> None:
     assert width(_builder(MAX_MODEL_LEN, in_graph=True).build(0, batch([700, 1500], 16512))) == WIDE
     assert CLOSER_ROWS.count == 0
 
 
-def test_batches_beyond_the_largest_graph_are_left_alone() -> None:
+def test_batches_beyond_the_largest_graph_are_not_changed() -> None:
     builder = _builder(MAX_MODEL_LEN, in_graph=True)
     builder.vllm_config.compilation_config.max_cudagraph_capture_size = 1
     assert width(builder.build(0, batch([700, 1500]))) == NARROW
@@ -90,7 +90,7 @@ def test_batches_beyond_the_largest_graph_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
-def test_without_full_graphs_all_batches_are_left_alone(mode: CUDAGraphMode) -> None:
+def test_without_full_graphs_no_batch_is_changed(mode: CUDAGraphMode) -> None:
     builder = _builder(MAX_MODEL_LEN, in_graph=True)
     builder.vllm_config.compilation_config.cudagraph_mode = mode
     assert width(builder.build(0, batch([700, 1500]))) == NARROW

@@ -39,14 +39,14 @@ def _graphs() -> Iterator[None]:
 
 @pytest.fixture
 def warnings() -> Iterator[list[str]]:
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("vllm.graphfix")
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.WARNING)
-    yield told
+    yield messages
     log.setLevel(level)
     log.removeHandler(handler)
 
@@ -80,13 +80,13 @@ GATE = _this_process().gate
 GATE._watch_capture("WorkerDouble", "compile_or_warm_up_model", SimpleNamespace(WorkerDouble=WorkerDouble))
 
 
-def started(captured: Capturing, *, failing: int | None = None, found: bool = True) -> WorkerDouble:
+def started(captured: Capturing, *, failing: int | None = None, has_manager: bool = True) -> WorkerDouble:
     """An engine whose graphs have been captured.
 
     The attention state that is built as number *failing*, from 0, cannot be built.
     """
     runner = RunnerDouble()
-    if found:
+    if has_manager:
         owner: Any = runner if captured.kind == "target" else runner.speculator
         owner.cudagraph_manager = captured.manager
     worker = WorkerDouble(runner, captured.capture)
@@ -113,11 +113,11 @@ def state() -> Any:
 def graph_of(manager: Any, requests: int) -> int | None:
     """The tokens of the full graph that a decode of so many requests is dispatched to; None for none."""
     if hasattr(manager, "dispatch"):
-        found = manager.dispatch(requests, requests, 1)
-        if found.cg_mode is not CUDAGraphMode.FULL:
+        descriptor = manager.dispatch(requests, requests, 1)
+        if descriptor.cg_mode is not CUDAGraphMode.FULL:
             return None
-        assert found in manager.graphs
-        return int(found.num_tokens)
+        assert descriptor in manager.graphs
+        return int(descriptor.num_tokens)
     if hasattr(manager, "get_cudagraph_runtime_mode"):
         draft = "Eagle" in type(manager).__name__
         mode, tokens = manager.get_cudagraph_runtime_mode(*([requests] if draft else [requests, requests, 1]))
@@ -151,11 +151,11 @@ def test_a_capture_without_a_failure_changes_nothing(warnings: list[str]) -> Non
 
 
 @quietly
-def test_where_vllm_has_no_way_to_leave_it_out_the_fix_has_failed_and_says_that_the_graph_is_served(
+def test_where_a_graph_cannot_be_omitted_the_fix_fails_and_says_that_it_is_served(
     warnings: list[str],
 ) -> None:
     captured = Capturing("target")
-    started(captured, failing=1, found=False)
+    started(captured, failing=1, has_manager=False)
     assert [graph_of(captured.manager, requests) for requests in (1, 4)] == [2, 4]
     assert state().state == "failed"
     assert "the graphs that stock captures are served" in state().reason
@@ -167,12 +167,13 @@ def test_strict_stops_the_engine_with_the_fix_and_the_cause() -> None:
     captured = Capturing("target")
     with pytest.raises(GraphfixError) as raised:
         started(captured, failing=1)
-    said = str(raised.value)
-    assert said.startswith("vllm-graphfix stops this engine before it serves: ")
+    message = str(raised.value)
+    assert message.startswith("vllm-graphfix stops this engine before it serves: ")
     assert (
-        "capture-state failed while CUDA graphs were captured (cudagraph_manager FULL 4): MemoryError: no room" in said
+        "capture-state failed while CUDA graphs were captured (cudagraph_manager FULL 4): MemoryError: no room"
+        in message
     )
-    assert "set the variable of the fix to auto" in said
+    assert "set the variable of the fix to auto" in message
 
 
 @strictly
@@ -181,7 +182,7 @@ def test_strict_starts_an_engine_in_whose_capture_nothing_fails() -> None:
 
 
 @strictly
-def test_one_that_failed_in_a_step_does_not_stop_a_later_capture_in_which_it_does_not() -> None:
+def test_a_fix_that_failed_in_a_step_does_not_stop_a_later_capture_without_failures() -> None:
     """Elastic expert parallelism captures again in an engine that serves."""
     captured = Capturing("target")
     worker = started(captured)
@@ -218,7 +219,7 @@ def test_a_fix_that_is_lost_while_graphs_are_captured_stops_the_engine_too() -> 
         setattr(owner, name, ours)
 
 
-def test_an_error_that_cannot_be_told_is_one_all_the_same() -> None:
+def test_an_error_that_cannot_be_printed_is_recorded_by_its_type() -> None:
     class UnprintableError(Exception):
         def __str__(self) -> str:
             raise ValueError

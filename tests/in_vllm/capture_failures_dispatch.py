@@ -24,7 +24,7 @@ from activities import activity_of
 from vllm_graphfix import _this_process
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
-FIX = next(name for name, found in vllm_graphfix.states().items() if found.state == "active")
+FIX = next(name for name, status in vllm_graphfix.states().items() if status.state == "active")
 ACTIVITY = activity_of(FIX)
 NAMES = ("cudagraph_manager", "speculator.prefill_cudagraph_manager")
 
@@ -121,8 +121,8 @@ class RunnerV1Double:
                 )
 
     def dispatched(self, requests: int) -> tuple[str, int]:
-        found, descriptor = self.cudagraph_dispatcher.dispatch(requests, True, False)
-        return found.name, descriptor.num_tokens
+        mode, descriptor = self.cudagraph_dispatcher.dispatch(requests, True, False)
+        return mode.name, descriptor.num_tokens
 
 
 def test_model_runner_v1_dispatches_to_another_graph_of_its_own() -> None:
@@ -155,14 +155,14 @@ def test_a_graph_that_was_captured_to_learn_its_size_is_no_matter() -> None:
     assert state() == before
 
 
-def test_drafts_of_model_runner_v1_in_the_same_pass_are_left_out_too() -> None:
+def test_drafts_of_model_runner_v1_in_the_same_pass_have_no_graph_either() -> None:
     runner = RunnerV1Double(failing=4)
     runner.drafter = drafter = SimpleNamespace(cudagraph_dispatcher=RunnerV1Double(0).cudagraph_dispatcher)  # type: ignore[attr-defined]
     WorkerDouble(runner, runner.capture).compile_or_warm_up_model()
-    found, descriptor = drafter.cudagraph_dispatcher.dispatch(4, True, False)
-    assert (found.name, descriptor.num_tokens) == ("NONE", 4)
-    found, descriptor = drafter.cudagraph_dispatcher.dispatch(2, True, False)
-    assert (found.name, descriptor.num_tokens) == ("FULL", 2)
+    mode, descriptor = drafter.cudagraph_dispatcher.dispatch(4, True, False)
+    assert (mode.name, descriptor.num_tokens) == ("NONE", 4)
+    mode, descriptor = drafter.cudagraph_dispatcher.dispatch(2, True, False)
+    assert (mode.name, descriptor.num_tokens) == ("FULL", 2)
 
 
 def managed(failing: int | None, name: str) -> Any:
@@ -209,9 +209,9 @@ def managed(failing: int | None, name: str) -> Any:
 def dispatched_by(manager: Any, tokens: int) -> tuple[str, int]:
     values = {"num_reqs": tokens, "num_tokens": tokens, "uniform_token_count": 1, "num_active_loras": 0}
     known = inspect.signature(manager.dispatch).parameters
-    found = manager.dispatch(**{name: value for name, value in values.items() if name in known})
-    assert found.cg_mode is not CUDAGraphMode.FULL or found in manager.graphs
-    return found.cg_mode.name, found.num_tokens
+    descriptor = manager.dispatch(**{name: value for name, value in values.items() if name in known})
+    assert descriptor.cg_mode is not CUDAGraphMode.FULL or descriptor in manager.graphs
+    return descriptor.cg_mode.name, descriptor.num_tokens
 
 
 @by_factory

@@ -68,7 +68,7 @@ class Capturing:
         self._output = torch.zeros(MAX_REQUESTS, HIDDEN)
 
     def inputs(self) -> dict[str, Any]:
-        """What `capture` and `capture_graph` get, by the names of their parameters."""
+        """Return the arguments of `capture` and `capture_graph`, by the names of their parameters."""
         forward = self.generate if self.kind == "draft" else self.model
         return self.runner.capture_inputs() | {
             "model": forward,
@@ -293,7 +293,7 @@ def _capture_by_factory(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
 
 @by_factory
-def test_the_factory_is_asked_twice_for_full_and_once_for_piecewise() -> None:
+def test_the_factory_is_called_twice_for_full_and_once_for_piecewise() -> None:
     factory = Factory()
     manager, _ = _capture_by_factory(factory)
     assert {d.cg_mode.name for d in factory.states} == {"PIECEWISE", "FULL"}
@@ -371,7 +371,7 @@ def test_an_error_in_the_factory_comes_out_as_it_is() -> None:
 
 
 @by_factory
-def test_where_only_the_second_state_cannot_be_built_the_capture_is_stocks_and_the_fix_knows(
+def test_without_a_second_state_the_capture_is_stocks_and_the_fix_has_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     activity = activity_of("capture-state")

@@ -111,7 +111,7 @@ def test_layers_of_another_ratio_leave_nothing_out_and_are_not_counted() -> None
     assert (counted(step), step.wrote()) == (0, True)
 
 
-def test_a_dummy_run_without_metadata_is_left_alone() -> None:
+def test_a_dummy_run_without_metadata_is_not_changed() -> None:
     step, before = Step(NONE), SKIPPED_LAYERS.count
     step._context.attn_metadata = None
     step.capture_and_replay()

@@ -1,4 +1,4 @@
-"""What tests of the shadow check share: which defects a release has."""
+"""The defects of a release, for tests of the shadow check."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from vllm_graphfix.source.files import open_source
 
 
 def affected(fix: str) -> bool:
-    """What the diagnosis says, which the fix's own tests hold against the releases, where nothing mends it here."""
-    found = BY_NAME[fix].diagnose(open_source()).verdict.value == "affected"
-    return found and vllm_graphfix.states()[fix].state.value != "active"
+    """Return whether the diagnosis, which the fix's own tests check, says so, and nothing mends it here."""
+    is_affected = BY_NAME[fix].diagnose(open_source()).verdict.value == "affected"
+    return is_affected and vllm_graphfix.states()[fix].state.value != "active"

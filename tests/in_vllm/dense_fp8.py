@@ -50,7 +50,7 @@ class Batch:
         return dict(zip(DECODE_PARAMETERS, values, strict=True))
 
     def was_written(self) -> bool:
-        """Whether anything wrote to one of the runner's tensors, be it the same values."""
+        """Return whether anything wrote to one of the runner's tensors, be it the same values."""
         return self._count_writes() != self._versions
 
     def _count_writes(self) -> list[int]:

@@ -62,7 +62,7 @@ def of_step(manager: Any, tokens: int) -> str:
 
 
 @every_mode
-def test_with_drafts_no_full_graph_is_left_and_piecewise_ones_are(mode: CUDAGraphMode) -> None:
+def test_with_drafts_no_full_graph_remains_and_piecewise_ones_do(mode: CUDAGraphMode) -> None:
     before = counted()
     manager = captured(mode, 2)
     remaining = "PIECEWISE" if mode.mixed_mode() == CUDAGraphMode.PIECEWISE else "NONE"
@@ -112,7 +112,7 @@ def test_either_says_that_it_does_not(threshold: int, support: AttentionCGSuppor
     assert not manager.graphs
 
 
-def test_a_backend_is_asked_where_it_finds_vllms_configuration() -> None:
+def test_a_backends_support_is_queried_within_vllms_configuration() -> None:
     requested = []
 
     def support(config: Any, spec: Any) -> AttentionCGSupport:

@@ -74,7 +74,7 @@ def test_rows_of_requests_are_stocks_and_those_behind_are_the_spare_row() -> Non
     assert speculator.idx_mapping.data_ptr() == place
 
 
-def test_a_speculator_that_drafts_the_likeliest_tokens_is_left_alone() -> None:
+def test_a_speculator_that_drafts_the_likeliest_tokens_is_not_touched() -> None:
     speculator = _speculator(CUDAGraphMode.FULL_DECODE_ONLY, "greedy")
     assert speculator.draft_logits is None
     assert not hasattr(speculator, _SPARE)
@@ -85,7 +85,7 @@ def test_a_speculator_that_drafts_the_likeliest_tokens_is_left_alone() -> None:
     assert PADDED_ROWS.count == 0
 
 
-def test_a_speculator_of_another_class_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_speculator_of_another_class_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     class Speculator(scenario.EagleSpeculator):  # type: ignore[misc, name-defined]
         def sample_of(self, row: int) -> torch.Tensor:
             logits: torch.Tensor = self.draft_logits[self.idx_mapping[row]]

@@ -87,7 +87,7 @@ def prefill_passes(states: Any) -> list[tuple[Any, Any, Any]]:
 
 
 def plan_of(state: Any) -> list[Any]:
-    """What FlashMLA keeps in the state, its tensors with their values."""
+    """Return FlashMLA's plan in the state, its tensors with their values."""
     plan = next(iter(state.attn_metadata.values())).decode.scheduler_metadata
     tensors = (plan.tile_scheduler_metadata, plan.num_splits)
     return [

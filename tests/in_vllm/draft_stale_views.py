@@ -86,13 +86,13 @@ def test_the_draft_chooses_no_adapters_for_the_target() -> None:
     """The target's factory does, before each of its passes; the draft's graphs are then captured with the last."""
     if "lora_capture_hook" not in inspect.signature(ModelCudaGraphManager.capture).parameters:
         pytest.skip("this vLLM's target chooses no adapters in its capture (0.23.0)")
-    asked: list[Any] = []
-    capture(SIZES, lambda *_: asked.append("draft"), lora_capture_hook=lambda *inputs: asked.append(inputs))
-    assert asked[-2 * len(SIZES) :] == ["draft"] * 2 * len(SIZES)
-    assert len(asked) == 4 * len(SIZES)
+    calls: list[Any] = []
+    capture(SIZES, lambda *_: calls.append("draft"), lora_capture_hook=lambda *inputs: calls.append(inputs))
+    assert calls[-2 * len(SIZES) :] == ["draft"] * 2 * len(SIZES)
+    assert len(calls) == 4 * len(SIZES)
 
 
-def test_a_state_that_cannot_be_built_leaves_the_pair_of_the_target_and_the_fix_says_so(
+def test_without_a_state_the_pair_of_the_target_is_used_and_the_fix_has_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The worst case is stock."""

@@ -28,7 +28,7 @@ def on_the_cpu() -> Iterator[None]:
 
 
 def executed(model: Any, call: Callable[[Any], Any] | None = None) -> Any:
-    """What a manager of *model* returns for the images of a step to vLLM's model runner, or to *call*."""
+    """Return the output of a manager of *model* for the images of a step to vLLM's model runner, or to *call*."""
     manager: Any = object.__new__(EncoderCudaGraphManager)
     vars(manager).update(
         model=model,

@@ -51,7 +51,7 @@ def handed_on(manager: Any, pictures: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def given(model: Any, pictures: dict[str, Any]) -> dict[str, Any]:
+def encoded_images(model: Any, pictures: dict[str, Any]) -> dict[str, Any]:
     """Return the images that a manager of *model* encodes when it gets *pictures*."""
     result = handed_on(manager_of(model), pictures)
     assert ACTIVITY.error is None
@@ -112,32 +112,32 @@ def test_the_fix_is_active() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("image", "pixel_values"), ("video", "pixel_values_videos")])
-def test_images_are_normalised_and_the_callers_own_are_left_as_they_are(model: Any, kind: str, name: str) -> None:
+def test_images_are_normalised_and_the_callers_own_stay_as_they_are(model: Any, kind: str, name: str) -> None:
     pictures = scenario.images(kind, [(1, 4, 4)], seed=1)
     before = {key: value.clone() for key, value in pictures.items()}
-    result = given(model, pictures)
+    result = encoded_images(model, pictures)
     assert torch.equal(result[name], model.input_norm(before[name], model.visual.dtype))
     assert result[name].dtype == model.visual.dtype
     assert all(torch.equal(pictures[key], before[key]) and pictures[key].dtype == before[key].dtype for key in before)
     assert result[f"{kind}_grid_thw"] is pictures[f"{kind}_grid_thw"]
 
 
-def test_embeddings_that_are_given_stay_as_they_are(model: Any) -> None:
+def test_embeddings_of_the_caller_stay_as_they_are(model: Any) -> None:
     pictures = {"image_embeds": torch.ones(4, 8), "image_grid_thw": torch.tensor([(1, 4, 4)])}
-    assert given(model, pictures) is pictures
+    assert encoded_images(model, pictures) is pictures
 
 
 def test_images_that_were_normalised_before_stay_as_they_are(model: Any) -> None:
     model.input_norm = type(model.input_norm).identity()
     pictures = scenario.images("image", [(1, 4, 4)], seed=1)
-    assert given(model, pictures) is pictures
+    assert encoded_images(model, pictures) is pictures
 
 
-def test_a_model_that_has_never_made_its_normalisation_is_left_alone(model: Any) -> None:
+def test_a_model_that_has_never_made_its_normalisation_is_not_touched(model: Any) -> None:
     """As OpenCUA of 0.28.0 and 0.29.0, which inherits from Qwen2.5-VL."""
     del model.input_norm
     pictures = scenario.images("image", [(1, 4, 4)], seed=1)
-    assert given(model, pictures) is pictures
+    assert encoded_images(model, pictures) is pictures
 
 
 @pytest.mark.parametrize("encoded", [encoded_by_v1, encoded_by_v2])
@@ -257,12 +257,12 @@ def capture_bytes(model: Any) -> None:
         normalise_in_a_hook,
     ],
 )
-def test_a_model_of_ones_own_that_normalises_is_left_alone(model: Any, fork: Any) -> None:
+def test_a_model_of_ones_own_that_normalises_is_not_touched(model: Any, fork: Any) -> None:
     fork(model)
     check_right_without_the_fix(model)
 
 
-def test_another_plugins_patch_of_a_models_class_is_left_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_plugins_patch_of_a_models_class_is_not_touched(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(model)
     stock = kind.select_encoder_cudagraph_items
     monkeypatch.setattr(
@@ -273,7 +273,7 @@ def test_another_plugins_patch_of_a_models_class_is_left_alone(model: Any, monke
     check_right_without_the_fix(model)
 
 
-def test_another_plugins_patch_of_the_manager_is_left_alone(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_plugins_patch_of_the_manager_is_not_touched(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = EncoderCudaGraphManager._execute_local
     monkeypatch.setattr(
         EncoderCudaGraphManager,
@@ -293,7 +293,7 @@ def check_right_without_the_fix(model: Any) -> None:
     assert ACTIVITY.counts["images-not-normalised"] == before, "nothing was corrected"
 
 
-def test_what_a_caller_of_another_kind_has_normalised_is_left_alone(model: Any) -> None:
+def test_images_that_another_caller_has_normalised_stay_as_they_are(model: Any) -> None:
     manager = scenario.captured_manager(model)
     pictures = scenario.images("image", [(1, 4, 4)], seed=1)
     assert all(map(torch.equal, manager.execute(normalised(model, pictures)), model.embed_multimodal(**pictures)))

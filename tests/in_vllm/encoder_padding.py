@@ -38,7 +38,7 @@ def attended(**keywords: Any) -> Any:
 
 
 def captured(seen: Any) -> Any:
-    """What *seen* returns while a manager captures."""
+    """Return the result of *seen* while a manager captures."""
     result = []
 
     def capture_inputs(*_: Any) -> Any:
@@ -58,7 +58,7 @@ def test_the_fix_is_active() -> None:
     assert vllm_graphfix.states()["encoder-padding"].state.value == "active"
 
 
-def test_a_capture_is_given_zeros_and_nothing_is_left_behind_even_if_it_fails() -> None:
+def test_a_capture_gets_zeros_and_is_undone_even_if_it_fails() -> None:
     assert captured(attended).equal(torch.zeros(8, 2, 6))
     assert fa_utils.flash_attn_varlen_func is kernel
     assert attended() is None

@@ -90,7 +90,7 @@ def test_a_mode_that_vllm_has_changed_since_counts() -> None:
 
 
 @pytest.mark.parametrize("version", [2, 4])
-def test_other_versions_of_flash_attention_are_left_alone(version: int) -> None:
+def test_other_versions_of_flash_attention_are_not_touched(version: int) -> None:
     assert built([1, 5, 1], 8, version=version) == (5, None, 0)
 
 

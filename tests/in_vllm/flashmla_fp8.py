@@ -45,9 +45,7 @@ def test_the_fixes_are_active() -> None:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_the_metadata_point_to_slices_of_the_persistent_buffers_with_this_batchs_plan(
-    planner: Planner, name: str
-) -> None:
+def test_the_metadata_are_slices_of_the_persistent_buffers_with_this_batchs_plan(planner: Planner, name: str) -> None:
     own, batch = builder(), Batch(*BATCHES[name])
     own.cg_buf_tile_scheduler_metadata.fill_(-7)
     own.cg_buf_num_splits.fill_(-7)

@@ -45,7 +45,7 @@ def test_a_step_whose_slots_the_model_runner_has_padded_is_counted_by_its_tokens
     assert activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count == before + 1
 
 
-def test_a_dummy_run_is_given_what_the_buffer_holds_and_is_not_counted(drafter: Any) -> None:
+def test_a_dummy_run_gets_the_buffers_values_and_is_not_counted(drafter: Any) -> None:
     before = activity_of("hidden-states-padding").counter(PADDING_WRITTEN).count
     drafter._slot_mapping_buffer.copy_(torch.arange(16))
     assert drafter._get_slot_mapping(8)[LAYER].tolist() == list(range(8))

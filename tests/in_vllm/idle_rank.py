@@ -62,7 +62,7 @@ def tables(rank: _Rank) -> list[Any]:
 
 
 def during(rank: _Rank, look: Callable[[], Any]) -> list[Any]:
-    """What *look* sees at the very pass of a step without work."""
+    """Return the results of *look* at the very pass of a step without work."""
     seen: list[Any] = []
     call = idle_runner.CacheStandIn.__call__
 
@@ -86,7 +86,7 @@ def test_the_fix_is_active() -> None:
     assert vllm_graphfix.states()["idle-rank"].state == "active"
 
 
-def test_in_the_pass_every_slot_is_the_pad_slot_and_every_row_the_null_block_in_the_buffers_that_graphs_read() -> None:
+def test_in_the_pass_the_buffers_of_graphs_have_only_pad_slots_and_null_blocks() -> None:
     rank = hybrid()
     addresses = [(table.slot_mapping.gpu.data_ptr(), table.block_table.gpu.data_ptr()) for table in tables(rank)]
     (seen,) = during(
@@ -153,7 +153,7 @@ def test_the_row_that_a_request_moved_out_of_names_nothing() -> None:
     assert rank.cache.blocks() == before
 
 
-def test_what_ended_requests_left_for_the_prefix_cache_stays() -> None:
+def test_blocks_of_ended_requests_in_the_prefix_cache_stay() -> None:
     rank = hybrid()
     rank.step(())
     before = rank.cache.blocks()
@@ -269,7 +269,7 @@ def test_a_worker_on_a_cpu_has_its_rows_back() -> None:
 
 
 class TablesStandIn:
-    """What `BlockTables` keeps: the rows of requests, which grow, and the buffers that graphs read."""
+    """The state of `BlockTables`: the rows of requests, which grow, and the buffers that graphs read."""
 
     def __init__(self, blocks: int = 3) -> None:
         self.block_tables = [SimpleNamespace(gpu=torch.arange(1, 7, dtype=torch.int32).view(2, 3))]
@@ -311,7 +311,7 @@ class RunnerStandIn:
 
 
 def idle(runner: RunnerStandIn, shape: str) -> Activity:
-    """What the fix did in a step of its own."""
+    """Return the activity of the fix in a step of its own."""
     activity, (layer,) = layers(fix.FIX, shape)
     step = layer.wrap(lambda self: self.model_runner.run())
     assert step(SimpleNamespace(model_runner=runner)) == "what stock returns"

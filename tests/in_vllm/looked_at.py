@@ -1,4 +1,4 @@
-"""What docs/looked-at.md says of stock vLLM, shown on its own classes: what a release does, and from which on not."""
+"""The claims of docs/looked-at.md on stock vLLM, tested on its own classes, each with its releases."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ def sharing_the_context(ranks: int, drafts: int) -> Any:
 
 
 @pytest.mark.parametrize(("ranks", "threshold"), [(1, 128), (2, 1)])
-def test_decodes_with_drafts_are_prefills_for_flashmla_on_ranks_that_share_the_context(
-    ranks: int, threshold: int
-) -> None:
+def test_on_ranks_that_share_the_context_decodes_with_drafts_are_flashmla_prefills(ranks: int, threshold: int) -> None:
     """So that a capture of them ends in an error, where vLLM captures by `build_for_cudagraph_capture`."""
     builder = object.__new__(flashmla.FlashMLAMetadataBuilder)
     builder.vllm_config = sharing_the_context(ranks, 1)
@@ -148,7 +146,7 @@ def test_a_dummy_run_writes_the_null_block_from_0_15_to_0_19() -> None:
 # -- lengths of DeepSeek V4's indexer in a capture (issue 51970)
 
 
-def test_a_capture_of_single_tokens_gives_deepgemm_lengths_of_zero_for_compressed_keys() -> None:
+def test_a_capture_of_single_tokens_has_zero_lengths_of_compressed_keys_for_deepgemm() -> None:
     indexer = module("vllm.v1.attention.backends.mla.indexer")
     if not hasattr(indexer, "get_compressed_slot_mapping"):
         assert RELEASE < (0, 20), "DeepSeek V4 is not there"
@@ -180,7 +178,7 @@ def test_a_capture_of_single_tokens_gives_deepgemm_lengths_of_zero_for_compresse
 
 
 def gathered(batch: Any, before: list[str]) -> list[int]:
-    """What `_prepare_inputs` of model runner V1 makes of the counts, of which *before* is the order of the last step.
+    """Return the counts that `_prepare_inputs` of model runner V1 makes; *before* is the order of the last step.
 
     Its own statements, taken out of it.
     """
@@ -228,7 +226,7 @@ def test_counts_of_accepted_drafts_follow_rows_twice_if_the_copy_was_early(copy_
 # -- n-gram drafts on gated delta nets (issues 39273 and 40875, PRs 40738, 52942 and 56531)
 
 
-def test_a_row_without_drafts_reads_the_first_slot_of_its_state_whatever_was_accepted_last_up_to_0_31() -> None:
+def test_up_to_0_31_a_row_without_drafts_reads_the_first_slot_of_its_state() -> None:
     """A step in which the second request has no drafts; three tokens of each were accepted in the last one."""
     backend = module("vllm.v1.attention.backends.gdn_attn").GDNAttentionBackend
     specs = module("vllm.v1.kv_cache_interface").MambaSpec
@@ -269,7 +267,7 @@ def test_a_row_without_drafts_reads_the_first_slot_of_its_state_whatever_was_acc
 # -- FlashAttention 3 with adaptive verification
 
 
-def test_a_schedule_for_fewer_drafts_than_the_graph_has_is_made_for_another_kernel_from_0_28() -> None:
+def test_from_0_28_a_schedule_for_fewer_drafts_than_the_graphs_is_for_another_kernel() -> None:
     """In a graph of decodes of up to three tokens. What such a kernel does is assumed, as in `flash-mixed-schedule`."""
     verification = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.adaptive_verification")
     assert (verification is not None) == (RELEASE >= (0, 28))
@@ -312,7 +310,7 @@ def test_a_workspace_of_flashinfers_all_reduce_has_its_group_from_0_24() -> None
 
 
 @pytest.mark.skipif(not (0, 17, 0) <= RELEASE < (0, 20, 0), reason="model runner V2 asks backends from 0.20.0 on")
-def test_chunked_local_attention_supports_no_graphs_and_has_new_lengths_and_tables_in_each_step() -> None:
+def test_chunked_local_attention_has_no_graphs_and_new_lengths_and_tables_each_step() -> None:
     from vllm.model_executor.layers.attention import chunked_local_attention as chunked
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 

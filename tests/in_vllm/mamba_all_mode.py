@@ -59,7 +59,7 @@ def batch(lengths: list[int], scheduled: list[int]) -> Any:
 
 
 def updated(first: Any, second: Any, lengths: list[int], scheduled: list[int]) -> tuple[Any, Any, int]:
-    """What the first builder built, what the second one made of it for its block table, and how much was counted."""
+    """Return the first builder's metadata, the second one's update of them for its block table, and the count."""
     before = INDICES_OF_OTHERS.count
     common = batch(lengths, scheduled)
     built = first.build(0, common)

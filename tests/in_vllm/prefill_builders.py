@@ -141,7 +141,7 @@ def keeps_its_graph_on_v1(backend: Any, length: int, rows: list[Row]) -> bool:
 
 
 def _dispatched(runner: Any, length: int, rows: list[Row]) -> bool:
-    """Whether model runner V1 has a full graph for *rows*."""
+    """Return whether model runner V1 has a full graph for *rows*."""
     batch = runner.input_batch
     for column, values in (
         (batch.num_prompt_tokens, [row.prompt for row in rows]),
@@ -206,7 +206,7 @@ def test_a_step_loses_its_graph_just_where_the_builder_takes_a_row_for_a_prefill
 
 
 def taken(*backends: Any, rows: list[Row], length: int = 1) -> bool:
-    """Whether the fix takes a step's graph, in a model with layers of all *backends*."""
+    """Return whether the fix takes a step's graph, in a model with layers of all *backends*."""
     groups = layers(*(_recurrent() for _ in backends))
     runner = scenario.DispatchV1(
         scenario._config(CUDAGraphMode.FULL_DECODE_ONLY, length), groups, backend=backends[0]
@@ -217,7 +217,7 @@ def taken(*backends: Any, rows: list[Row], length: int = 1) -> bool:
 
 
 @pytest.mark.parametrize("others", [0, 1, 3, 70])
-def test_the_one_row_without_a_state_is_seen_wherever_it_stands_and_none_beyond_the_batch(
+def test_the_one_row_without_a_state_is_seen_anywhere_and_none_beyond_the_batch(
     monkeypatch: pytest.MonkeyPatch, others: int
 ) -> None:
     """Stock sorts it to the end where it reorders a batch."""

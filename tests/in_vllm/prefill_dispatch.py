@@ -47,7 +47,7 @@ def runner(
 
 
 def ask(made: Any, rows: list[Row], count: int | None = None, **forced: Any) -> Any:
-    """What `_determine_batch_execution_and_padding` says of a step.
+    """Return the result of `_determine_batch_execution_and_padding` for a step.
 
     The step gives each of *rows* so many tokens, or those of a decode.
     """
@@ -117,7 +117,7 @@ def test_one_row_that_is_not_past_its_prefill_keeps_the_step_out_of_a_decode_gra
 
 
 @LENGTHS
-def test_it_runs_in_a_piecewise_graph_as_any_other_step_with_prefills_where_there_are_some(length: int) -> None:
+def test_it_runs_in_a_piecewise_graph_as_other_steps_with_prefills_if_there_is_one(length: int) -> None:
     made = runner(length, CUDAGraphMode.FULL_AND_PIECEWISE)
     prefill = PREFILLS["the rest of a prompt"](length)
     assert mode_of(made, [decode(), decode()]) is FULL
@@ -177,7 +177,7 @@ def test_models_without_recurrent_layers_keep_their_graphs(length: int, prefill:
     ],
     ids=["alone", "last of three groups", "subclassed", "several sizes in one group"],
 )
-def test_a_group_of_recurrent_layers_is_found_wherever_it_is(groups: Callable[[], KVCacheConfig]) -> None:
+def test_a_group_of_recurrent_layers_is_recognised_in_any_place(groups: Callable[[], KVCacheConfig]) -> None:
     assert mode_of(runner(groups=groups()), [decode(), (1, 0, 1)]) is NONE
     assert AS_DECODE.count == 1
 
@@ -207,9 +207,7 @@ def parallel(made: Any, **sizes: int) -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_other_ranks_of_data_parallelism_are_told_what_this_one_does(
-    monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
+def test_other_ranks_of_data_parallelism_hear_of_this_ranks_mode(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     reported: list[dict[str, Any]] = []
 
     def coordinate(**inputs: Any) -> Any:
@@ -247,7 +245,7 @@ def test_the_stages_of_a_pipeline_go_by_the_prompts_which_all_know() -> None:
     assert mode_of(made, [decode(), (3, 5, 12)]) is FULL, "what a preempted request knows may differ between stages"
 
 
-def test_pipelines_with_sequence_parallelism_are_left_alone() -> None:
+def test_pipelines_with_sequence_parallelism_are_not_touched() -> None:
     """The worker must hear what the runner hears, although it asks earlier.
 
     It asks for the number of tokens before the batch is updated, the runner after it.
@@ -266,7 +264,7 @@ def test_sequence_parallelism_without_a_pipeline_is_put_right() -> None:
     assert mode_of(made, [decode(), (1, 0, 1)]) is NONE
 
 
-def test_nothing_is_made_of_arguments_that_are_not_given_by_name() -> None:
+def test_positional_arguments_are_ignored() -> None:
     made = runner()
     ask(made, [(1, 0, 1)])
     counted = AS_DECODE.count

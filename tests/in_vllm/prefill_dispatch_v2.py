@@ -53,7 +53,7 @@ class V2:
         self.computed[name] = computed
 
     def step(self, *names: str, count: int | None = None) -> bool:
-        """Whether these have a full graph if each gets so many tokens, or those of a decode."""
+        """Return whether these have a full graph if each gets so many tokens, or those of a decode."""
         return self.dispatch(dict.fromkeys(names, count or self.length), self.computed) is not None
 
 
@@ -148,9 +148,7 @@ def test_an_eager_step_is_not_counted() -> None:
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_other_ranks_of_data_parallelism_are_told_what_this_one_does(
-    monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
+def test_other_ranks_of_data_parallelism_hear_of_this_ranks_mode(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     from vllm.v1.worker.gpu import dp_utils
 
     reported: list[Any] = []

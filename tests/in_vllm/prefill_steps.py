@@ -1,4 +1,4 @@
-"""What tests of prefill-dispatch on both model runners share: models with recurrent layers, lengths of a decode."""
+"""Steps for tests of prefill-dispatch on both model runners: models with recurrent layers, lengths of a decode."""
 
 from __future__ import annotations
 

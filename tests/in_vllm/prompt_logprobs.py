@@ -36,17 +36,17 @@ def _graphs() -> Iterator[None]:
 
 
 class Read:
-    """Watches what the bookkeeping of a runner is given: the hidden states, and what was in them."""
+    """The hidden states that the bookkeeping of a runner gets, and their values at that time."""
 
     def __init__(self, runner: Any) -> None:
-        self.given: list[torch.Tensor] = []
+        self.inputs: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.drafts: list[int] = []
         """Made before."""
         stock = runner._bookkeeping_sync
 
         def bookkeeping(scheduler_output: Any, sampler_output: Any, logits: Any, hidden_states: Any, *args: Any) -> Any:
-            self.given.append(hidden_states)
+            self.inputs.append(hidden_states)
             self.values.append(hidden_states.clone())
             self.drafts.append(len(runner.drafter.seen) + runner.drafter.dummy_runs)
             return stock(scheduler_output, sampler_output, logits, hidden_states, *args)
@@ -69,8 +69,8 @@ def sample(
 def has_no_copy(runner: Any, *inputs: Any, **keywords: Any) -> bool:
     hidden_states, _, read = sample(runner, *inputs, **keywords)
     assert ACTIVITY.error is None
-    assert READS_AFTER_DRAFT.count == int(read.given[0] is not hidden_states)
-    return read.given[0] is hidden_states
+    assert READS_AFTER_DRAFT.count == int(read.inputs[0] is not hidden_states)
+    return read.inputs[0] is hidden_states
 
 
 def test_the_fix_is_active() -> None:
@@ -87,7 +87,7 @@ def test_the_bookkeeping_reads_the_targets_hidden_states_after_a_draft(asynchron
     assert (READS_AFTER_DRAFT.count, ACTIVITY.error) == (1, None)
 
 
-def test_the_drafter_is_given_the_targets_hidden_states_as_ever() -> None:
+def test_the_drafter_gets_the_targets_hidden_states_as_before() -> None:
     runner = make_runner(GRAPHS)
     _, values, _ = sample(runner)
     (seen,) = runner.drafter.seen
@@ -98,7 +98,7 @@ def test_the_drafter_is_given_the_targets_hidden_states_as_ever() -> None:
 def test_a_copy_has_the_shape_and_kind_of_what_it_is_of() -> None:
     """In inference mode, as the worker calls it."""
     hidden_states, _, read = sample(make_runner(GRAPHS))
-    (copy,) = read.given
+    (copy,) = read.inputs
     assert (copy.shape, copy.dtype, copy.stride()) == (hidden_states.shape, hidden_states.dtype, hidden_states.stride())
     assert copy.is_inference()
 
@@ -173,7 +173,7 @@ def test_generated_tokens_and_drafts_are_those_of_eager() -> None:
 # Steps without a copy
 
 
-def test_a_batch_that_nobody_asked_about_has_none() -> None:
+def test_a_batch_without_requests_for_logprobs_has_none() -> None:
     assert has_no_copy(make_runner(GRAPHS), ask=())
 
 
@@ -200,7 +200,7 @@ def test_a_request_that_waits_does_not_keep_another_from_its_copy() -> None:
 def test_a_drafter_that_runs_after_the_bookkeeping_has_none() -> None:
     runner = make_runner(GRAPHS, disable_padded_drafter_batch=True)
     hidden_states, values, read = sample(runner)
-    assert read.given[0] is hidden_states
+    assert read.inputs[0] is hidden_states
     assert torch.equal(read.values[0], values)
     assert (read.drafts, len(runner.drafter.seen), READS_AFTER_DRAFT.count) == ([0], 1, 0)
 
@@ -232,7 +232,7 @@ def test_a_batch_as_large_as_the_largest_graph_has_one() -> None:
     scheduled = {"scored": 5, "plain": 3, "chunked": 7}
     hidden_states, _, read = sample(runner, scheduled)
     assert len(hidden_states) == max(scenario.CAPTURE_SIZES)
-    assert read.given[0] is not hidden_states
+    assert read.inputs[0] is not hidden_states
 
 
 # What else may happen
@@ -257,7 +257,7 @@ def test_a_runner_that_was_made_without_its_init_does_as_stock_does() -> None:
     reason="the drafter of this release has no dummy run here",
 )
 def test_a_dummy_run_of_the_drafter_on_a_data_parallel_rank_is_a_draft() -> None:
-    """Where prompts are too long for the drafter, and other ranks draft."""
+    """Prompts are too long for the drafter, and other ranks draft."""
     runner = make_runner(GRAPHS)
     runner.parallel_config.data_parallel_size, runner.effective_drafter_max_model_len = 2, 1
     _, values, read = sample(runner)
@@ -280,7 +280,7 @@ def test_an_error_of_the_layers_own_leaves_the_step_as_it_was() -> None:
     runner = make_runner(GRAPHS)
     runner.compilation_config.max_cudagraph_capture_size = None  # nothing to compare with
     hidden_states, _, read = sample(runner)
-    assert read.given[0] is hidden_states
+    assert read.inputs[0] is hidden_states
     assert READS_AFTER_DRAFT.count == 0
     assert "TypeError" in (ACTIVITY.error or "")
 

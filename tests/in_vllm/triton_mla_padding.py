@@ -44,7 +44,7 @@ def served() -> Iterator[TritonMLADecode]:
 
 
 def attended(lengths: list[int], tokens: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `forward_mqa` returns for requests of these lengths and so many query tokens, without a graph."""
+    """Return the results of `forward_mqa` for requests of these lengths and so many query tokens, without a graph."""
     decode = TritonMLADecode()
     query = torch.randn(tokens * len(lengths), HEADS, LATENT + ROPE)
     metadata = decode.metadata(lengths, len(lengths))
@@ -111,7 +111,7 @@ def test_every_token_of_a_padded_row_is_zeros() -> None:
 
 
 def around(launch: Any) -> tuple[Any, Activity]:
-    """What the kernels' module calls in the place of *launch*, and the activity that it tells of its errors."""
+    """Return the function that the kernels' module calls in the place of *launch*, and the activity with its errors."""
     activity, (zeros, _) = layers(FIX, "divides-by-nothing")
     return zeros.wrap(launch), activity
 
@@ -218,7 +218,7 @@ def test_an_error_of_stocks_own_launch_comes_out_as_it_is() -> None:
     assert raised.value is error
 
 
-def test_the_kernel_is_given_what_stock_gives_it(served: TritonMLADecode) -> None:
+def test_the_kernel_gets_the_same_tensors_as_on_stock(served: TritonMLADecode) -> None:
     """Lengths and blocks of padded rows too: they are the model runner's, and other builders read them."""
     metadata = served.metadata([7, 40], CAPTURED)
     assert metadata.decode.seq_lens.data_ptr() == served.lengths.data_ptr()
@@ -248,7 +248,7 @@ def test_captures_and_batches_without_padding_are_not_counted(count: Any) -> Non
     assert count() == 0
 
 
-def test_a_builder_of_a_model_that_inherits_tritons_is_counted_and_another_backends_is_not(count: Any) -> None:
+def test_a_subclass_of_tritons_builder_is_counted_and_another_backends_is_not(count: Any) -> None:
     class OfAModel(triton_mla.TritonMLAMetadataBuilder):  # type: ignore[misc]
         pass
 

@@ -43,7 +43,7 @@ def memory() -> Iterator[DeviceMemoryStandIn]:
 
 
 def needs(number: int) -> torch.Tensor:
-    """What a layer gets that needs so many bytes of workspace."""
+    """Return the tensor of a layer that needs so many bytes of workspace."""
     (inputs,) = workspace.current_workspace_manager().get_simultaneous(((number,), torch.uint8))
     assert isinstance(inputs, torch.Tensor)
     return inputs
@@ -86,7 +86,7 @@ def test_growth_before_the_first_capture_keeps_nothing(memory: DeviceMemoryStand
     assert OUTGROWN.count == 0
 
 
-def test_what_a_warm_up_outgrows_is_not_kept(memory: DeviceMemoryStandIn) -> None:
+def test_workspaces_that_a_warm_up_outgrows_are_released(memory: DeviceMemoryStandIn) -> None:
     needs(256)
     captured(512)
     assert blocks(memory) == [512]
@@ -102,7 +102,7 @@ def test_what_a_graph_has_recorded_stays_and_is_nobody_elses(memory: DeviceMemor
     assert OUTGROWN.count == 1
 
 
-def test_after_the_captures_no_more_than_one_is_kept(memory: DeviceMemoryStandIn) -> None:
+def test_after_the_captures_no_more_than_one_is_retained(memory: DeviceMemoryStandIn) -> None:
     captured(256)
     for number in (512, 1024, 2048, 4096):
         needs(number)
@@ -117,7 +117,7 @@ def test_a_request_that_fits_changes_nothing(memory: DeviceMemoryStandIn) -> Non
     assert OUTGROWN.count == 0
 
 
-def test_each_workspace_that_a_capture_outgrows_is_kept(memory: DeviceMemoryStandIn) -> None:
+def test_each_workspace_that_a_capture_outgrows_is_retained(memory: DeviceMemoryStandIn) -> None:
     runner = captured(256, 256, 512, 1024)
     assert blocks(memory) == [256, 512, 1024]
     assert OUTGROWN.count == 2
@@ -163,7 +163,7 @@ def test_a_locked_workspace_does_not_grow(memory: DeviceMemoryStandIn) -> None:
     assert OUTGROWN.count == 0
 
 
-def test_what_is_kept_goes_with_its_manager(memory: DeviceMemoryStandIn) -> None:
+def test_retained_workspaces_are_released_with_their_manager(memory: DeviceMemoryStandIn) -> None:
     captured(256)
     needs(512)
     workspace.reset_workspace_manager()
@@ -241,7 +241,9 @@ def test_a_manager_that_refuses_attributes_is_stocks(memory: DeviceMemoryStandIn
     ACTIVITY.error = None
 
 
-def test_outside_of_a_capture_no_stream_is_asked(memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_capture_no_stream_is_queried(
+    memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     captured(256)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", None)
     needs(512)

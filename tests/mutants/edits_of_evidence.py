@@ -56,12 +56,12 @@ PADDING_17, PADDING_18, PADDING_20 = (
 )
 
 AFFECTED, FIXED, UNRECOGNISED = Verdict.AFFECTED, Verdict.FIXED, Verdict.UNRECOGNISED
-LEFT_ALONE = {UNRECOGNISED}
+UNTOUCHED = {UNRECOGNISED}
 REMEDIED = {FIXED}
 NOT_NEEDED = {FIXED, UNRECOGNISED}
 CURED = {AFFECTED}
 
-ASKED = r"forward_fn(?:, attn_state)? = create_forward_fn\(desc\)"
+FACTORY_CALL = r"forward_fn(?:, attn_state)? = create_forward_fn\(desc\)"
 WITH_KEYWORD = swap(r"create_forward_fn\(desc\)", "create_forward_fn(desc, warmup=True)")
 WARMUP_AND_NOT = both(
     swap(r"create_forward_fn\(desc\)(?=\n\n)", "create_forward_fn(desc, warmup=True)"),
@@ -85,18 +85,18 @@ BUILT_ONCE = both(
         ),
     ),
 )
-KEPT_BY_A_DECORATOR = both(
+CACHED_BY_A_DECORATOR = both(
     swap(r"^def prepare_inputs_to_capture\(", "@once_for_each_size\ndef prepare_inputs_to_capture("),
     swap(
         r"\A(#.*\n)+",
-        lambda found: (
-            found[0] + "def once_for_each_size(build):\n    built = {}\n\n    def once(*args, **kwargs):\n"
+        lambda match: (
+            match[0] + "def once_for_each_size(build):\n    built = {}\n\n    def once(*args, **kwargs):\n"
             "        if args[:2] not in built:\n            built[args[:2]] = build(*args, **kwargs)\n"
             "        return built[args[:2]]\n\n    return once\n\n\n"
         ),
     ),
 )
-KEPT_BY_ITS_NAME = swap(
+CACHED_BY_ITS_NAME = swap(
     r"\Z",
     "\n\n_build, _built = prepare_inputs_to_capture, {}\n\n\n"
     "prepare_inputs_to_capture = lambda *args, **kwargs: (\n"
@@ -113,8 +113,8 @@ def from_release(release: str, path: str, pattern: str) -> Change:
     """The part that matches *pattern* as *release* has it."""
 
     def change(text: str) -> str:
-        (found,) = re.findall(pattern, of(release, path), re.MULTILINE)
-        return swap(pattern, lambda _: found)(text)
+        (part,) = re.findall(pattern, of(release, path), re.MULTILINE)
+        return swap(pattern, lambda _: part)(text)
 
     return change
 
@@ -139,13 +139,13 @@ def _case(fix: str, base: Base, right: set[Verdict], name: str, changes: dict[st
 
 def capture_state() -> Iterator[Case]:
     fix = "capture-state"
-    yield edit(fix, V22, LEFT_ALONE, "one state for each size", CUDAGRAPHS=BUILT_ONCE)
-    yield edit(fix, V22, LEFT_ALONE, "one state for each size, by a decorator", CUDAGRAPHS=KEPT_BY_A_DECORATOR)
-    yield edit(fix, V22, LEFT_ALONE, "one state for each size, by its name", CUDAGRAPHS=KEPT_BY_ITS_NAME)
+    yield edit(fix, V22, UNTOUCHED, "one state for each size", CUDAGRAPHS=BUILT_ONCE)
+    yield edit(fix, V22, UNTOUCHED, "one state for each size, by a decorator", CUDAGRAPHS=CACHED_BY_A_DECORATOR)
+    yield edit(fix, V22, UNTOUCHED, "one state for each size, by its name", CUDAGRAPHS=CACHED_BY_ITS_NAME)
     yield edit(
         fix,
         V22,
-        LEFT_ALONE,
+        UNTOUCHED,
         "one state for each descriptor, in the factory",
         CUDAGRAPHS=both(
             swap(
@@ -161,7 +161,7 @@ def capture_state() -> Iterator[Case]:
     yield edit(
         fix,
         V22,
-        LEFT_ALONE,
+        UNTOUCHED,
         "one state for each size, by the model's state",
         MODEL_STATE=both(
             before(
@@ -179,7 +179,7 @@ def capture_state() -> Iterator[Case]:
     yield edit(
         fix,
         V22,
-        LEFT_ALONE,
+        UNTOUCHED,
         "one plan for all, in the builder",
         FLASHMLA=swap(
             r"scheduler_metadata, _ = get_mla_metadata\(((?:\n {12}.*)+)\n {8}\)",
@@ -190,7 +190,7 @@ def capture_state() -> Iterator[Case]:
         ),
     )
     renamed = swap(r"\bFlashMLASchedMeta\b", "FlashMLASchedulerMetadata")
-    yield _case(fix, V21, LEFT_ALONE, "the lazy plan's class renamed", dict.fromkeys(LAZY_PLANS, renamed))
+    yield _case(fix, V21, UNTOUCHED, "the lazy plan's class renamed", dict.fromkeys(LAZY_PLANS, renamed))
     for how, lines in {
         "by a method": ("self._reset_plans(attn_state)",),
         "of the state": ("reset_plans(attn_state.attn_metadata)",),
@@ -284,7 +284,7 @@ def capture_state() -> Iterator[Case]:
     yield edit(
         fix,
         V22,
-        LEFT_ALONE,
+        UNTOUCHED,
         "a factory that goes by the keyword",
         CUDAGRAPHS=both(
             WARMUP_AND_NOT,
@@ -322,7 +322,7 @@ def capture_state() -> Iterator[Case]:
     yield edit(
         fix,
         V21,
-        LEFT_ALONE,
+        UNTOUCHED,
         "states kept by the caller's factory",
         CUDAGRAPHS=swap(
             r"return super\(\)\.capture\(create_forward_fn, progress_bar_desc\)",
@@ -333,7 +333,7 @@ def capture_state() -> Iterator[Case]:
     yield edit(
         fix,
         V22,
-        LEFT_ALONE,
+        UNTOUCHED,
         "one state for each size of a draft",
         EAGLE_CUDAGRAPHS=both(
             swap(
@@ -350,7 +350,7 @@ def capture_state() -> Iterator[Case]:
     yield _case(
         fix,
         V22,
-        LEFT_ALONE,
+        UNTOUCHED,
         "one sparse plan for all",
         {
             LAZY_PLANS[4]: swap(
@@ -366,21 +366,21 @@ def draft_prefill_state() -> Iterator[Case]:
     yield edit(
         fix,
         DRAFT_23,
-        LEFT_ALONE,
+        UNTOUCHED,
         "two warm-up states",
         CUDAGRAPHS=swap(r"(create_forward_fn\(\s*desc, warmup=)False", r"\1True"),
     )
     yield edit(
         fix,
         DRAFT_23,
-        LEFT_ALONE,
+        UNTOUCHED,
         "two recorded states",
         CUDAGRAPHS=swap(r"(create_forward_fn\(\s*desc, warmup=)True", r"\1False"),
     )
     yield edit(
         fix,
         DRAFT_23,
-        LEFT_ALONE,
+        UNTOUCHED,
         "a pair of one state by its name",
         CUDAGRAPHS=swap(
             r"^( +)(attn_states\[desc\] = AttentionStatePair\(\n +warmup_attn_state, capture_attn_state)",
@@ -390,7 +390,7 @@ def draft_prefill_state() -> Iterator[Case]:
     yield edit(
         fix,
         DRAFT_23,
-        LEFT_ALONE,
+        UNTOUCHED,
         "one state for each size",
         CUDAGRAPHS=both(
             before(
@@ -426,7 +426,7 @@ def draft_prefill_state() -> Iterator[Case]:
     yield edit(
         fix,
         DRAFT_22,
-        LEFT_ALONE,
+        UNTOUCHED,
         "one state for each size, and the target's",
         CUDAGRAPHS=BUILT_ONCE,
     )
@@ -464,23 +464,25 @@ def draft_prefill_state() -> Iterator[Case]:
 
 def draft_decode_mode() -> Iterator[Case]:
     fix = "draft-decode-mode"
-    given = (
+    manager_call = (
         r"(self\.decode_cudagraph_manager = EagleCudaGraphManager\(\n +self\.vllm_config,\n +self\.device,\n"
         r" +)cudagraph_mode,"
     )
     configured = r"\1self.vllm_config.compilation_config.cudagraph_mode,"
-    yield edit(fix, DECODE_20, CURED, "a mode chosen, and the configured one given", SPECULATOR=swap(given, configured))
     yield edit(
-        fix,
-        DECODE_20,
-        LEFT_ALONE,
-        "a mode chosen, and another one given",
-        SPECULATOR=swap(given, r"\1self._decode_mode(cudagraph_mode),"),
+        fix, DECODE_20, CURED, "a mode chosen, and the configured one given", SPECULATOR=swap(manager_call, configured)
     )
     yield edit(
         fix,
         DECODE_20,
-        LEFT_ALONE,
+        UNTOUCHED,
+        "a mode chosen, and another one given",
+        SPECULATOR=swap(manager_call, r"\1self._decode_mode(cudagraph_mode),"),
+    )
+    yield edit(
+        fix,
+        DECODE_20,
+        UNTOUCHED,
         "a mode chosen, and another one set behind it",
         SPECULATOR=after(
             r"self\.decode_cudagraph_manager\.pool =", "self.decode_cudagraph_manager.cudagraph_mode = self.mode"
@@ -489,7 +491,7 @@ def draft_decode_mode() -> Iterator[Case]:
     yield edit(
         fix,
         DECODE_20,
-        LEFT_ALONE,
+        UNTOUCHED,
         "a mode chosen, and the manager made again",
         SPECULATOR=swap(
             r"( +)def load_model",
@@ -542,7 +544,7 @@ def draft_decode_mode() -> Iterator[Case]:
     yield edit(
         fix,
         DECODE_20,
-        LEFT_ALONE,
+        UNTOUCHED,
         "indices are zeroed in a launch that covers none",
         SPECULATOR=swap(r"(?s)(prepare_eagle_inputs\(.*?)self\.max_num_reqs,", r"\1num_reqs,"),
     )
@@ -616,7 +618,7 @@ def mamba_padding() -> Iterator[Case]:
     yield edit(
         fix,
         MAMBA_22,
-        LEFT_ALONE,
+        UNTOUCHED,
         "marks replaced on the metadata",
         RUNNER=before(
             r"if self\.dcp_world_size > 1:\n +self\.dcp_local_seq_lens\.cpu\[:num_reqs\]",
@@ -640,12 +642,12 @@ def flashmla_fp8() -> Iterator[Case]:
     anew = "self.cg_buf_{0} = torch.zeros_like(self.cg_buf_{0})"
     copied = r"n = tile_scheduler_metadata\.size\(0\)"
     both_anew = [anew.format(name) for name in ("tile_scheduler_metadata", "num_splits")]
-    yield edit(fix, FP8_19, LEFT_ALONE, "buffers made anew for each batch", FLASHMLA=before(copied, *both_anew))
-    yield edit(fix, FP8_19, LEFT_ALONE, "one buffer made anew for each batch", FLASHMLA=before(copied, both_anew[1]))
+    yield edit(fix, FP8_19, UNTOUCHED, "buffers made anew for each batch", FLASHMLA=before(copied, *both_anew))
+    yield edit(fix, FP8_19, UNTOUCHED, "one buffer made anew for each batch", FLASHMLA=before(copied, both_anew[1]))
     yield edit(
         fix,
         FP8_19,
-        LEFT_ALONE,
+        UNTOUCHED,
         "buffers made by a method",
         FLASHMLA=before(copied, "self._make_buffers()"),
     )
@@ -741,7 +743,7 @@ def flashmla_padding() -> Iterator[Case]:
     yield edit(
         fix,
         PADDING_20,
-        LEFT_ALONE,
+        UNTOUCHED,
         "num_reqs is padded before the padding",
         RUNNER=before(r"blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_", "num_reqs = num_reqs_padded"),
     )
@@ -795,7 +797,7 @@ def nightlies() -> Iterator[Case]:
             fix,
             DRAFT_22,
             # Its speculator, which capture-state does not read, names the states as no release does.
-            REMEDIED | (LEFT_ALONE if fix == "capture-state" else set()),
+            REMEDIED | (UNTOUCHED if fix == "capture-state" else set()),
             "after PR 44253",
             CUDAGRAPHS=lambda _: of("0.23.0", CUDAGRAPHS),
             EAGLE_CUDAGRAPHS=PAIR_CHOSEN,

@@ -34,7 +34,7 @@ class InOtherWords(importlib.machinery.SourceFileLoader):
 
     def get_data(self, path: str) -> bytes:
         words = re.compile(rf"\b({'|'.join(map(re.escape, self._renamed))})\b")
-        return words.sub(lambda found: self._renamed[found.group()], super().get_data(path).decode()).encode()
+        return words.sub(lambda match: self._renamed[match.group()], super().get_data(path).decode()).encode()
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -44,10 +44,10 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if not name.startswith(SCENARIOS):
             return None
-        found = importlib.machinery.PathFinder.find_spec(name, path)
-        if found is not None and found.origin is not None and found.submodule_search_locations is None:
-            found.loader = InOtherWords(name, found.origin, self._renamed)
-        return found
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.origin is not None and spec.submodule_search_locations is None:
+            spec.loader = InOtherWords(name, spec.origin, self._renamed)
+        return spec
 
 
 def with_its_own_init(scenario: Any) -> Any:
@@ -67,10 +67,12 @@ def with_its_own_init(scenario: Any) -> Any:
             cache_config=SimpleNamespace(cache_dtype="fp8"),
             scheduler_config=SimpleNamespace(max_num_seqs=scenario.MAX_REQUESTS),
         )
-        left = {name: value for name, value in vars(base).items() if not name.startswith(("cg_buf", "is_fp8", "num_q"))}
+        inherited = {
+            name: value for name, value in vars(base).items() if not name.startswith(("cg_buf", "is_fp8", "num_q"))
+        }
 
         def common_init(self: Any, *_: Any) -> None:
-            vars(self).update(left)
+            vars(self).update(inherited)
 
         with mock.patch.object(common, "__init__", common_init):
             return kind(None, [], config, scenario.CPU)
@@ -99,10 +101,10 @@ def measured(fix: str) -> dict[str, Any]:
         scenario = importlib.import_module(scenario_of(fix).partition(":")[0])
         if fix.startswith("flashmla"):
             with with_its_own_init(sys.modules[f"{SCENARIOS}scenarios.flashmla_fp8"]):
-                found = scenario.run()
+                result = scenario.run()
         else:
-            found = scenario.run()
-    return {"eager": found.eager, "graphed": found.graphed, "error": found.error}
+            result = scenario.run()
+    return {"eager": result.eager, "graphed": result.graphed, "error": result.error}
 
 
 class Calls:

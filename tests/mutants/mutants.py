@@ -31,12 +31,12 @@ ELSEWHERE: dict[str, Operator] = {**OPERATORS, **mutants_of_values.OPERATORS}
 
 def edits(kind: str, draft: Draft) -> dict[str, Edit]:
     """All edits of this kind, by labels that stay the same as long as the place that they are about does."""
-    found: dict[str, Edit] = {}
+    by_label: dict[str, Edit] = {}
     for text, edit in ELSEWHERE[kind](draft):
         first = " ".join(text.split())[:70]
-        label = next(name for name in _numbered(first) if name not in found)
-        found[label] = edit
-    return found
+        label = next(name for name in _numbered(first) if name not in by_label)
+        by_label[label] = edit
+    return by_label
 
 
 def _numbered(text: str) -> Iterator[str]:

@@ -105,26 +105,28 @@ def imported_otherwise(fix: str, base: Base, path: str, name: str, paths: tuple[
     """A name that *path* imports: under an alias, through its module, or bound again."""
     text = base.text(path)
     imports = (node for node in ast.parse(text).body if isinstance(node, ast.ImportFrom))
-    found = next((node for node in imports if name in {alias.name for alias in node.names}), None)
-    if found is None:
+    statement = next((node for node in imports if name in {alias.name for alias in node.names}), None)
+    if statement is None:
         return
     lines = text.splitlines(keepends=True)
-    rest = [alias for alias in found.names if alias.name != name]
-    kept = [ast.unparse(ast.ImportFrom(found.module, rest, found.level)) + "\n"] if rest else []
+    rest = [alias for alias in statement.names if alias.name != name]
+    remaining = [ast.unparse(ast.ImportFrom(statement.module, rest, statement.level)) + "\n"] if rest else []
 
     def with_import(imported: str, used: str) -> str:
-        head = "".join(lines[: found.lineno - 1])
-        tail = "".join(lines[found.end_lineno :])
-        return head + "".join(kept) + imported + "\n" + re.sub(rf"\b{name}\b(?!\s*=[^=])", used, tail)
+        head = "".join(lines[: statement.lineno - 1])
+        tail = "".join(lines[statement.end_lineno :])
+        return head + "".join(remaining) + imported + "\n" + re.sub(rf"\b{name}\b(?!\s*=[^=])", used, tail)
 
-    package, _, module = (found.module or "").rpartition(".")
+    package, _, module = (statement.module or "").rpartition(".")
     for label, new in {
-        "under an alias": with_import(f"from {found.module} import {name} as Own{name}", f"Own{name}"),
+        "under an alias": with_import(f"from {statement.module} import {name} as Own{name}", f"Own{name}"),
         "through its module": with_import(f"from {package} import {module} as its_module", f"its_module.{name}"),
-        "by a full path": with_import(f"import {found.module}", f"{found.module}.{name}"),
-        "bound again": with_import(f"from {found.module} import {name} as _{name}\nOwn{name} = _{name}", f"Own{name}"),
+        "by a full path": with_import(f"import {statement.module}", f"{statement.module}.{name}"),
+        "bound again": with_import(
+            f"from {statement.module} import {name} as _{name}\nOwn{name} = _{name}", f"Own{name}"
+        ),
         "where it may be missing": with_import(
-            f"try:\n    from {found.module} import {name}\nexcept ImportError:\n    {name} = None", name
+            f"try:\n    from {statement.module} import {name}\nexcept ImportError:\n    {name} = None", name
         ),
     }.items():
         by_hand = ((path, lambda _, new=new: new),)

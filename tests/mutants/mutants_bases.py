@@ -1,4 +1,4 @@
-"""What the mutants of a fix are made of: vLLMs with its defect and vLLMs without it, from the rows of its trial.
+"""The bases of the mutants of a fix: vLLMs with its defect and vLLMs without it, from the rows of its trial.
 
 These are releases with the defect and the same with upstream's remedy written in, a later release that has the remedy,
 and the same with the remedy cut out.
@@ -31,17 +31,20 @@ def bases(fix: str) -> tuple[Where, ...]:
     """Each direction: with the defect, and with the remedy."""
     affected = [release for release in ALL_RELEASES if verdict(fix, release) == "affected"]
     ends = sorted({edit.release for edit in _remedies(fix)}, key=affected.index)
-    found: list[Where] = []
+    directions: list[Where] = []
     for release in dict.fromkeys([ends[-1], ends[0]]):
         defective = base_of(fix, release)
-        found += [Where(defective, None), Where(Base(release, "with the remedy", changes=defective.remedy), defective)]
+        directions += [
+            Where(defective, None),
+            Where(Base(release, "with the remedy", changes=defective.remedy), defective),
+        ]
     cut_out = [edit for edit in edits_of(fix) if edit.runs and verdict(fix, edit.release) == "fixed"]
     after = ALL_RELEASES[ALL_RELEASES.index(affected[-1]) + 1 :]
     later = [edit.release for edit in cut_out] or [release for release in after if verdict(fix, release) == "fixed"]
     for release in later[:1]:
         twin = base_of(fix, release, cut_out[0].what) if cut_out else None
-        found += [Where(base_of(fix, release), twin), *([Where(twin, None)] if twin else [])]
-    return tuple(found)
+        directions += [Where(base_of(fix, release), twin), *([Where(twin, None)] if twin else [])]
+    return tuple(directions)
 
 
 @cache
@@ -55,7 +58,7 @@ def base_of(fix: str, release: str, what: str = "") -> Base:
 
 
 def _remedies(fix: str) -> list[Edit]:
-    """What is written into releases with the defect; first what the rows say to be a remedy."""
+    """Return the edits that are written into releases with the defect; first those that the rows call a remedy."""
     rows = [edit for edit in edits_of(fix) if verdict(fix, edit.release) == "affected"]
     return [edit for edit in rows if edit.remedy] + [edit for edit in rows if edit.verdict is Verdict.FIXED]
 
@@ -79,13 +82,13 @@ def _as_in(release: str, path: str, _: str) -> str:
 
 
 def where_of(mutant: Mutant) -> Where:
-    """Where it comes from; a base that is none of the family's has no twin."""
-    found = (where for where in bases(mutant.fix) if where.base == mutant.base)
-    return next(found, Where(mutant.base, None))
+    """Return where it comes from; a base that is none of the family's has no twin."""
+    matching = (where for where in bases(mutant.fix) if where.base == mutant.base)
+    return next(matching, Where(mutant.base, None))
 
 
 def shape_of(fix: str, where: Where) -> str:
-    """What the diagnosis calls the defect there, or in the nearest of the releases that have it."""
+    """Return the shape that the diagnosis gives the defect there, or in the nearest of the releases that have it."""
 
     def far(base: Base) -> int:
         return abs(ALL_RELEASES.index(base.release) - ALL_RELEASES.index(where.base.release))

@@ -45,7 +45,7 @@ Operator = Callable[[Draft], Iterator[tuple[str, Edit]]]
 
 def places(root: ast.AST) -> list[tuple[Statements, int]]:
     """Every statement below *root* as its block and its position there, in source order; no docstrings."""
-    found: list[tuple[Statements, int]] = []
+    statements: list[tuple[Statements, int]] = []
     for field in ("body", "handlers", "orelse", "finalbody"):
         block = getattr(root, field, None)
         if not isinstance(block, list):
@@ -53,22 +53,22 @@ def places(root: ast.AST) -> list[tuple[Statements, int]]:
         for position, child in enumerate(block):
             docstring = position == 0 and isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
             if isinstance(child, ast.stmt) and not docstring:
-                found.append((block, position))
-            found += places(child)
-    return found
+                statements.append((block, position))
+            statements += places(child)
+    return statements
 
 
 def names(node: ast.AST | Statements, kind: type[ast.expr_context]) -> set[str]:
     roots = node if isinstance(node, list) else [node]
-    found = {
+    identifiers = {
         part.id
         for root in roots
         for part in ast.walk(root)
         if isinstance(part, ast.Name) and isinstance(part.ctx, kind)
     }
     if kind is ast.Store:
-        found |= {part.name for root in roots for part in ast.walk(root) if isinstance(part, ast.FunctionDef)}
-    return found
+        identifiers |= {part.name for root in roots for part in ast.walk(root) if isinstance(part, ast.FunctionDef)}
+    return identifiers
 
 
 def bound_before(draft: Draft, statement: ast.stmt) -> set[str]:
@@ -95,7 +95,7 @@ def head(statement: ast.stmt) -> ast.stmt:
 
 
 def leaves(node: ast.AST) -> bool:
-    """Whether control leaves the place otherwise than at its end."""
+    """Return whether control leaves the place otherwise than at its end."""
     kinds = (ast.Return, ast.Yield, ast.YieldFrom, ast.Break, ast.Continue, ast.Nonlocal, ast.Global, ast.Await)
     return any(isinstance(part, kinds) for part in ast.walk(node))
 
@@ -116,8 +116,8 @@ def replaced(root: ast.AST, old: ast.AST, new: ast.AST) -> None:
     Replacing().visit(root)
 
 
-def call_of(draft: Draft, helper: str, given: list[str], *, method: bool) -> ast.Call:
-    arguments = [name for name in given if not (method and name == "self")]
+def call_of(draft: Draft, helper: str, parameters: list[str], *, method: bool) -> ast.Call:
+    arguments = [name for name in parameters if not (method and name == "self")]
     return expression(f"{'self.' if method else ''}{helper}({', '.join(arguments)})")  # type: ignore[no-any-return]
 
 

@@ -41,13 +41,13 @@ def family(fix: str, release: str | None = None) -> tuple[Mutant, ...]:
     everywhere = [where.base for where in bases(fix) if where.base.name in seen()[fix]]
     here = [base for base in everywhere if release in (None, base.release)]
     by_rule = (mutant for mutant in _by_rule(fix, here) if release in (None, mutant.base.release))
-    found = {identity(mutant): mutant for mutant in by_rule}
+    by_identity = {identity(mutant): mutant for mutant in by_rule}
     wanted = enough(fix) * 13 // 10 * len(here) // len(everywhere)
-    each = max(0, -(-(wanted - len(found)) // len(here)))
+    each = max(0, -(-(wanted - len(by_identity)) // len(here)))
     for base in here:
-        new = (mutant for mutant in _of_base(fix, base) if sound(mutant) and identity(mutant) not in found)
-        found |= {identity(mutant): mutant for mutant in itertools.islice(new, each)}
-    return tuple(found.values())
+        new = (mutant for mutant in _of_base(fix, base) if sound(mutant) and identity(mutant) not in by_identity)
+        by_identity |= {identity(mutant): mutant for mutant in itertools.islice(new, each)}
+    return tuple(by_identity.values())
 
 
 def identity(mutant: Mutant) -> str:
@@ -56,7 +56,7 @@ def identity(mutant: Mutant) -> str:
 
 
 def _by_rule(fix: str, here: Iterable[Base]) -> Iterator[Mutant]:
-    """What is worded by hand, and what is done to whole classes, modules and imports."""
+    """Yield those worded by hand, and those that change whole classes, modules and imports."""
     for wording in wordings_of(fix):
         base = base_of(fix, wording.release, wording.of)
         for name, change in wording.changes.items():
@@ -155,13 +155,13 @@ def _steps(fix: str, base: Base, path: str, name: str, kind: str, chance: random
 @cache
 def _words_of_the_remedy(fix: str) -> frozenset[str]:
     """The names in the lines that a remedy changes."""
-    found: set[str] = set()
+    words: set[str] = set()
     for base in (where.base for where in bases(fix) if where.base.remedy):
         for path in dict(base.remedy):
             texts = (base.text(path, remedied=remedied) for remedied in (False, True))
             lines = (set(re.sub(r"#.*", "", text).splitlines()) for text in texts)
-            found.update(*map(_words, set.symmetric_difference(*lines)))
-    return frozenset(found - {"self", *keyword.kwlist, *vars(builtins)})
+            words.update(*map(_words, set.symmetric_difference(*lines)))
+    return frozenset(words - {"self", *keyword.kwlist, *vars(builtins)})
 
 
 def _words(text: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a fork does to a defect: its remedy, or the want of it, takes effect elsewhere than where the code stands.
+"""Forks that change a defect: its remedy, or the want of it, takes effect elsewhere than where the code stands.
 
 A fork of a vLLM with the defect is right: the remedied functions take the place of stock's. A fork of one with the
 remedy is wrong: functions without it take the place of those that have it, and these are still there to be seen. Each
@@ -241,7 +241,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[tuple[str, str], ast.Function
 
 
 def _rests(tree: ast.Module) -> Iterator[tuple[str, list[str]]]:
-    """What is no function: of the file, and of each class."""
+    """Yield the statements that are no functions: of the file, and of each class."""
     classes = ((each.name, each.body) for each in tree.body if isinstance(each, ast.ClassDef))
     for name, body in (("", tree.body), *classes):
         yield name, [ast.dump(each) for each in body if not isinstance(each, (ast.FunctionDef, ast.ClassDef))]
@@ -253,8 +253,8 @@ def _differ(one: ast.AST, other: ast.AST) -> bool:
 
 def _body_of(tree: ast.Module, owner: str) -> list[ast.stmt]:
     """The statements of the class *owner*, or of the file."""
-    found = (each.body for each in tree.body if isinstance(each, ast.ClassDef) and each.name == owner)
-    return next(found) if owner else tree.body
+    bodies = (each.body for each in tree.body if isinstance(each, ast.ClassDef) and each.name == owner)
+    return next(bodies) if owner else tree.body
 
 
 def _renamed(unit: Unit, name: str) -> ast.FunctionDef:

@@ -44,21 +44,21 @@ AS_STOCK = "left as stock"
 BROKEN = "broken in itself"
 WRONG = "applied wrongly"
 MISSED = "missed"
-LEFT_ALONE = "left alone"
+UNTOUCHED = "left alone"
 NEEDLESS = "right, and stock is too"
 CLAIMED = "called known, and decides otherwise"
 
 
 class Judged(NamedTuple):
     mutant: Mutant
-    found: Diagnosis
+    diagnosis: Diagnosis
     outcome: str
     why: str = ""
     stock_is_right: bool | None = None
     """Without the plugin; None where that was not asked for, or it is broken in itself."""
 
     def __str__(self) -> str:
-        return f"{self.outcome} | {self.found.verdict.value} {self.found.shape} | {self.mutant} | {self.why}"
+        return f"{self.outcome} | {self.diagnosis.verdict.value} {self.diagnosis.shape} | {self.mutant} | {self.why}"
 
 
 @cache
@@ -131,13 +131,13 @@ class Stage:
 
     @contextmanager
     def warm(self, without: Iterable[str] = NOT_YET) -> Iterator[Stage]:
-        given = os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each fork would compile all of its files
+        previous = os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each fork would compile all of its files
         try:
             with WarmRelease(self._folder, without=without, like=self.release) as self._warm:
                 yield self
         finally:
-            if given is not None:
-                os.environ["PYTHONDONTWRITEBYTECODE"] = given
+            if previous is not None:
+                os.environ["PYTHONDONTWRITEBYTECODE"] = previous
 
     def run(
         self,
@@ -174,7 +174,7 @@ def _answer(done: subprocess.CompletedProcess[str], line: str) -> dict[str, Any]
 
 
 def is_right(run: dict[str, Any], eager: Any = None) -> bool:
-    """Whether the graphs gave what eager gives."""
+    """Return whether the graphs gave what eager gives."""
     if "raised" in run or run["error"] or not run["eager"]:
         return False
     return not differing(tuple(run["eager"] if eager is None else eager), tuple(run["graphed"]))
@@ -192,34 +192,34 @@ class Judge:
         return self._stage.run(mutant.fix, files, mutant.renamed(), on=on, shape=shape)
 
     def _base(self, mutant: Mutant, base: Base) -> dict[str, Any]:
-        """What *base* gives as it is, without a fix."""
+        """Return the run of *base* as it is, without a fix."""
         key = (mutant.fix, base.name)
         if key not in self._bases:
-            found = self._bases[key] = self._run(Mutant(mutant.fix, base, mutant.paths), on=False)
-            if "raised" in found or not found["eager"]:
-                raise RuntimeError(f"{mutant.fix} on {base.name} as it is: {_told(found)}")
+            run = self._bases[key] = self._run(Mutant(mutant.fix, base, mutant.paths), on=False)
+            if "raised" in run or not run["eager"]:
+                raise RuntimeError(f"{mutant.fix} on {base.name} as it is: {_summary(run)}")
         return self._bases[key]
 
     def stock_is_right(self, mutant: Mutant) -> bool | None:
-        """Whether *mutant* is right without the plugin; None where it is broken in itself."""
+        """Return whether *mutant* is right without the plugin; None where it is broken in itself."""
         stock = self._run(mutant, on=False)
         return None if "raised" in stock or not stock["eager"] else is_right(stock)
 
-    def judge(self, mutant: Mutant, found: Diagnosis) -> Judged:
-        if found.verdict is Verdict.UNRECOGNISED:
-            return Judged(mutant, found, LEFT_ALONE)
-        outcome, why = self._applied(mutant) if found.verdict is Verdict.AFFECTED else self._not_applied(mutant)
-        return Judged(mutant, found, CLAIMED if found.known and outcome == NEEDLESS else outcome, why)
+    def judge(self, mutant: Mutant, diagnosis: Diagnosis) -> Judged:
+        if diagnosis.verdict is Verdict.UNRECOGNISED:
+            return Judged(mutant, diagnosis, UNTOUCHED)
+        outcome, why = self._applied(mutant) if diagnosis.verdict is Verdict.AFFECTED else self._not_applied(mutant)
+        return Judged(mutant, diagnosis, CLAIMED if diagnosis.known and outcome == NEEDLESS else outcome, why)
 
     def _applied(self, mutant: Mutant) -> tuple[str, str]:
         stock, patched = self._stage.run_both(mutant.fix, mutant.files(), mutant.renamed())
-        changes = f"{_told(stock)} -> {_told(patched)}"
+        changes = f"{_summary(stock)} -> {_summary(patched)}"
         fails = stock.get("error") and not self._base(mutant, mutant.base)["error"]
         if "raised" in stock or not stock["eager"] or (fails and patched.get("error") == stock["error"]):
-            return BROKEN, _told(stock)
+            return BROKEN, _summary(stock)
         if patched["state"] != "active" or patched["fallback"] is not None:
-            told = f"{patched['state']}: {patched['reason']}, fallback: {patched['fallback']}; {changes}"
-            return (AS_STOCK if _no_worse(stock, patched) else WRONG), told
+            summary = f"{patched['state']}: {patched['reason']}, fallback: {patched['fallback']}; {changes}"
+            return (AS_STOCK if _no_worse(stock, patched) else WRONG), summary
         if is_right(patched, stock["eager"]):
             return (NEEDLESS if is_right(stock) else RIGHT), changes
         if is_right(stock):
@@ -228,16 +228,16 @@ class Judge:
             return RIGHT, f"what the base gives without graphs; {changes}"
         return self._both_wrong(mutant, patched, changes)
 
-    def _both_wrong(self, mutant: Mutant, patched: dict[str, Any], told: str) -> tuple[str, str]:
+    def _both_wrong(self, mutant: Mutant, patched: dict[str, Any], changes: str) -> tuple[str, str]:
         """Upstream's correction in the same mutant decides whether that could be right."""
         remedied = self._remedied(mutant)
         if remedied is None:
-            return WRONG, f"{told}; nothing to compare with"
+            return WRONG, f"{changes}; nothing to compare with"
         if is_right(remedied):
-            return WRONG, f"{told}; with upstream's correction right"
+            return WRONG, f"{changes}; with upstream's correction right"
         if "raised" not in patched and not patched["error"] and _result(remedied) == _result(patched):
-            return RIGHT, f"{told}; the same as with upstream's correction, there is another defect"
-        return BROKEN, f"{told}; with upstream's correction {_told(remedied)}"
+            return RIGHT, f"{changes}; the same as with upstream's correction, there is another defect"
+        return BROKEN, f"{changes}; with upstream's correction {_summary(remedied)}"
 
     def _remedied(self, mutant: Mutant) -> dict[str, Any] | None:
         """None where upstream's correction has no place."""
@@ -253,17 +253,17 @@ class Judge:
         if is_right(stock):
             return RIGHT, ""
         if "raised" in stock or not stock["eager"]:
-            return BROKEN, _told(stock)
+            return BROKEN, _summary(stock)
         where = where_of(mutant)
         defective = mutant.base if mutant.base.remedy else where.twin
         if defective is not None and _result(self._base(mutant, defective)) == _result(stock):
-            return MISSED, f"{_told(stock)}, the same as without the remedy"
+            return MISSED, f"{_summary(stock)}, the same as without the remedy"
         if is_right(self._run(mutant, on=True, shape=shape_of(mutant.fix, where))):
-            return MISSED, f"{_told(stock)}; right with the fix"
+            return MISSED, f"{_summary(stock)}; right with the fix"
         remedied = self._remedied(mutant)
         if remedied is not None and is_right(remedied):
-            return MISSED, f"{_told(stock)}; right with upstream's correction"
-        return BROKEN, f"another defect: {_told(stock)}"
+            return MISSED, f"{_summary(stock)}; right with upstream's correction"
+        return BROKEN, f"another defect: {_summary(stock)}"
 
 
 def _result(run: dict[str, Any]) -> str:
@@ -278,7 +278,7 @@ def _no_worse(stock: dict[str, Any], patched: dict[str, Any]) -> bool:
     return differing(patched["eager"], patched["graphed"]) <= differing(stock["eager"], stock["graphed"])
 
 
-def _told(run: dict[str, Any]) -> str:
+def _summary(run: dict[str, Any]) -> str:
     if "raised" in run:
         return f"raised {run['raised']}"[:200]
     if run["error"]:
@@ -295,11 +295,11 @@ def judged(
     plugin leaves alone included.
     """
     groups: dict[tuple[str, str], list[tuple[Mutant, Diagnosis]]] = {}
-    for mutant, found in mutants:
-        groups.setdefault((mutant.base.release, "" if together else mutant.fix), []).append((mutant, found))
+    for mutant, diagnosis in mutants:
+        groups.setdefault((mutant.base.release, "" if together else mutant.fix), []).append((mutant, diagnosis))
     for (release, _), some in sorted(groups.items(), key=lambda group: group[0]):
         to_run = [pair for pair in some if as_stock or pair[1].verdict is not Verdict.UNRECOGNISED]
-        yield from (Judged(*pair, LEFT_ALONE) for pair in some if pair not in to_run)
+        yield from (Judged(*pair, UNTOUCHED) for pair in some if pair not in to_run)
         if not to_run:
             continue
         with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:

@@ -94,27 +94,27 @@ def find(tree: ast.Module, qualname: str) -> tuple[ast.FunctionDef, str | None]:
     for name in qualname.split("."):
         if isinstance(scope, ast.ClassDef):
             owner = scope.name
-        found = [child for child in getattr(scope, "body", ()) if getattr(child, "name", None) == name]
-        if not found:
+        children = [child for child in getattr(scope, "body", ()) if getattr(child, "name", None) == name]
+        if not children:
             raise LookupError(qualname)
-        scope = found[-1]
+        scope = children[-1]
     assert isinstance(scope, ast.FunctionDef)
     return scope, owner
 
 
 def _bound(tree: ast.Module) -> frozenset[str]:
     """Names of the module, of methods and of attributes that its methods set."""
-    found: set[str] = set()
+    words: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            found.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+            words.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
         elif isinstance(node, ast.ClassDef):
-            found.add(node.name)
-    found.update(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+            words.add(node.name)
+    words.update(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
     for node in tree.body:
         if isinstance(node, ast.Assign):
-            found.update(target.id for target in node.targets if isinstance(target, ast.Name))
-    return frozenset(found)
+            words.update(target.id for target in node.targets if isinstance(target, ast.Name))
+    return frozenset(words)
 
 
 def draft_of(base: Base, path: str, qualname: str, *, remedied: bool = False) -> Draft:
@@ -135,19 +135,19 @@ def drafts(mutant: Mutant, *, remedied: bool = False) -> dict[Target, Draft]:
 
 @lru_cache(maxsize=8)
 def _drafts(base: Base, steps: tuple[Step, ...], remedied: bool) -> dict[Target, Draft]:
-    found: dict[Target, Draft] = {}
+    by_target: dict[Target, Draft] = {}
     for step in steps:
         target = (step.path, step.qualname)
         try:
-            if target not in found:
-                found[target] = draft_of(base, *target, remedied=remedied)
-                edits_of_kind(base, *target, step.kind, remedied)[step.label](found[target])
+            if target not in by_target:
+                by_target[target] = draft_of(base, *target, remedied=remedied)
+                edits_of_kind(base, *target, step.kind, remedied)[step.label](by_target[target])
             else:
-                edits(step.kind, found[target])[step.label](found[target])
+                edits(step.kind, by_target[target])[step.label](by_target[target])
         except (KeyError, AttributeError, IndexError, ValueError, TypeError, AssertionError, SyntaxError) as error:
             raise LookupError(f"{step}: {error}") from error
-        ast.fix_missing_locations(found[target].node)
-    return found
+        ast.fix_missing_locations(by_target[target].node)
+    return by_target
 
 
 @cache
@@ -185,7 +185,7 @@ def _files(mutant: Mutant, remedied: bool) -> tuple[dict[str, str], dict[str, st
         words = re.compile(rf"\b({'|'.join(map(re.escape, renamed))})\b")
         for path in mutant.paths:
             before = texts.get(path) or base.text(path, remedied=remedied)
-            after = words.sub(lambda found: renamed[found.group()], before)
+            after = words.sub(lambda match: renamed[match.group()], before)
             if after != before:
                 texts[path] = after
     return texts, renamed
@@ -213,7 +213,7 @@ def _with_calls_changed(text: str, qualname: str, draft: Draft) -> str:
     name = {"__init__": draft.owner or name}.get(name, name)
     if f"{name}(" not in text:
         return text
-    found = [
+    calls = [
         node
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and (getattr(node.func, "attr", None) or getattr(node.func, "id", None)) == name
@@ -223,7 +223,7 @@ def _with_calls_changed(text: str, qualname: str, draft: Draft) -> str:
     for line in lines:
         starts.append(starts[-1] + len(line))
     content = text.encode()
-    for node in sorted(found, key=lambda node: (-node.lineno, -node.col_offset)):
+    for node in sorted(calls, key=lambda node: (-node.lineno, -node.col_offset)):
         start = starts[node.lineno - 1] + node.col_offset
         stop = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
         for change in draft.calls:
@@ -267,21 +267,21 @@ def _hash(text: str) -> str:
 
 @cache
 def _trees(base: Base, steps: tuple[Step, ...]) -> tuple[tuple[Target, str, tuple[int, list[str]]], ...]:
-    """What each edited function has come to, as a hash, and what is around it.
+    """Return a hash of each edited function, and the code around it.
 
     Raises LookupError, SyntaxError or ValueError where that is no Python.
     """
-    found = []
+    trees = []
     for target, draft in _drafts(base, steps, False).items():
         parts = [*draft.beside, draft.node, *draft.behind, *draft.appended]
         tree = ast.parse("\n".join(ast.unparse(ast.fix_missing_locations(part)) for part in parts))
         compile(tree, "mutant", "exec")
-        found.append((target, _hash(ast.dump(tree)), _wider(draft)))
-    return tuple(found)
+        trees.append((target, _hash(ast.dump(tree)), _wider(draft)))
+    return tuple(trees)
 
 
 def sound(mutant: Mutant) -> bool:
-    """Whether it is Python, and not the same trees as before."""
+    """Return whether it is Python, and not the same trees as before."""
     try:
         trees = _trees(mutant.base, mutant.steps)
     except (LookupError, SyntaxError, ValueError):
@@ -308,7 +308,7 @@ def formatted(fix: str, base: Base, paths: Iterable[str]) -> Iterator[Mutant]:
         "without blank lines": without_blank_lines,
         "with comments": with_comments,
         "under a header": lambda text: "# a fork's header\n\n" + text,
-        "with wide tabs": lambda text: re.sub(r"^( +)(?=\S)", lambda found: 2 * found[1], text, flags=re.MULTILINE),
+        "with wide tabs": lambda text: re.sub(r"^( +)(?=\S)", lambda match: 2 * match[1], text, flags=re.MULTILINE),
     }
     for way, change in ways.items():
         by_hand = tuple((path, change) for path in paths if (release_root(base.release) / path).is_file())

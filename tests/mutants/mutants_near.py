@@ -1,6 +1,6 @@
-"""What runs near the functions that a fix patches or reads: callers, factories, dispatch, builders, what they call.
+"""Functions that run near those that a fix patches or reads: callers, factories, dispatch, builders, their callees.
 
-It was seen, while the fix's scenario ran on each base (``near.json``, which this module writes:
+They were seen, while the fix's scenario ran on each base (``near.json``, which this module writes:
 ``PYTHONPATH=tests:tests/support:tools python tests/mutants/mutants_near.py [FIX …|--missing]``).
 """
 
@@ -58,8 +58,8 @@ def seen() -> dict[str, dict[str, list[tuple[str, str, int]]]]:
 
     Each is a path, a name, and the number of calls between.
     """
-    found: dict[str, dict[str, list[tuple[str, str, int]]]] = json.loads(SEEN.read_text())
-    return found
+    recorded: dict[str, dict[str, list[tuple[str, str, int]]]] = json.loads(SEEN.read_text())
+    return recorded
 
 
 @cache
@@ -75,8 +75,8 @@ def own(fix: str, base: Base) -> tuple[tuple[str, str], ...]:
 
     _, evidence = manifest.examine(BY_NAME[fix], source_of(Mutant(fix, base)))
     read = [place.split("::") for place in evidence.functions]
-    found = dict.fromkeys([*patched(fix, base), *((path, name) for path, name in read)])
-    return tuple((path, name) for path, name in found if is_function(base, path, name))
+    functions = dict.fromkeys([*patched(fix, base), *((path, name) for path, name in read)])
+    return tuple((path, name) for path, name in functions if is_function(base, path, name))
 
 
 def patched_of(fix: str, shape: str) -> list[tuple[str, str]]:
@@ -84,7 +84,7 @@ def patched_of(fix: str, shape: str) -> list[tuple[str, str]]:
 
 
 def is_function(base: Base, path: str, name: str, others: frozenset[str] = frozenset()) -> bool:
-    """Whether it can be mutated: it is there, and no decorator makes it something else."""
+    """Return whether it can be mutated: it is there, and no decorator makes it something else."""
     try:
         node, _ = find(parsed(base, path, False), name)
     except (LookupError, AssertionError):
@@ -136,7 +136,7 @@ def module_of(path: str) -> str:
 
 
 def look(names: list[str]) -> Iterator[tuple[str, Where, list[tuple[str, str, int]]]]:
-    """What is near, of each base in which the scenario shows the defect, or the remedy; release by release."""
+    """Yield the functions near, for each base in which the scenario shows defect or remedy, release by release."""
     from mutants_judged import NOT_YET, Stage, is_right, source_of
 
     wheres = [(name, where) for name in names for where in bases(name)]
@@ -153,33 +153,33 @@ def look(names: list[str]) -> Iterator[tuple[str, Where, list[tuple[str, str, in
                     read = {tuple(each.split("::")) for each in evidence.functions}
                     shape = judged.shape if judged.verdict is Verdict.AFFECTED else shape_of(name, where)
                     right = is_right(run)
-                    told = (
+                    message = (
                         f"{judged.verdict.value}, {'right' if right else 'wrong'} "
                         f"{run.get('raised') or run.get('error') or ''}"
                     )
                     if judged.verdict is (Verdict.FIXED if right else Verdict.AFFECTED) and "raised" not in run:
-                        found = near(name, where, shape, run["calls"], read)  # type: ignore[arg-type]
-                        told += f", {len(found)} functions"
-                        yield name, where, found
-                    print(f"{name} {where.base.name}: {told}", flush=True)  # noqa: T201 - a tool's output
+                        functions = near(name, where, shape, run["calls"], read)  # type: ignore[arg-type]
+                        message += f", {len(functions)} functions"
+                        yield name, where, functions
+                    print(f"{name} {where.base.name}: {message}", flush=True)  # noqa: T201 - a tool's output
 
 
 def main() -> None:
-    kept: dict[str, Any] = json.loads(SEEN.read_text()) if SEEN.exists() else {}
+    recorded: dict[str, Any] = json.loads(SEEN.read_text()) if SEEN.exists() else {}
     names = sys.argv[1:] or [fix.name for fix in FIXES]
     if names == ["--missing"]:
-        names = [fix.name for fix in FIXES if fix.name not in kept]
-    kept |= {name: {} for name in names}
-    for name, where, found in look(names):
-        kept[name][where.base.name] = found
+        names = [fix.name for fix in FIXES if fix.name not in recorded]
+    recorded |= {name: {} for name in names}
+    for name, where, functions in look(names):
+        recorded[name][where.base.name] = functions
     ordered = {
         fix.name: {
-            where.base.name: kept[fix.name][where.base.name]
+            where.base.name: recorded[fix.name][where.base.name]
             for where in bases(fix.name)
-            if where.base.name in kept[fix.name]
+            if where.base.name in recorded[fix.name]
         }
         for fix in FIXES
-        if fix.name in kept
+        if fix.name in recorded
     }
     SEEN.write_text(json.dumps(ordered, indent=1).replace("\n     ", " ").replace("\n    ]", " ]") + "\n")
 

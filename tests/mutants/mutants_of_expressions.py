@@ -89,7 +89,7 @@ def _tuple_made_list(draft: Draft, part: Any) -> ast.expr | None:
 
 
 def _through_dict(draft: Draft, part: Any) -> ast.expr | None:
-    if isinstance(part, ast.Call) and part.keywords and all(given.arg for given in part.keywords):
+    if isinstance(part, ast.Call) and part.keywords and all(keyword.arg for keyword in part.keywords):
         return ast.Call(
             part.func, part.args, [ast.keyword(None, ast.Call(ast.Name("dict", ast.Load()), [], part.keywords))]
         )
@@ -183,8 +183,8 @@ def _result_named(draft: Draft) -> Iterator[tuple[str, Edit]]:
 
     def edit(number: int, draft: Draft) -> None:
         block, position = places(draft.node)[number]
-        found: Any = block[position]
-        value, found.value = found.value, ast.Name("outcome", ast.Load())
+        statement: Any = block[position]
+        value, statement.value = statement.value, ast.Name("outcome", ast.Load())
         block.insert(position, ast.Assign([ast.Name("outcome", ast.Store())], value, lineno=1))
 
     for number, (block, position) in enumerate(places(draft.node)):

@@ -48,9 +48,9 @@ def _parameter_renamed(draft: Draft) -> Iterator[tuple[str, Edit]]:
 
 
 def _keyword_renamed(old: str, new: str, call: ast.Call) -> None:
-    for given in call.keywords:
-        if given.arg == old:
-            given.arg = new
+    for keyword in call.keywords:
+        if keyword.arg == old:
+            keyword.arg = new
 
 
 def _made_keyword_only(draft: Draft) -> Iterator[tuple[str, Edit]]:
@@ -63,18 +63,18 @@ def _made_keyword_only(draft: Draft) -> Iterator[tuple[str, Edit]]:
         arguments.kw_defaults = [*defaults[-len(moved) :], *arguments.kw_defaults]
         arguments.kwonlyargs = [*moved, *arguments.kwonlyargs]
         arguments.defaults = arguments.defaults[: max(0, len(arguments.defaults) - count)]
-        given = [argument.arg for argument in arguments.args if argument.arg != "self"]
-        draft.calls.append(functools.partial(_called_by_keyword, len(given), [argument.arg for argument in moved]))
+        positional = [argument.arg for argument in arguments.args if argument.arg != "self"]
+        draft.calls.append(functools.partial(_called_by_keyword, len(positional), [argument.arg for argument in moved]))
 
     for count in range(1, len(draft.node.args.args)):
         yield draft.node.args.args[-count].arg, functools.partial(edit, count)
 
 
 def _called_by_keyword(positional: int, moved: list[str], call: ast.Call) -> None:
-    if not any(isinstance(given, ast.Starred) for given in call.args):
+    if not any(isinstance(argument, ast.Starred) for argument in call.args):
         named = {name: ast.keyword(name, value) for name, value in zip(moved, call.args[positional:], strict=False)}
-        kept = [given for given in call.keywords if given.arg not in named]
-        call.args, call.keywords = call.args[:positional], [*named.values(), *kept]
+        others = [argument for argument in call.keywords if argument.arg not in named]
+        call.args, call.keywords = call.args[:positional], [*named.values(), *others]
 
 
 def _parameter_added(draft: Draft) -> Iterator[tuple[str, Edit]]:
@@ -126,7 +126,7 @@ def _parameter_removed(draft: Draft) -> Iterator[tuple[str, Edit]]:
         del arguments.args[where]
 
         def drop(call: ast.Call) -> None:
-            call.keywords = [given for given in call.keywords if given.arg != name]
+            call.keywords = [keyword for keyword in call.keywords if keyword.arg != name]
             del call.args[place : place + 1]
 
         draft.calls.append(drop)
@@ -140,8 +140,8 @@ def _parameter_removed(draft: Draft) -> Iterator[tuple[str, Edit]]:
 
 def _parameters_swapped(draft: Draft) -> Iterator[tuple[str, Edit]]:
     def edit(where: int, draft: Draft) -> None:
-        given = draft.node.args.args
-        given[where], given[where + 1] = given[where + 1], given[where]
+        parameters = draft.node.args.args
+        parameters[where], parameters[where + 1] = parameters[where + 1], parameters[where]
         place = where - int(draft.owner is not None)
 
         def swap(call: ast.Call) -> None:
@@ -200,7 +200,7 @@ def _decorated(draft: Draft) -> Iterator[tuple[str, Edit]]:
         yield text, functools.partial(edit, text)
     yield "its own, with functools.wraps", functools.partial(own, True)
     yield "its own, without", functools.partial(own, False)
-    for text in [ast.unparse(given) for given in draft.node.decorator_list]:
+    for text in [ast.unparse(decorator) for decorator in draft.node.decorator_list]:
         yield f"{text} taken away", lambda draft: draft.node.decorator_list.clear()
 
 
@@ -258,15 +258,15 @@ def _renamed_words(draft: Draft) -> Iterator[tuple[str, Edit]]:
     def edit(word: str, draft: Draft) -> None:
         draft.renamed[word] = f"{word}_by_another_name"
 
-    found = {
+    words = {
         part.attr
         for part in ast.walk(draft.node)
         if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self"
     }
-    found |= {
+    words |= {
         part.func.id for part in ast.walk(draft.node) if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)
     }
-    for word in sorted(found & draft.module | {draft.node.name} - {"__init__"}):
+    for word in sorted(words & draft.module | {draft.node.name} - {"__init__"}):
         yield word, functools.partial(edit, word)
 
 

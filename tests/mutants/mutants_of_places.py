@@ -24,11 +24,13 @@ from mutants_draft import (
 def _split(draft: Draft) -> Iterator[tuple[str, Edit]]:
     def edit(where: int, draft: Draft) -> None:
         rest = draft.node.body[where:]
-        given = sorted(names(rest, ast.Load) & bound_before(draft, rest[0]) - draft.module - {"self"})
+        parameters = sorted(names(rest, ast.Load) & bound_before(draft, rest[0]) - draft.module - {"self"})
         helper = f"_rest_of_{draft.node.name.strip('_')}"
         method = draft.owner is not None
-        (draft.behind if method else draft.appended).append(function(helper, [*["self"][: int(method)], *given], rest))
-        draft.node.body[where:] = [ast.Return(call_of(draft, helper, given, method=method))]
+        (draft.behind if method else draft.appended).append(
+            function(helper, [*["self"][: int(method)], *parameters], rest)
+        )
+        draft.node.body[where:] = [ast.Return(call_of(draft, helper, parameters, method=method))]
 
     for where in range(after_docstring(draft.node) + 1, len(draft.node.body)):
         yield ast.unparse(draft.node.body[where]), functools.partial(edit, where)

@@ -56,8 +56,10 @@ def _no_definition(draft: Draft, block: Statements, position: int) -> bool:
 
 
 def _named_assignment(draft: Draft, block: Statements, position: int) -> bool:
-    found = block[position]
-    return isinstance(found, ast.Assign) and len(found.targets) == 1 and isinstance(found.targets[0], ast.Name)
+    statement = block[position]
+    return (
+        isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name)
+    )
 
 
 @_on_statements("statement removed", _any)
@@ -147,13 +149,13 @@ def _can_extract(draft: Draft, block: Statements, position: int) -> bool:
 def _extract(draft: Draft, block: Statements, position: int, *, method: bool) -> None:
     taken = block[position]
     before = bound_before(draft, taken)
-    given = sorted((names(taken, ast.Load) | names(taken, ast.Store)) & before - draft.module)
+    arguments = sorted((names(taken, ast.Load) | names(taken, ast.Store)) & before - draft.module)
     made = sorted(names(taken, ast.Store))
     helper = "_step_of_" + draft.node.name.strip("_")
     body = [taken, *code(f"return {', '.join(made)}")] if made else [taken]
-    parameters = ["self", *(name for name in given if name != "self")] if method else given
+    parameters = ["self", *(name for name in arguments if name != "self")] if method else arguments
     (draft.beside if method else draft.appended).append(function(helper, parameters, body))
-    called = call_of(draft, helper, given, method=method)
+    called = call_of(draft, helper, arguments, method=method)
     block[position] = code(f"{', '.join(made)} = {ast.unparse(called)}")[0] if made else ast.Expr(called)
 
 
@@ -199,8 +201,12 @@ def _walrus(draft: Draft, block: Statements, position: int) -> None:
 
 
 def _unpacks(draft: Draft, block: Statements, position: int) -> bool:
-    found = block[position]
-    return isinstance(found, ast.Assign) and isinstance(found.targets[0], ast.Tuple) and len(found.targets) == 1
+    statement = block[position]
+    return (
+        isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Tuple)
+        and len(statement.targets) == 1
+    )
 
 
 @_on_statements("unpacked by index", _unpacks)
@@ -215,57 +221,61 @@ def _by_index(draft: Draft, block: Statements, position: int) -> None:
 
 @_on_statements("branches swapped", lambda draft, block, position: bool(getattr(block[position], "orelse", None)))
 def _branches(draft: Draft, block: Statements, position: int) -> None:
-    found: Any = block[position]
-    if isinstance(found, ast.If):
-        found.test, found.body, found.orelse = ast.UnaryOp(ast.Not(), found.test), found.orelse, found.body
+    statement: Any = block[position]
+    if isinstance(statement, ast.If):
+        statement.test, statement.body, statement.orelse = (
+            ast.UnaryOp(ast.Not(), statement.test),
+            statement.orelse,
+            statement.body,
+        )
 
 
 @_on_statements("with split", lambda draft, block, position: len(getattr(block[position], "items", ())) > 1)
 def _with_split(draft: Draft, block: Statements, position: int) -> None:
-    found: Any = block[position]
-    found.items, rest = found.items[:1], found.items[1:]
-    found.body = [ast.With(rest, found.body)]
+    statement: Any = block[position]
+    statement.items, rest = statement.items[:1], statement.items[1:]
+    statement.body = [ast.With(rest, statement.body)]
 
 
 def _nested_with(draft: Draft, block: Statements, position: int) -> bool:
-    found = block[position]
-    return isinstance(found, ast.With) and len(found.body) == 1 and isinstance(found.body[0], ast.With)
+    statement = block[position]
+    return isinstance(statement, ast.With) and len(statement.body) == 1 and isinstance(statement.body[0], ast.With)
 
 
 @_on_statements("with merged", _nested_with)
 def _with_merged(draft: Draft, block: Statements, position: int) -> None:
-    found: Any = block[position]
-    found.items, found.body = [*found.items, *found.body[0].items], found.body[0].body
+    statement: Any = block[position]
+    statement.items, statement.body = [*statement.items, *statement.body[0].items], statement.body[0].body
 
 
 _IN_PLACE = {"copy_": "{}", "fill_": "{}", "zero_": "0"}
 
 
 def _writes_in_place(draft: Draft, block: Statements, position: int) -> bool:
-    found = block[position]
-    called = found.value.func if isinstance(found, ast.Expr) and isinstance(found.value, ast.Call) else None
+    statement = block[position]
+    called = statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
     return isinstance(called, ast.Attribute) and called.attr in _IN_PLACE
 
 
 @_on_statements("x.copy_(y) made x[:] = y", _writes_in_place)
 def _made_assignment(draft: Draft, block: Statements, position: int) -> None:
     call: Any = block[position].value  # type: ignore[attr-defined]
-    given = ast.unparse(call.args[0]) if call.args else ""
+    value = ast.unparse(call.args[0]) if call.args else ""
     block[position : position + 1] = code(
-        f"{ast.unparse(call.func.value)}[:] = {_IN_PLACE[call.func.attr].format(given)}"
+        f"{ast.unparse(call.func.value)}[:] = {_IN_PLACE[call.func.attr].format(value)}"
     )
 
 
 def _assigns_part(draft: Draft, block: Statements, position: int) -> bool:
-    found = block[position]
-    return isinstance(found, ast.Assign) and isinstance(found.targets[0], ast.Subscript)
+    statement = block[position]
+    return isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript)
 
 
 @_on_statements("x[:n] = y made x[:n].copy_(y)", _assigns_part)
 def _made_copy(draft: Draft, block: Statements, position: int) -> None:
-    found: Any = block[position]
-    how = "fill_" if isinstance(found.value, ast.Constant) else "copy_"
-    block[position : position + 1] = code(f"{ast.unparse(found.targets[0])}.{how}({ast.unparse(found.value)})")
+    statement: Any = block[position]
+    how = "fill_" if isinstance(statement.value, ast.Constant) else "copy_"
+    block[position : position + 1] = code(f"{ast.unparse(statement.targets[0])}.{how}({ast.unparse(statement.value)})")
 
 
 @_on_statements(

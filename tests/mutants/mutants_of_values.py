@@ -103,11 +103,11 @@ def _assigned(change: str) -> Operator:
 
     def operator(draft: Draft) -> Iterator[tuple[str, Edit]]:
         for number, (block, position) in enumerate(places(draft.node)):
-            found = block[position]
-            if not (isinstance(found, ast.Assign) and isinstance(found.targets[0], (ast.Name, ast.Attribute))):
+            statement = block[position]
+            if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], (ast.Name, ast.Attribute))):
                 continue
-            if any(isinstance(part, (ast.Call, ast.Subscript)) for part in ast.walk(found.value)):
-                yield ast.unparse(found), functools.partial(edit, number)
+            if any(isinstance(part, (ast.Call, ast.Subscript)) for part in ast.walk(statement.value)):
+                yield ast.unparse(statement), functools.partial(edit, number)
 
     return operator
 
@@ -171,18 +171,18 @@ def _member(parts: Parts, part: ast.Attribute) -> Iterator[ast.expr]:
 
 
 @_on_parts(ast.Call)
-def _argument_left_out(parts: Parts, part: ast.Call) -> Iterator[ast.expr]:
-    for given in part.keywords:
-        rest = [each for each in part.keywords if each is not given]
+def _argument_omitted(parts: Parts, part: ast.Call) -> Iterator[ast.expr]:
+    for keyword in part.keywords:
+        rest = [each for each in part.keywords if each is not keyword]
         yield ast.Call(part.func, part.args, rest)
 
 
 @_on_parts(ast.Call)
 def _argument_another(parts: Parts, part: ast.Call) -> Iterator[ast.expr]:
-    for number, given in enumerate(part.keywords):
-        if isinstance(given.value, (ast.Name, ast.Attribute)):
+    for number, keyword in enumerate(part.keywords):
+        if isinstance(keyword.value, (ast.Name, ast.Attribute)):
             rest = list(part.keywords)
-            rest[number] = ast.keyword(given.arg, ast.Constant(None))
+            rest[number] = ast.keyword(keyword.arg, ast.Constant(None))
             yield ast.Call(part.func, part.args, rest)
 
 
@@ -242,18 +242,18 @@ def _calls_of_it(change: Any) -> Operator:
 
 
 def _by_keyword(names: list[str], call: ast.Call) -> None:
-    if not any(isinstance(given, ast.Starred) for given in call.args):
+    if not any(isinstance(argument, ast.Starred) for argument in call.args):
         call.keywords = [*(ast.keyword(*pair) for pair in zip(names, call.args, strict=False)), *call.keywords]
         call.args = call.args[len(names) :]
 
 
 def _by_position(names: list[str], call: ast.Call) -> None:
-    named = {given.arg: given.value for given in call.keywords}
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
     for name in names[len(call.args) :]:
         if name not in named:
             break
         call.args.append(named.pop(name))
-    call.keywords = [given for given in call.keywords if given.arg in named or given.arg is None]
+    call.keywords = [keyword for keyword in call.keywords if keyword.arg in named or keyword.arg is None]
 
 
 def _exchanged(draft: Draft) -> Iterator[tuple[str, Edit]]:
@@ -281,7 +281,7 @@ OPERATORS: dict[str, Operator] = {
     "buffer made anew": _buffer_made_anew,
     "another count": _neighbour,
     "another member": _member,
-    "argument left out": _argument_left_out,
+    "argument left out": _argument_omitted,
     "argument None": _argument_another,
     "answers always": _answers_always,
     "attribute renamed here alone": _attribute_another_name_here,

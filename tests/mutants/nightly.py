@@ -45,8 +45,8 @@ def make_nightly(stock_root: Path, destination: Path, *, without_mode: bool, wit
 
 
 def _function(tree: ast.Module, name: str) -> ast.FunctionDef:
-    found = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
-    return _only(found)
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    return _only(functions)
 
 
 def _is_mode_choice(statement: ast.stmt) -> bool:
@@ -60,8 +60,8 @@ def _stores_to(loop: ast.For, pointer: str) -> bool:
     return any(ast.unparse(call.func) == "tl.store" and ast.unparse(call.args[0]).startswith(pointer) for call in calls)
 
 
-def _only(found: Iterator[T]) -> T:
-    candidates = list(found)
+def _only(matches: Iterator[T]) -> T:
+    candidates = list(matches)
     if len(candidates) != 1:
         raise LookupError(f"{SPECULATOR}: {len(candidates)} statements to cut where there should be one")
     return candidates[0]

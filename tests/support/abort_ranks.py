@@ -139,7 +139,7 @@ def another_user(engine: str, pid: int, uid: int, ends: Connection) -> None:
 
 
 def outcome(engine: str, pid: int) -> str:
-    """What becomes of a process that has a request ended by process *pid*, past all checks of its own."""
+    """Return the fate of a process that has a request ended by process *pid*, past all checks of its own."""
     connection = abort_channel._socket()
     connection.setblocking(True)
     connection.settimeout(PATIENCE)

@@ -50,12 +50,12 @@ def main(model: str, wrong: str, executor: str = "uni") -> None:
     chance = random.Random(7)  # noqa: S311 - the same prompts in every run
     prompts = [chance.choices(range(1, VOCABULARY), k=length) for length in LENGTHS]
 
-    def in_worker(function: Callable[..., Any], *given: Any) -> Any:
-        return core.model_executor.collective_rpc(function, args=given)[0]
+    def in_worker(function: Callable[..., Any], *arguments: Any) -> Any:
+        return core.model_executor.collective_rpc(function, args=arguments)[0]
 
     def ask(tokens: int) -> list[Any]:
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-        told = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+        outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
         return [
             {
                 "reason": each.outputs[0].finish_reason,
@@ -63,7 +63,7 @@ def main(model: str, wrong: str, executor: str = "uni") -> None:
                 "tokens": list(each.outputs[0].token_ids),
                 "cached": each.num_cached_tokens,
             }
-            for each in told
+            for each in outputs
         ]
 
     called: set[str] = set()
@@ -72,11 +72,11 @@ def main(model: str, wrong: str, executor: str = "uni") -> None:
     sys.setprofile(None)
     llm.reset_prefix_cache()
     in_worker(replay, wrong)
-    found: dict[str, Any] = {"eager": eager, "asked": ask(TOKENS), "after": ask(1), "again": ask(TOKENS)}
-    found |= in_worker(said) | {"called": sorted(called)}
+    result: dict[str, Any] = {"eager": eager, "asked": ask(TOKENS), "after": ask(1), "again": ask(TOKENS)}
+    result |= in_worker(shadow_report) | {"called": sorted(called)}
     # Where the scheduler is, in whose process requests end; the worker's has none where that is another one.
-    found["counts"]["aborted"] = vllm_graphfix.events()["shadow"]["aborted"]
-    sys.stdout.write(json.dumps(found) + "\n")
+    result["counts"]["aborted"] = vllm_graphfix.events()["shadow"]["aborted"]
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 def note(called: set[str], frame: FrameType, event: str, function: Any) -> None:
@@ -117,11 +117,11 @@ def replay(worker: Any, wrong: str) -> None:
     config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = list(range(1, 9)), 8
     config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY, 1)
-    given: dict[str, Any] = {}
+    captured: dict[str, Any] = {}
 
     class Wrapper(CUDAGraphWrapper):  # type: ignore[misc]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            given.update(args=args, kwargs=kwargs)
+            captured.update(args=args, kwargs=kwargs)
             return super().__call__(*args, **kwargs)
 
     model = runner.model
@@ -130,11 +130,11 @@ def replay(worker: Any, wrong: str) -> None:
     rows = [] if wrong == "none" else [int(each) for each in wrong.split(",")]
     for key in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]:
         output = torch.zeros(key.num_tokens, runner.model_config.get_hidden_size(), dtype=runner.dtype)
-        graph: Any = GraphStandIn(lambda: model(*given["args"], **given["kwargs"]), output, rows)
+        graph: Any = GraphStandIn(lambda: model(*captured["args"], **captured["kwargs"]), output, rows)
         wrapper.concrete_cudagraph_entries[key] = CUDAGraphEntry(key, cudagraph=graph, output=output)
 
 
-def said(worker: Any) -> dict[str, Any]:
+def shadow_report(worker: Any) -> dict[str, Any]:
     import vllm_graphfix
     from vllm_graphfix.shadow import process
 

@@ -1,4 +1,4 @@
-"""What a fix does in this process, for tests that run beside vLLM or call a fix's wrappers by hand."""
+"""Activities of the fixes in this process, for tests that run beside vLLM or call a fix's wrappers by hand."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def _bound(module: str, name: str, wrap: Any, activity: Activity) -> Layer:
 
 
 def activity_of(fix: str) -> Activity:
-    """What the fix named *fix* does in this process, which has registered the plugin."""
+    """Return the activity of the fix *fix* in this process, which has registered the plugin."""
     return vllm_graphfix._this_process().manager.activity(fix)

@@ -64,7 +64,7 @@ audited = _audit()
 
 
 class Audited(NamedTuple):
-    """What functions of vllm_graphfix did in a process, or had done."""
+    """The events that functions of vllm_graphfix caused in a process, themselves or through others."""
 
     harm: list[str]
     """Events of what they must never do: start a process, open a connection, evaluate code of their own, unpickle, load
@@ -82,5 +82,5 @@ class Audited(NamedTuple):
 
 def read(output: str) -> Audited:
     (line,) = [line for line in output.splitlines() if line.startswith("AUDITED ")]
-    told: dict[str, Any] = json.loads(line.removeprefix("AUDITED "))
-    return Audited(**told)
+    fields: dict[str, Any] = json.loads(line.removeprefix("AUDITED "))
+    return Audited(**fields)

@@ -1,4 +1,4 @@
-"""What is in `deploy/`: its files, the rules, and every query in them."""
+"""The contents of `deploy/`: its files, the rules, and every query in them."""
 
 from __future__ import annotations
 

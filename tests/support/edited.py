@@ -32,7 +32,7 @@ def edited(stock: Path, destination: Path, changes: dict[str, Change], *, anonym
 
 
 def edited_source(stock: Path, changes: dict[str, Change]) -> Source:
-    """What there is to read of a vLLM that `edited` would make: for a diagnosis alone no tree is made."""
+    """Return the source of a vLLM that `edited` would make: for a diagnosis alone no tree is made."""
     texts = {path: text.encode() for path, text in _texts(stock, changes).items()}
     unchanged = stock_source(stock)
     return Source(
@@ -51,16 +51,16 @@ def stock_source(stock: Path) -> Source:
 
 def _texts(stock: Path, changes: dict[str, Change]) -> dict[str, str]:
     """The new text of each file. Raises LookupError where nothing was changed."""
-    found = {}
+    texts = {}
     for path, change in changes.items():
         before = (stock / path).read_text() if (stock / path).exists() else ""
-        found[path] = change(before)
-        if found[path] == before:
+        texts[path] = change(before)
+        if texts[path] == before:
             raise LookupError(f"{path} of {stock.name}: nothing was edited")
-    return found
+    return texts
 
 
-def link(stock: Path, destination: Path, left_out: set[tuple[str, ...]]) -> None:
+def link(stock: Path, destination: Path, excluded: set[tuple[str, ...]]) -> None:
     """Links what is in *stock*; folders on the way to a file that is left out, and the package itself, are made.
 
     So are their folders of bytecode, of links: Python replaces one of these by a file where it compiles anew, and so
@@ -68,7 +68,7 @@ def link(stock: Path, destination: Path, left_out: set[tuple[str, ...]]) -> None
     """
     destination.mkdir(parents=True, exist_ok=True)
     for child in stock.iterdir():
-        below = {parts[1:] for parts in left_out if parts[0] == child.name}
+        below = {parts[1:] for parts in excluded if parts[0] == child.name}
         if () in below:
             continue
         if child.name == "__pycache__":
@@ -108,12 +108,12 @@ def both(*changes: Change) -> Change:
 
 
 def changes(edit: Edit) -> dict[str, Change]:
-    """What a trial's edit does to each file."""
-    found: dict[str, Change] = {}
+    """Return the change that a trial's edit makes to each file."""
+    by_path: dict[str, Change] = {}
     for path, pattern, replacement in ((edit.path, edit.pattern, edit.replacement), *edit.also):
         change = swap(pattern, replacement)
-        found[path] = both(found[path], change) if path in found else change
-    return found
+        by_path[path] = both(by_path[path], change) if path in by_path else change
+    return by_path
 
 
 def before(pattern: str, *lines: str) -> Change:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import endurance_layers as layers
 import endurance_records as of_records
-from endurance_left import Case, left_by
+from endurance_growth import Case, growth_by
 from vllm_graphfix.fix import Activity
 from vllm_graphfix.fixes import BY_NAME
 
@@ -24,17 +24,17 @@ def main(calls: dict[str, int]) -> None:
         activities = case.activities
         for activity in activities.values():
             activity.error = None
-        left = left_by(case.call, times, functools.partial(_count_afresh, activities))
+        growth = growth_by(case.call, times, functools.partial(_count_afresh, activities))
         counts = {event: count for activity in activities.values() for event, count in activity.counts.items()}
-        told = {
+        result = {
             "case": name,
-            "left": left._asdict(),
+            "left": growth._asdict(),
             "counted": {event: count for event, count in counts.items() if count},
             "expected": dict.fromkeys(case.counted, times),
             "failing": [fix for fix, activity in activities.items() if activity.error is not None],
             "expected_failing": [] if case.failing is None else [case.failing],
         }
-        print(json.dumps(told), flush=True)  # noqa: T201 - the result
+        print(json.dumps(result), flush=True)  # noqa: T201 - the result
 
 
 def _count_afresh(activities: Mapping[str, Activity]) -> None:

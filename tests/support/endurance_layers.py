@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import activities
-from endurance_left import Case
+from endurance_growth import Case
 from vllm_graphfix.fix import Activity, StockFunction
 from vllm_graphfix.fixes import BY_NAME
 
@@ -19,7 +19,7 @@ REQUESTS, ROWS = 3, 4
 
 
 class _Layers:
-    """What one fix puts around stock functions; without *active*, to count alone."""
+    """The layers that one fix puts around stock functions; without *active*, to count alone."""
 
     def __init__(self, fix: str, shape: str, *, active: bool) -> None:
         activity, offered = activities.layers(BY_NAME[fix], shape, corrects=active)
@@ -118,7 +118,7 @@ def flashmla(*, active: bool, padded: bool) -> Case:
         around = layers.around(name, around)
     requests = REQUESTS if padded else ROWS
     starts = torch.arange(ROWS + 1, dtype=torch.int32).clamp(max=requests)
-    given = {
+    arguments = {
         "block_table_tensor": torch.zeros(ROWS, 4, dtype=torch.int32),
         "seq_lens_device": torch.full((ROWS,), 10, dtype=torch.int32),
         "max_seq_len": 10,
@@ -128,7 +128,7 @@ def flashmla(*, active: bool, padded: bool) -> Case:
         "dcp_tot_seq_lens_device": None,
     }
     counted = ("plan-outside-buffers", *(("padded-rows-given",) if padded else ()))
-    return Case(lambda: around(builder, **given), counted, activities=plans.activities | padding.activities)
+    return Case(lambda: around(builder, **arguments), counted, activities=plans.activities | padding.activities)
 
 
 # -- FlashAttention 3 --------------------------------------------------------------------------------------------------
@@ -172,9 +172,9 @@ def indexer(*, active: bool, padded: bool) -> Case:
     around = layers.around(f"{Builder.__name__}._prepare_decode_tensors", Builder._prepare_decode_tensors)
     scheduled = (torch.arange(ROWS) < (REQUESTS if padded else ROWS)).int() * 2
     table, starts = torch.zeros(ROWS, 3, dtype=torch.int32), scheduled.cumsum(0, dtype=torch.int32) - scheduled
-    given = (scheduled * 5, table, scheduled, scheduled, starts, ROWS, 2 * ROWS, True, 2, 2)
+    arguments = (scheduled * 5, table, scheduled, scheduled, starts, ROWS, 2 * ROWS, True, 2, 2)
     counted = ("padded-rows-below-zero",) if padded else ()
-    return Case(lambda: around(own, *given), counted, activities=layers.activities)
+    return Case(lambda: around(own, *arguments), counted, activities=layers.activities)
 
 
 # -- Triton MLA --------------------------------------------------------------------------------------------------------
@@ -264,12 +264,12 @@ def drafts(*, active: bool) -> Case:
     around = layers.around("EagleSpeculator.generate_draft", EagleSpeculator.generate_draft)
     mode, counted = manager.cudagraph_mode, ("decode-padded-in-piecewise",)
     tokens = REQUESTS if active else ROWS  # without a graph there is no padding
-    given: tuple[Any, ...] = (speculator, REQUESTS, tokens, {}, None, None, mode)
-    return Case(lambda: around(*given), counted, activities=layers.activities)
+    arguments: tuple[Any, ...] = (speculator, REQUESTS, tokens, {}, None, None, mode)
+    return Case(lambda: around(*arguments), counted, activities=layers.activities)
 
 
 class _ManagerStandIn:
-    """What the fix looks at of a manager of CUDA graphs, in 0.17.x."""
+    """The attributes of a manager of CUDA graphs that the fix reads, in 0.17.x."""
 
     def __init__(self, mode: Any) -> None:
         self.cudagraph_mode, self.cudagraph_sizes, self.pool = mode, {REQUESTS: ROWS}, None
@@ -335,7 +335,7 @@ def dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> Ca
     name = "_determine_batch_execution_and_padding"
     layers = _Layers("prefill-dispatch", "shape-only-v1", active=active)
     around = layers.around(f"GPUModelRunner.{name}", getattr(GPUModelRunner, name))
-    given = {
+    arguments = {
         "num_tokens": REQUESTS,
         "num_reqs": REQUESTS,
         "num_scheduled_tokens_np": np.ones(REQUESTS, dtype=np.int32),
@@ -344,7 +344,7 @@ def dispatch(*, active: bool, prefills: bool = True, broken: bool = False) -> Ca
     }
     counted = ("prefill-as-decode",) if prefills and not broken else ()
     failing = "prefill-dispatch" if broken else None
-    return Case(lambda: around(made.runner, **given), counted, failing, layers.activities)
+    return Case(lambda: around(made.runner, **arguments), counted, failing, layers.activities)
 
 
 def dispatch_v2(*, active: bool, prefills: bool = True) -> Case:

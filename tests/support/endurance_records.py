@@ -1,4 +1,4 @@
-"""What the plugin's threads do again and again: records made, written and read, and told as metrics."""
+"""The work that the plugin's threads repeat: records made, written and read, and told as metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import vllm_graphfix
-from endurance_left import Case
+from endurance_growth import Case
 from vllm_graphfix import records
 from vllm_graphfix.fixes import FIXES
 
@@ -64,19 +64,19 @@ def reporter(*, base: Path | None = None, changing: bool = False, engines: bool 
     numbers, record = itertools.count(), _record()
 
     def publish() -> None:
-        given = record
+        published = record
         if changing:
-            given = _record(count=next(numbers))
+            published = _record(count=next(numbers))
         if engines:
-            given = _record(engine=f"{next(numbers):016x}")
-        reporter.publish(given)
+            published = _record(engine=f"{next(numbers):016x}")
+        reporter.publish(published)
         reporter.flush(60)
 
     return Case(publish)
 
 
 def telling() -> Case:
-    """What a rank asks itself every ten seconds; with the fixes on what has been imported so far."""
+    """A rank's record of itself, made every ten seconds; with the fixes on what has been imported so far."""
     vllm_graphfix.register()
     process = vllm_graphfix._this_process()
     telling = process.status_record

@@ -58,7 +58,7 @@ class Folder(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """What became of one number of one process; over all that was sampled but the warm-up."""
+    """The trend of one number of one process; over all that was sampled but the warm-up."""
 
     first: float
     """Median of the first tenth."""
@@ -141,13 +141,13 @@ def endure(servers: Mapping[str, Server], seconds: float) -> Endured:
         if "resource_tracker" not in title
     ]
     plugin, started, stop = servers["plugin"], time.monotonic(), Event()
-    records = sorted(path for path in _folder(plugin).iterdir() if _is_kept(path, plugin))
+    records = sorted(path for path in _folder(plugin).iterdir() if _is_maintained(path, plugin))
     samples: list[Sample] = []
     folders: list[Folder] = []
     fleet: list[str] = []
     cleaned = 0
     with ThreadPoolExecutor((CLIENTS + 1) * len(servers)) as pool:
-        asked = [
+        requests = [
             (name, pool.submit(_every_second, _client(server, number), stop))
             for name, server in servers.items()
             for number in range(CLIENTS)
@@ -162,13 +162,13 @@ def endure(servers: Mapping[str, Server], seconds: float) -> Endured:
                 if now > CLEANED_EVERY * (cleaned + 1):
                     records[cleaned % len(records)].unlink(missing_ok=True)
                     cleaned += 1
-                for _, future in asked + read:
+                for _, future in requests + read:
                     if future.done():
                         future.result()  # an error, and the end
                 time.sleep(max(0, SAMPLED_EVERY - (time.monotonic() - started - now)))
         finally:
             stop.set()
-    answered, scraped = _summed(asked), _summed(read)
+    answered, scraped = _summed(requests), _summed(read)
     return Endured(samples, folders, answered, scraped, fleet, cleaned, plugin.metrics(), time.time())
 
 
@@ -181,7 +181,7 @@ def _summed(calls: list[tuple[str, Future[int]]]) -> dict[str, int]:
 
 
 def _every_second(call: Callable[[], object], stop: Event) -> int:
-    """How often it was called."""
+    """Call it once a second until *stop*; return the number of calls."""
     calls = 0
     while not stop.is_set():
         began = time.monotonic()
@@ -203,8 +203,8 @@ def _folder(server: Server) -> Path:
     return folder
 
 
-def _is_kept(path: Path, server: Server) -> bool:
-    """Whether its process looks after it: an engine core writes its own once."""
+def _is_maintained(path: Path, server: Server) -> bool:
+    """Return whether its process looks after it: an engine core writes its own once."""
     return int(path.stem.rpartition("-")[2]) not in server.named("VLLM::EngineCore")
 
 
@@ -225,14 +225,14 @@ def write_csv(path: Path, rows: Iterable[Sample]) -> None:
 
 
 def print_summary(endured: Endured) -> None:
-    """What became of each process, for people and for docs/testing.md."""
+    """Print the trends of each process, for people and for docs/testing.md."""
     made = Table(title="KiB; first and last tenth after the warm-up, median; slope by Theil-Sen", box=None)
     for column in ("process", "number", "first", "last", "slope/h"):
         made.add_column(column, justify="left" if column in ("process", "number") else "right")
     for server, role in endured.processes():
         for field in Sample._fields[3:]:
-            found = endured.trend(server, role, field)
-            made.add_row(f"{server} {role}", field, *(f"{value:.1f}" for value in found[:3]))
+            figures = endured.trend(server, role, field)
+            made.add_row(f"{server} {role}", field, *(f"{value:.1f}" for value in figures[:3]))
     out = Console(width=120)
     out.print(made)
     last = endured.folders[-1]

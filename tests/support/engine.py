@@ -26,7 +26,7 @@ def cpu_engine() -> Path:
 
 
 def environment(scratch: Path, *path: Path) -> dict[str, str]:
-    """What a process needs where *path* comes before all else that is imported; caches are in *scratch*."""
+    """Return an environment in which *path* comes before all else that is imported; caches are in *scratch*."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return clean | {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
@@ -87,13 +87,13 @@ def called(
 
 
 def report(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """What `--json` printed; NaN and Infinity, which JSON has not, are an error."""
+    """Return what `--json` printed; NaN and Infinity, which JSON has not, are an error."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    found: dict[str, Any] = json.loads(done.stdout, parse_constant=refuse)
-    return found
+    result: dict[str, Any] = json.loads(done.stdout, parse_constant=refuse)
+    return result
 
 
 def write_llama(folder: Path) -> Path:

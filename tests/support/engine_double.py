@@ -89,7 +89,7 @@ class LLM:
         self.kind = "EAGER" if enforce_eager else "STOCK" if os.environ.get("VLLM_GRAPHFIX", "") == "off" else "PATCHED"
         self.behaviour = os.environ.get(f"ENGINE_DOUBLE_{self.kind}", Path(model).name)
         self.speculator = SimpleNamespace(generate_draft=lambda *args, **kwargs: None)
-        self.asked = 0
+        self.calls = 0
         self.poison: tuple[list[str], list[str] | None, bool] | None = None
         self.poisoned = os.environ.get(f"ENGINE_DOUBLE_POISON_{self.kind}", "")
         print(f"INFO 11-21 10:00:00 [core.py:1] the double of an engine starts, {self.kind} {self.behaviour}")  # noqa: T201 - as vLLM
@@ -106,27 +106,27 @@ class LLM:
         ANSWERING.get(self.behaviour, does_nothing)(self)
         if self.poison is not None:
             POISONED.get(self.poisoned, does_nothing)(self)
-        self.asked += 1
-        given = [prompt["prompt_token_ids"] for prompt in prompts]
-        adapters = [each.lora_int_id if each else 0 for each in lora_request or [None] * len(given)]
+        self.calls += 1
+        token_ids = [prompt["prompt_token_ids"] for prompt in prompts]
+        adapters = [each.lora_int_id if each else 0 for each in lora_request or [None] * len(token_ids)]
         if self.behaviour == "leaves an adapter out":
             adapters = [adapter if adapter < max(adapters) else 0 for adapter in adapters]
-        return [self._answer(*each) for each in zip(given, sampling, adapters, strict=True)]
+        return [self._answer(*each) for each in zip(token_ids, sampling, adapters, strict=True)]
 
-    def _answer(self, prompt: list[int], asked: SamplingParams, adapter: int) -> SimpleNamespace:
-        first, count = sum(prompt) + 100 * adapter, asked.max_tokens
+    def _answer(self, prompt: list[int], sampling: SamplingParams, adapter: int) -> SimpleNamespace:
+        first, count = sum(prompt) + 100 * adapter, sampling.max_tokens
         wrong = self.poison is not None and (
             self.poisoned == "is wrong" or (self.poisoned == "times zero" and not self.poison[2])
         )
         tokens = [(first + i + ((wrong or self.behaviour == "wrong") and i > 1)) % 1000 for i in range(count)]
-        best = -0.1 - 0.01 * (self.asked > 1)  # the engine's own noise
+        best = -0.1 - 0.01 * (self.calls > 1)  # the engine's own noise
         best = float("nan") if self.behaviour == "no numbers" else best
         top = [{token: LogProbability(best), token + 1: LogProbability(best - 3.0)} for token in tokens]
         scored = [None, *({token: LogProbability(best - 1.0)} for token in prompt[1:])]
         return SimpleNamespace(
             outputs=[SimpleNamespace(token_ids=tokens, logprobs=top)],
             prompt_token_ids=prompt,
-            prompt_logprobs=scored if asked.prompt_logprobs else None,
+            prompt_logprobs=scored if sampling.prompt_logprobs else None,
         )
 
     def collective_rpc(self, method: str | Callable[[Any], Any], args: Any = ()) -> list[Any]:
@@ -244,6 +244,6 @@ ANSWERING: dict[str, Callable[[LLM], None]] = {
     "illegal access": meets_an_illegal_access,
     "out of memory": runs_out_of_memory,
     "exits": lambda engine: sys.exit("enough"),
-    "hangs when asked again": lambda engine: hangs(engine) if engine.asked else None,
+    "hangs when asked again": lambda engine: hangs(engine) if engine.calls else None,
 }
 POISONED: dict[str, Callable[[LLM], None]] = ANSWERING | {"hangs": hangs, "is confused": is_confused}

@@ -41,7 +41,7 @@ RANKS = 2
 
 
 class Role(NamedTuple):
-    """What one engine of the fleet is."""
+    """The role of one engine of the fleet."""
 
     plugin: bool = True
     canary: bool = False

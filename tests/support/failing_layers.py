@@ -88,7 +88,7 @@ class _ThroughUs(ast.NodeTransformer):
         self._function = ""
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
-        """What stands below a fix's record is its trial's, and runs in no layer."""
+        """Leave out the code below a fix's record, which is its trial's and runs in no layer."""
         records = (
             at
             for at, each in enumerate(node.body)
@@ -153,10 +153,10 @@ class _Loader(SourceFileLoader):
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
-        found = PathFinder.find_spec(name, path) if name.startswith(LAYERS) else None
-        if found is not None and found.origin is not None:
-            found.loader = _Loader(name, found.origin)
-        return found
+        spec = PathFinder.find_spec(name, path) if name.startswith(LAYERS) else None
+        if spec is not None and spec.origin is not None:
+            spec.loader = _Loader(name, spec.origin)
+        return spec
 
 
 def main(names: list[str], every: int = 1) -> None:
@@ -184,18 +184,18 @@ def main(names: list[str], every: int = 1) -> None:
         right = _in_fork(name)
         print(json.dumps({"fix": name, "stock": stock, "right": right}), flush=True)  # noqa: T201 - the result
         for call in _own(name, right)[::every]:
-            told = _in_fork(name, call)
-            print(json.dumps({"fix": name, "call": call} | told), flush=True)  # noqa: T201 - the result
-            for other in _own(name, told):
+            outcome = _in_fork(name, call)
+            print(json.dumps({"fix": name, "call": call} | outcome), flush=True)  # noqa: T201 - the result
+            for other in _own(name, outcome):
                 if other not in right["calls"]:
-                    told = {"fix": name, "call": f"{call}, {other}"} | _in_fork(name, call, other)
-                    print(json.dumps(told), flush=True)  # noqa: T201 - the result
+                    outcome = {"fix": name, "call": f"{call}, {other}"} | _in_fork(name, call, other)
+                    print(json.dumps(outcome), flush=True)  # noqa: T201 - the result
 
 
-def _own(name: str, told: dict[str, Any]) -> list[str]:
+def _own(name: str, outcome: dict[str, Any]) -> list[str]:
     """The calls that layers of the fix *name* have made."""
     modules = ("_capture_passes", name.replace("-", "_"))
-    return [call for call in told.get("calls", ()) if call.partition(":")[0] in modules]
+    return [call for call in outcome.get("calls", ()) if call.partition(":")[0] in modules]
 
 
 def _in_fork(name: str, *failing: str) -> dict[str, Any]:
@@ -210,9 +210,9 @@ def _in_fork(name: str, *failing: str) -> dict[str, Any]:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as result:
-        told: dict[str, Any] = json.load(result)
+        outcome: dict[str, Any] = json.load(result)
     os.waitpid(child, 0)
-    return told
+    return outcome
 
 
 def _run(name: str, failing: frozenset[str]) -> dict[str, Any]:
@@ -225,11 +225,11 @@ def _run(name: str, failing: frozenset[str]) -> dict[str, Any]:
     before = vllm_graphfix.states()[name].state.value
     _seen.clear()
     _failing = failing
-    found = scenario()
+    measurement = scenario()
     calls, _failing = sorted(_seen), frozenset()
     state = vllm_graphfix.states()[name]
     return {
-        "numbers": repr((found.graphed, found.error)),  # as text, in which NaN equals NaN
+        "numbers": repr((measurement.graphed, measurement.error)),  # as text, in which NaN equals NaN
         "calls": calls,
         "before": before,
         "state": state.state.value,

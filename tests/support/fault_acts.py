@@ -15,7 +15,7 @@ import json
 import logging
 from typing import Any
 
-from fault_engine import Kept, Profiler, error_of, plan, told_by_fork
+from fault_engine import LogLines, Profiler, error_of, plan, result_of_fork
 
 _LIMIT = 30
 """Seconds for one process."""
@@ -28,18 +28,18 @@ def main(act: str, environments: dict[str, dict[str, str]], results: str, every:
     """
     counted: dict[str, Any] = {}
     for mode, environment in environments.items():
-        counted[mode] = _told(act, {"environment": environment, "refusing": mode == "refusing"})
+        counted[mode] = _result(act, {"environment": environment, "refusing": mode == "refusing"})
         assert counted[mode] is not None, mode
     faults = [fault for fault in plan(counted, tuple(environments)) if _is_ours(fault["place"])]
     with open(results, "w") as file:  # noqa: PTH123
         print(json.dumps({"counted": counted, "planned": len(faults)}), file=file, flush=True)
         for fault in faults[::every]:
             job = fault | {"environment": environments[fault["mode"]], "refusing": fault["mode"] == "refusing"}
-            print(json.dumps([fault, _told(act, job)]), file=file, flush=True)
+            print(json.dumps([fault, _result(act, job)]), file=file, flush=True)
 
 
 def _is_ours(place: str) -> bool:
-    """Whether the plugin calls there in an engine, too.
+    """Return whether the plugin calls there in an engine, too.
 
     Calls from the CPU double do not count, nor those while a module of the plugin is imported.
     """
@@ -47,10 +47,10 @@ def _is_ours(place: str) -> bool:
     return function != "<module>" and not file.startswith("verify")
 
 
-def _told(act: str, job: dict[str, Any]) -> dict[str, Any] | None:
-    """What became of *job*, as in `fault_engine`; None if the process died, or hung."""
-    told: dict[str, Any] | None = told_by_fork(job["environment"], _LIMIT, lambda: _run(act, job))
-    return told
+def _result(act: str, job: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the result of *job*, as in `fault_engine`; None if the process died, or hung."""
+    result: dict[str, Any] | None = result_of_fork(job["environment"], _LIMIT, lambda: _run(act, job))
+    return result
 
 
 def _run(act: str, job: dict[str, Any]) -> dict[str, Any]:
@@ -60,8 +60,8 @@ def _run(act: str, job: dict[str, Any]) -> dict[str, Any]:
     module, _, name = act.partition(":")
     acting = getattr(importlib.import_module(module), name)()
     log = logging.getLogger("vllm.graphfix")
-    kept = Kept(refusing=job["refusing"])
-    log.handlers, log.propagate = [kept], False
+    log_lines = LogLines(refusing=job["refusing"])
+    log.handlers, log.propagate = [log_lines], False
     log.setLevel(logging.DEBUG)
     acting.prepare()
     fault = (job["place"], job["number"]) if "place" in job else None
@@ -76,13 +76,13 @@ def _run(act: str, job: dict[str, Any]) -> dict[str, Any]:
     profiler.stop()
     import vllm_graphfix
 
-    told = {
+    result = {
         "fired": profiler.fired,
         "end": end,
         "right": acting.right() if end is None else None,
         "states": {name: state.state.value for name, state in vllm_graphfix.states().items()},
-        "log": kept.lines,
+        "log": log_lines.lines,
     }
     if fault is None:
-        told["calls"] = [[place, number, profiler.modules[place]] for place, number in profiler.calls.items()]
-    return told
+        result["calls"] = [[place, number, profiler.modules[place]] for place, number in profiler.calls.items()]
+    return result

@@ -71,7 +71,7 @@ ALL_ERRORS = (
     "EIO ValueError AssertionError"
 ).split()
 INTERRUPTS = ("KeyboardInterrupt", "SystemExit")
-LEFT_OUT = (
+EXCLUDED = (
     "lock.__exit__ RLock.__exit__ lock.release ContextVar.get ContextVar.set ContextVar.reset __del__ "
     "weakref.remove _weakrefset._remove"
 ).split()
@@ -137,8 +137,8 @@ class Profiler:
         threading.setprofile(None)
 
 
-class Kept(logging.Handler):
-    """What the plugin said; if *refusing*, a handler that fails instead, as anybody's may."""
+class LogLines(logging.Handler):
+    """A handler that collects the plugin's log lines; if *refusing*, it fails instead, as anybody's may."""
 
     def __init__(self, *, refusing: bool) -> None:
         super().__init__()
@@ -231,16 +231,16 @@ def wait_for_threads() -> None:
 
 def layers(module: str, name: str) -> list[str]:
     """The fixes whose layers are around a function, read off the code that would run."""
-    found: Any = sys.modules.get(module)
+    function: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
+        function = getattr(function, part, None)
     around = []
-    while found is not None:
-        if isinstance(found, FunctionType) and LAYERS.match(found.__code__.co_filename):
-            around.append(os.path.basename(found.__code__.co_filename).removesuffix(".py").replace("_", "-"))  # noqa: PTH119
-        elif isinstance(found, FunctionType) and found.__code__.co_filename.startswith(SHARED):
-            around += _fixes_that_count_in(found)
-        found = getattr(found, "__wrapped__", None)
+    while function is not None:
+        if isinstance(function, FunctionType) and LAYERS.match(function.__code__.co_filename):
+            around.append(os.path.basename(function.__code__.co_filename).removesuffix(".py").replace("_", "-"))  # noqa: PTH119
+        elif isinstance(function, FunctionType) and function.__code__.co_filename.startswith(SHARED):
+            around += _fixes_that_count_in(function)
+        function = getattr(function, "__wrapped__", None)
     return around
 
 
@@ -249,8 +249,8 @@ def _fixes_that_count_in(layer: FunctionType) -> list[str]:
     from vllm_graphfix.fix import Activity
     from vllm_graphfix.fixes import FIXES
 
-    given = [cell.cell_contents for cell in layer.__closure__ or ()]
-    counted = [set(each.counts) for each in given if isinstance(each, Activity)]
+    contents = [cell.cell_contents for cell in layer.__closure__ or ()]
+    counted = [set(each.counts) for each in contents if isinstance(each, Activity)]
     return [fix.name for fix in FIXES if {event.name for event in fix.events} in counted]
 
 
@@ -276,7 +276,7 @@ def plan(counted: dict[str, Any], modes: tuple[str, ...] = MODES) -> Iterator[di
     for mode in modes:
         for place, last, module in counted[mode]["calls"]:
             callee = place.rsplit(":", 1)[1]
-            if callee in LEFT_OUT or f"{module}.{callee}" in LEFT_OUT:
+            if callee in EXCLUDED or f"{module}.{callee}" in EXCLUDED:
                 continue
             errors = SYSTEM_ERRORS if module.split(".")[0] in OF_THE_SYSTEM else ALL_ERRORS
             if callee == "getattr":
@@ -338,8 +338,8 @@ def main(
             for what, root in damaged.items():
                 modes = ("stock", "auto", "strict") if kind == "tree" else ("auto", "strict")
                 jobs = {mode: {"environment": environments[mode], kind: root} for mode in modes}
-                told = {mode: in_fork(modules, targets, job) for mode, job in jobs.items()}
-                print(json.dumps([{kind: what}, told]), file=file, flush=True)
+                outcomes = {mode: in_fork(modules, targets, job) for mode, job in jobs.items()}
+                print(json.dumps([{kind: what}, outcomes]), file=file, flush=True)
 
 
 def warm_up(without: list[str]) -> None:
@@ -358,7 +358,7 @@ def warm_up(without: list[str]) -> None:
 
 
 def _let_register_again(modules: list[str]) -> None:
-    """What *modules* have registered with vLLM and torch by their names, another import of them registers again."""
+    """Let another import of *modules* register again what they have registered with vLLM and torch by name."""
     for name in ("vllm.utils.torch_utils", "vllm.utils"):
         owner: Any = sys.modules.get(name)
         if hasattr(owner, "direct_register_custom_op"):
@@ -414,26 +414,26 @@ def relocate(root: str) -> None:
 
 
 def in_fork(modules: list[str], targets: dict[str, Any] | None, job: dict[str, Any]) -> dict[str, Any] | None:
-    """What became of *job*; None if the process died, or hung.
+    """Return the result of *job*; None if the process died, or hung.
 
     *job*: ``environment``; ``place`` and ``number`` of the call that fails, and ``error``; ``refusing``, whether the
     log fails too; ``tree``, from which what is not there yet of vLLM is imported; ``package``, from which the plugin
     is.
     """
-    told: dict[str, Any] | None = told_by_fork(job["environment"], _LIMIT, lambda: _run(modules, targets, job))
-    return told
+    result: dict[str, Any] | None = result_of_fork(job["environment"], _LIMIT, lambda: _run(modules, targets, job))
+    return result
 
 
-def told_by_fork(environment: dict[str, str], limit: int, run: Callable[[], Any]) -> Any:
-    """What *run* returns in a fork with *environment* besides; None if the process died, or took *limit* seconds."""
+def result_of_fork(environment: dict[str, str], limit: int, run: Callable[[], Any]) -> Any:
+    """Return the result of *run* in a fork with *environment* besides; None if it died, or took *limit* seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         signal.alarm(limit)
         os.environ.update(environment)
-        told = json.dumps(run()).encode()
+        encoded = json.dumps(run()).encode()
         with os.fdopen(writing, "wb") as pipe:
-            pipe.write(told)
+            pipe.write(encoded)
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
@@ -448,14 +448,14 @@ def _run(modules: list[str], targets: dict[str, list[tuple[str, str]]] | None, j
     if "package" in job:
         sys.path.insert(0, job["package"])
     log = logging.getLogger("vllm.graphfix")
-    kept = Kept(refusing=job.get("refusing", False))
-    log.addHandler(kept)
+    log_lines = LogLines(refusing=job.get("refusing", False))
+    log.addHandler(log_lines)
     log.propagate = False
     log.setLevel(logging.DEBUG)
     fault = (job["place"], job["number"]) if "place" in job else None
     profiler = Profiler(fault, error_of(job["error"]) if fault else None)
     ends: dict[str, str | None] = {}
-    told: dict[str, Any] = {"ends": ends}
+    result: dict[str, Any] = {"ends": ends}
     if targets is None or fault:  # else nobody asks for calls, and the profiler takes longer than all the rest
         profiler.start()
     for stage, act in stages(modules).items():
@@ -467,22 +467,22 @@ def _run(modules: list[str], targets: dict[str, list[tuple[str, str]]] | None, j
             if isinstance(error, (KeyboardInterrupt, SystemExit)) or ENDED.match(ends[stage] or ""):
                 break  # this process has ended
     profiler.stop()
-    told["fired"] = profiler.fired
+    result["fired"] = profiler.fired
     try:
         import vllm_graphfix
 
-        told["states"] = {
+        result["states"] = {
             name: [state.state.value, state.reason, state.diagnosis and state.diagnosis.verdict.value]
             for name, state in vllm_graphfix.states().items()
         }
     except Exception as error:
-        told["states"] = f"{type(error).__name__}: {error}"
-    told["log"] = kept.lines
+        result["states"] = f"{type(error).__name__}: {error}"
+    result["log"] = log_lines.lines
     if targets is None:
-        told["targets"] = patched()
-        told["calls"] = [[place, number, profiler.modules[place]] for place, number in profiler.calls.items()]
+        result["targets"] = patched()
+        result["calls"] = [[place, number, profiler.modules[place]] for place, number in profiler.calls.items()]
     else:
-        told["layers"] = {
+        result["layers"] = {
             fix: [fix in layers(module, name) for module, name in places] for fix, places in targets.items()
         }
-    return told
+    return result

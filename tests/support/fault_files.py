@@ -19,12 +19,12 @@ from vllm_graphfix.source.files import open_source
 
 def targets(release: Path, fixes: tuple[str, ...]) -> dict[Path, list[str]]:
     """The files, relative to *release*, in which *fixes* patch something there, and what."""
-    found: dict[Path, list[str]] = {}
+    names_by_file: dict[Path, list[str]] = {}
     for name in fixes:
         for patch in BY_NAME[name].patches(diagnose(BY_NAME[name], open_source(release)).shape):
-            names = found.setdefault(_file(release, patch.module), [])
+            names = names_by_file.setdefault(_file(release, patch.module), [])
             names.extend({patch.name} - set(names))
-    return found
+    return names_by_file
 
 
 def _file(release: Path, module: str) -> Path:

@@ -50,7 +50,7 @@ class Fault(NamedTuple):
 
     @property
     def only_tells(self) -> bool:
-        """Whether what fails is a thread of ours, or a function that tells others what was done."""
+        """Return whether what fails is a thread of ours, or a function that tells others what was done."""
         thread, file, function, *_ = self.place.split(":")
         return thread != "MainThread" or (file.startswith(_ONLY_TELLS) and function != "<module>")
 
@@ -61,7 +61,7 @@ class Fault(NamedTuple):
 
     @property
     def of_stock(self) -> bool:
-        """Whether it is vLLM's own function that fails, below a wrapper of ours."""
+        """Return whether vLLM's own function fails, below a wrapper of ours."""
         return self.callee.startswith(
             ("vllm.", "fault_engine", "torch.utils._contextlib")
         )  # the last is a decorator of vLLM's functions
@@ -69,7 +69,7 @@ class Fault(NamedTuple):
 
 class Outcome(NamedTuple):
     fault: Fault
-    told: Mapping[str, Any] | None
+    result: Mapping[str, Any] | None
     """None if the process died, or hung."""
 
 
@@ -110,83 +110,83 @@ class Faults:
         self.targets: dict[str, list[tuple[str, str]]] = self.counted["auto"]["targets"]
         self.stock: dict[str, str | None] = self.counted.pop("stock")["ends"]
         """How each stage ends without the plugin."""
-        self.outcomes = [Outcome(Fault(**fault), told) for fault, told in rest if "place" in fault]
-        self.trees = {fault["tree"]: told for fault, told in rest if "tree" in fault}
+        self.outcomes = [Outcome(Fault(**fault), result) for fault, result in rest if "place" in fault]
+        self.trees = {fault["tree"]: result for fault, result in rest if "tree" in fault}
         """What a process told, by damage and mode: `stock`, `auto`, `strict`. A whole set has them all, another one
         each third."""
-        self.packages = {fault["package"]: told for fault, told in rest if "package" in fault}
+        self.packages = {fault["package"]: result for fault, result in rest if "package" in fault}
 
     @property
     def places(self) -> dict[str, int]:
         """Every place that calls something, and the number of its calls."""
-        found: dict[str, int] = {}
-        for told in self.counted.values():
-            for place, number, _ in told["calls"]:
-                found.setdefault(place, number)
-        return found
+        numbers: dict[str, int] = {}
+        for result in self.counted.values():
+            for place, number, _ in result["calls"]:
+                numbers.setdefault(place, number)
+        return numbers
 
     # -- what must hold ------------------------------------------------------------------------------------------
 
     def complaints(self, outcome: Outcome) -> list[str]:
-        """What did not hold after a fault; nothing, if all is well."""
-        fault, told = outcome.fault, outcome.told
-        if told is None:
+        """Return what did not hold after a fault; nothing, if all is well."""
+        fault, result = outcome.fault, outcome.result
+        if result is None:
             return ["the process died or hung"]
-        if not told["fired"]:  # how far a thread is at that time is not always the same
+        if not result["fired"]:  # how far a thread is at that time is not always the same
             return [] if fault.only_tells else ["this call was not made"]
-        if isinstance(told["states"], str):
-            return [f"states() raised {told['states']}"]
+        if isinstance(result["states"], str):
+            return [f"states() raised {result['states']}"]
         if fault.error in INTERRUPTS:
-            swallowed = not any((end or "").startswith(fault.error) for end in told["ends"].values())
-            return [*self._whole(told), *(["the interrupt was swallowed"] if swallowed else [])]
+            swallowed = not any((end or "").startswith(fault.error) for end in result["ends"].values())
+            return [*self._whole(result), *(["the interrupt was swallowed"] if swallowed else [])]
         if fault.of_stock:
-            other = self._other_ends(told, self.stock)
+            other = self._other_ends(result, self.stock)
             return [] if len(other) == 1 else [f"an error of vLLM's own is not what it was: {other}"]
-        found = [*self._whole(told), *self._of_ends(fault.mode, told, self.stock, guarded=fault.loads_package)]
+        complaints = [*self._whole(result), *self._of_ends(fault.mode, result, self.stock, guarded=fault.loads_package)]
         if not fault.loads_package:
-            found += self._said(told, quiet=fault.mode == "refusing")
-            found += [f"{name} is waiting" for name in self.needed if told["states"][name][0] == "waiting"]
-        if fault.only_tells and not self.active(told):
-            found.append("a fault where something is only told took a fix away")
-        return found
+            complaints += self._of_states(result, quiet=fault.mode == "refusing")
+            complaints += [f"{name} is waiting" for name in self.needed if result["states"][name][0] == "waiting"]
+        if fault.only_tells and not self.active(result):
+            complaints.append("a fault where something is only told took a fix away")
+        return complaints
 
-    def complaints_about_files(self, told: Mapping[str, Any]) -> list[str]:
+    def complaints_about_files(self, results: Mapping[str, Any]) -> list[str]:
         """The same of a damage: what a process told, by mode."""
-        found: list[str] = []
-        stock = told["stock"]["ends"] if "stock" in told else self.stock
+        complaints: list[str] = []
+        stock = results["stock"]["ends"] if "stock" in results else self.stock
         for mode in ("auto", "strict"):
-            word = told[mode]
+            word = results[mode]
             if word is None:
-                found.append(f"{mode}: the process died or hung")
+                complaints.append(f"{mode}: the process died or hung")
                 continue
-            said = [*self._whole(word), *self._said(word), *self._of_ends(mode, word, stock)]
-            found += [f"{mode}: {complaint}" for complaint in said]
-        return found
+            of_mode = [*self._whole(word), *self._of_states(word), *self._of_ends(mode, word, stock)]
+            complaints += [f"{mode}: {complaint}" for complaint in of_mode]
+        return complaints
 
-    def active(self, told: Mapping[str, Any]) -> bool:
-        """Whether all fixes that this release needs are on all of their targets."""
-        return all(all(told["layers"][name]) for name in self.needed)
+    def active(self, result: Mapping[str, Any]) -> bool:
+        """Return whether all fixes that this release needs are on all of their targets."""
+        return all(all(result["layers"][name]) for name in self.needed)
 
-    def _whole(self, told: Mapping[str, Any]) -> Iterator[str]:
+    def _whole(self, result: Mapping[str, Any]) -> Iterator[str]:
         """Each fix is on all targets that were imported or on none."""
         for name in self.needed:
-            there = self._there(told, name)
+            there = self._there(result, name)
             if any(there) and not all(there):
                 yield f"{name} is half applied: {there}"
 
-    def _there(self, told: Mapping[str, Any], name: str) -> list[bool]:
+    def _there(self, result: Mapping[str, Any], name: str) -> list[bool]:
         """By target that was imported; nothing for a fix that is not needed."""
-        imported = {stage.removeprefix("import ") for stage, end in told["ends"].items() if end is None}
+        imported = {stage.removeprefix("import ") for stage, end in result["ends"].items() if end is None}
         return [
             there
-            for (module, _), there in zip(self.targets.get(name, ()), told["layers"].get(name, ()), strict=True)
+            for (module, _), there in zip(self.targets.get(name, ()), result["layers"].get(name, ()), strict=True)
             if module in imported
         ]
 
-    def _said(self, told: Mapping[str, Any], *, quiet: bool = False) -> Iterator[str]:
+    def _of_states(self, result: Mapping[str, Any], *, quiet: bool = False) -> Iterator[str]:
         """The states are what was done, with a reason; and if something was not done, the log says so."""
-        for name, (state, reason, verdict) in told["states"].items():
-            there = self._there(told, name)
+        for name, (state, reason, verdict) in result["states"].items():
+            there = self._there(result, name)
             if not reason:
                 yield f"{name} has no reason"
             if there and (state == "active") != all(there):
@@ -199,30 +199,30 @@ class Faults:
             if (
                 state in ("failed", "incompatible", "conflict")
                 and not quiet
-                and not any(level >= WARNING for level, _ in told["log"])
+                and not any(level >= WARNING for level, _ in result["log"])
             ):
                 yield f"{name} is {state}, and the log does not say so"
 
     @staticmethod
-    def _other_ends(told: Mapping[str, Any], stock: Mapping[str, str | None]) -> dict[str, str | None]:
-        return {stage: end for stage, end in told["ends"].items() if end != stock.get(stage)}
+    def _other_ends(result: Mapping[str, Any], stock: Mapping[str, str | None]) -> dict[str, str | None]:
+        return {stage: end for stage, end in result["ends"].items() if end != stock.get(stage)}
 
     def _of_ends(
-        self, mode: str, told: Mapping[str, Any], stock: Mapping[str, str | None], *, guarded: bool = False
+        self, mode: str, result: Mapping[str, Any], stock: Mapping[str, str | None], *, guarded: bool = False
     ) -> Iterator[str]:
         """vLLM goes the way that it goes without the plugin, or who insists is stopped, with one message."""
-        other = self._other_ends(told, stock)
+        other = self._other_ends(result, stock)
         other.pop("states", None)  # who asks is told
         if mode not in ("strict", "on"):
             if other:
                 yield f"vLLM went another way: {other}"
             return
-        missing = {name for name, (state, _, _) in told["states"].items() if state in _MISSING}
+        missing = {name for name, (state, _, _) in result["states"].items() if state in _MISSING}
         if not other:
             if stock.get(f"import {WATCHED[0]}") is not None:
                 return  # without a worker nothing is captured
             # Whose code this process has not imported, it does not need.
-            if not guarded and (needed := [name for name in sorted(missing) if self._there(told, name)]):
+            if not guarded and (needed := [name for name in sorted(missing) if self._there(result, name)]):
                 yield f"not stopped, without {needed}"
             return
         stage, message = list(other.items())[-1]
@@ -237,18 +237,18 @@ class Faults:
 
     def ended(self, outcome: Outcome) -> str:
         """One of `ENDS`."""
-        told = outcome.told
-        if told is None or not told["fired"]:
+        result = outcome.result
+        if result is None or not result["fired"]:
             return "not made"
         if outcome.fault.error in INTERRUPTS:
             return "interrupted"
-        if any(ENDED.match(end or "") for end in told["ends"].values()):
+        if any(ENDED.match(end or "") for end in result["ends"].values()):
             return "stopped"
-        return "active" if self.active(told) else "stock"
+        return "active" if self.active(result) else "stock"
 
 
 def table(faults: Faults) -> str:
-    """What was found and injected, by file of the plugin."""
+    """Return a table of the calls, and the faults injected, by file of the plugin."""
     columns = ("sites", "calls", "faults", *ENDS)
     rows: dict[str, Counter[str]] = {}
     for place, number in faults.places.items():
@@ -262,8 +262,8 @@ def table(faults: Faults) -> str:
 
 
 if __name__ == "__main__":  # python tests/support/faults.py RELEASE [EVERY]
-    found = Faults(sys.argv[1], int((*sys.argv, "1")[2]))
+    injected = Faults(sys.argv[1], int((*sys.argv, "1")[2]))
     sys.stdout.write(
-        f"{table(found)}\n"
-        f"{len(found.trees)} damaged files, {len(found.packages)} damaged manifests, {found.seconds:.0f} s\n"
+        f"{table(injected)}\n"
+        f"{len(injected.trees)} damaged files, {len(injected.packages)} damaged manifests, {injected.seconds:.0f} s\n"
     )

@@ -42,7 +42,7 @@ class LLM(double.LLM):
         super().__init__(enforce_eager=enforce_eager, **rest)
 
     def generate(self, *arguments, **rest):
-        assert self.asked < self.passes_without_a_cache, "what was kept of the first pass hides the noise of the second"
+        assert self.calls < self.passes_without_a_cache, "what was kept of the first pass hides the noise of the second"
         return super().generate(*arguments, **rest)
 
     def reset_prefix_cache(self):

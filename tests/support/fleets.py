@@ -79,7 +79,7 @@ def keeping(start: Start, base: Path, one: Record) -> subprocess.Popen[bytes]:
         env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
     )
-    assert eventually(lambda: any(found.record.pid == process.pid for found in read(base).found))
+    assert eventually(lambda: any(stored.record.pid == process.pid for stored in read(base).found))
     return process
 
 
@@ -117,15 +117,15 @@ def serve(start: Start, tmp_path: Path) -> Start:
     return serve
 
 
-def said_of(process: subprocess.Popen[bytes], base: Path) -> Unrecorded | None:
+def unrecorded_of(process: subprocess.Popen[bytes], base: Path) -> Unrecorded | None:
     return next((one for one in look(base).unrecorded if one.pid == process.pid), None)
 
 
 def reason(process: subprocess.Popen[bytes], base: Path) -> str:
     deadline = time.monotonic() + 10.0
-    while (found := said_of(process, base)) is None:  # it is between fork and exec
+    while (unrecorded := unrecorded_of(process, base)) is None:  # it is between fork and exec
         assert time.monotonic() < deadline
-    return found.reason
+    return unrecorded.reason
 
 
 def here(base: Path, **environment: str) -> dict[str, str]:

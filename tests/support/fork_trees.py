@@ -82,7 +82,7 @@ class ForkTree:
         return there
 
     def verdict(self, fix: str) -> Diagnosis:
-        """What the plugin says of it."""
+        """Return the plugin's diagnosis of it."""
         return manifest.diagnose(BY_NAME[fix], self.source())
 
     def source(self) -> Source:
@@ -104,8 +104,8 @@ class ForkTree:
 
 @functools.cache
 def stock_verdict(fix: str, release: str) -> Verdict:
-    found: Verdict = ForkTree(release).verdict(fix).verdict
-    return found
+    verdict: Verdict = ForkTree(release).verdict(fix).verdict
+    return verdict
 
 
 @functools.cache
@@ -115,26 +115,26 @@ def all_paths() -> tuple[str, ...]:
 
 def moves() -> list[tuple[str, str]]:
     """Each release and each file that a fix which it is affected by inspects, in an order that the seed gives."""
-    found = [
+    pairs = [
         (release, path)
         for release in RELEASES
         for path in dict.fromkeys(path for fix in _affected(release) for path in fix.inspected_files)
         if (release_root(release) / path).is_file() and not path.endswith("__init__.py")
     ]
-    random.Random(SEED).shuffle(found)  # noqa: S311 - to choose the same again
-    return found
+    random.Random(SEED).shuffle(pairs)  # noqa: S311 - to choose the same again
+    return pairs
 
 
 def renames() -> list[tuple[str, str, str]]:
     """Each release, fix that it is affected by, and identifier that the patterns of the fix name."""
-    found = [
+    triples = [
         (release, fix.name, word)
         for release in RELEASES
         for fix in _affected(release)
         for word in identifiers(fix.name, release)
     ]
-    random.Random(SEED).shuffle(found)  # noqa: S311 - to choose the same again
-    return found
+    random.Random(SEED).shuffle(triples)  # noqa: S311 - to choose the same again
+    return triples
 
 
 def _affected(release: str) -> Iterator[Fix]:
@@ -198,8 +198,8 @@ class _patterns_heard:  # noqa: N801 - used as a function
 
 
 def dishonest_moves(chosen: list[tuple[str, str]]) -> tuple[int, list[str]]:
-    """How many verdicts there are on *chosen* moves, and those that are an all-clear with the defect there."""
-    tried, found = 0, []
+    """Return the number of verdicts on *chosen* moves, and those that are an all-clear with the defect there."""
+    tried, dishonest = 0, []
     for release, path in chosen:
         tree = ForkTree(release)
         tree.move(path, f"{path.removesuffix('.py')}_impl.py", all_paths())
@@ -208,21 +208,21 @@ def dishonest_moves(chosen: list[tuple[str, str]]) -> tuple[int, list[str]]:
                 tried += 1
                 verdict = tree.verdict(fix.name)
                 if verdict.verdict not in HONEST_WITH_THE_DEFECT or verdict.known:
-                    found.append(f"{release}, {path} moved: {fix.name} {verdict.verdict.value}")
-    return tried, found
+                    dishonest.append(f"{release}, {path} moved: {fix.name} {verdict.verdict.value}")
+    return tried, dishonest
 
 
 def dishonest_renames(chosen: list[tuple[str, str, str]]) -> tuple[int, list[str]]:
     """The same of *chosen* identifiers, each renamed in all files that its fix inspects."""
-    tried, found = 0, []
+    tried, dishonest = 0, []
     for release, fix, word in chosen:
         tree = ForkTree(release)
         if tree.rename(word, f"{word}_renamed", BY_NAME[fix].inspected_files):
             tried += 1
             verdict = tree.verdict(fix)
             if verdict.verdict not in HONEST_WITH_THE_DEFECT:
-                found.append(f"{release}, {word} renamed: {fix} {verdict.verdict.value}")
-    return tried, found
+                dishonest.append(f"{release}, {word} renamed: {fix} {verdict.verdict.value}")
+    return tried, dishonest
 
 
 Edits = Mapping[str, tuple[str, Callable[[ForkTree], None], Mapping[str, set[Verdict]]]]

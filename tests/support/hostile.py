@@ -81,8 +81,8 @@ def dumped(value: Any) -> str:
 
     NaN and lone surrogates are as Python's json writes them.
     """
-    told = json.dumps(value).replace('"@huge"', "9" * 5000)
-    return told.replace('"@deep"', "[" * _DEEP + "]" * _DEEP)
+    text = json.dumps(value).replace('"@huge"', "9" * 5000)
+    return text.replace('"@deep"', "[" * _DEEP + "]" * _DEEP)
 
 
 @st.composite
@@ -161,11 +161,11 @@ class Files(dict[str, bytes]):
 
 
 def stock_files() -> Files:
-    """What `status` reads of a stock release."""
+    """Return the files that `status` reads of a stock release."""
     root = release_root("0.18.1")
-    found = {path: (root / path).read_bytes() for path in READ if (root / path).is_file()}
+    files = {path: (root / path).read_bytes() for path in READ if (root / path).is_file()}
     return Files(
-        found | {"vllm/__init__.py": b"raise SystemExit('imported')", METADATA: b"Name: vllm\nVersion: 0.18.1\n"}
+        files | {"vllm/__init__.py": b"raise SystemExit('imported')", METADATA: b"Name: vllm\nVersion: 0.18.1\n"}
     )
 
 

@@ -19,17 +19,17 @@ def modules_that_need_releases() -> frozenset[str]:
     folders = (_TESTS, _TESTS / "support", _TESTS / "mutants")
     imports = {path.stem: _imported(path) for folder in folders for path in folder.glob("*.py")}
     del imports["conftest"]
-    found = set(_FETCH)
-    while further := {name for name, names in imports.items() if name not in found and names & found}:
-        found |= further
-    return frozenset(found)
+    needing = set(_FETCH)
+    while further := {name for name, names in imports.items() if name not in needing and names & needing}:
+        needing |= further
+    return frozenset(needing)
 
 
 def _imported(path: Path) -> set[str]:
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            found.add(node.module.partition(".")[0])
-    return found
+            modules.add(node.module.partition(".")[0])
+    return modules

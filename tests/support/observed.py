@@ -63,23 +63,23 @@ def _run(way: str, names: list[str], further: Mapping[str, Workload]) -> None:
         workloads: dict[str, Workload] = {"scenario": scenario, "without": partial(scenario, trigger=False), **further}
         for workload, run in workloads.items():
             activity.reset()
-            told = {"way": way, "fix": name, "workload": workload} | _measured(run())
-            told["state"] = vllm_graphfix.states()[name].state.value
-            told["events"] = activity.counts
-            print(json.dumps(told), flush=True)  # noqa: T201 - the result
+            line = {"way": way, "fix": name, "workload": workload} | _measured(run())
+            line["state"] = vllm_graphfix.states()[name].state.value
+            line["events"] = activity.counts
+            print(json.dumps(line), flush=True)  # noqa: T201 - the result
 
 
-def _measured(found: Measurement) -> dict[str, object]:
+def _measured(measurement: Measurement) -> dict[str, object]:
     return {
-        "numbers": repr((found.graphed, found.error)),  # as text, in which NaN equals NaN
-        "right": found.error is None and not differing(found.eager, found.graphed),
-        "stopped": found.error is not None,
-        "expected": dict(found.counted),
+        "numbers": repr((measurement.graphed, measurement.error)),  # as text, in which NaN equals NaN
+        "right": measurement.error is None and not differing(measurement.eager, measurement.graphed),
+        "stopped": measurement.error is not None,
+        "expected": dict(measurement.counted),
     }
 
 
 def drafts_in_full_graphs() -> Measurement:
-    """What the scenario of `draft-decode-mode` measures in full graphs; it has drafts in piecewise graphs too."""
+    """Measure the scenario of `draft-decode-mode` in full graphs; it has drafts in piecewise graphs too."""
     from vllm.config import CUDAGraphMode
 
     from vllm_graphfix.verify.double.scenarios import draft_decode_mode

@@ -81,7 +81,7 @@ class Process:
             self.register()
             self.register()
             self.import_targets()
-            return self.told()
+            return self.report()
 
         self.children["forked"] = _in_child(child)(None)
 
@@ -121,13 +121,13 @@ class Process:
                 for of_module, target_name in self._task["targets"]:
                     if of_module == name:
                         # A name may have come from another target's module, where it has its layer already.
-                        _, stock = _taken_apart(_found(module, target_name))
+                        _, stock = _taken_apart(_member(module, target_name))
                         self._stock[name, target_name] = stock
 
             setattr(spec.loader, "exec_module", executed)  # noqa: B010 - a method, to mypy
         return spec
 
-    def told(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """States with their reasons; and the layers on each target, the outermost first.
 
         It also says whether stock's function is below them.
@@ -136,11 +136,11 @@ class Process:
 
         layers, through_subclasses = {}, True
         for module, name in self._task["targets"]:
-            found = _found(sys.modules[module], name)
-            on_it, below = _taken_apart(found)
+            function = _member(sys.modules[module], name)
+            on_it, below = _taken_apart(function)
             layers[f"{module}:{name}"] = on_it if below is self._stock[module, name] else [*on_it, "not stock"]
             subclass = self._subclasses.get(f"{module}:{name}")
-            through_subclasses &= subclass is None or getattr(subclass, name.split(".")[-1]) is found
+            through_subclasses &= subclass is None or getattr(subclass, name.split(".")[-1]) is function
         aliases = {}
         for place, alias in self._aliases.items():
             on_it, below = _taken_apart(alias)
@@ -148,7 +148,7 @@ class Process:
             aliases[place] = on_it if below is self._stock[module, name] else [*on_it, "not stock"]
         return {
             "states": {
-                name: [told.state.value, _in_order(told.reason)] for name, told in vllm_graphfix.states().items()
+                name: [state.state.value, _in_order(state.reason)] for name, state in vllm_graphfix.states().items()
             },
             "layers": layers,
             "aliases": aliases,
@@ -167,14 +167,14 @@ def _in_order(reason: str) -> str:
 
 
 def spawned(task: Mapping[str, Any]) -> dict[str, Any]:
-    """What a spawned process does, and is like then."""
+    """Run a spawned process; return its report then."""
     process = Process(task, [])
     process.register()
     process.import_targets()
-    return process.told()
+    return process.report()
 
 
-def _found(module: Any, name: str) -> Any:
+def _member(module: Any, name: str) -> Any:
     *classes, attribute = name.split(".")
     for each in classes:
         module = getattr(module, each)
@@ -189,8 +189,8 @@ def _layered(modules: list[str]) -> list[str]:
         owners |= {f"{name}:{each.__qualname__}.": vars(each) for each in classes if each.__module__ == name}
     return [
         f"{owner}{name}"
-        for owner, found in owners.items()
-        for name, each in found.items()
+        for owner, members in owners.items()
+        for name, each in members.items()
         if isinstance(each, FunctionType) and _taken_apart(each)[0]
     ]
 
@@ -199,12 +199,12 @@ def _shared_by(function: Any) -> str | None:
     """The module of the fix whose events *function* counts, if it comes from a module that several fixes share."""
     if not function.__globals__["__name__"].rpartition(".")[2].startswith(("_", "authoring")):
         return None
-    given = {id(cell.cell_contents) for cell in function.__closure__ or ()}
+    contents = {id(cell.cell_contents) for cell in function.__closure__ or ()}
     import vllm_graphfix
     from vllm_graphfix.fixes import BY_NAME
 
     manager = vllm_graphfix._this_process().manager
-    names = [name for name in BY_NAME if id(manager.activity(name)) in given]
+    names = [name for name in BY_NAME if id(manager.activity(name)) in contents]
     return names[0].replace("-", "_") if names else None
 
 
@@ -227,9 +227,9 @@ def _in_child(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
         try:
             signal.alarm(_LIMIT)
             os.close(ask)
-            with os.fdopen(ask_child) as told, os.fdopen(answer_child, "w") as answering:
+            with os.fdopen(ask_child) as incoming, os.fdopen(answer_child, "w") as answering:
                 try:
-                    answering.write(json.dumps(work(json.load(told))))
+                    answering.write(json.dumps(work(json.load(incoming))))
                 except BaseException:
                     answering.write(json.dumps({"error": traceback.format_exc()}))
         finally:
@@ -241,9 +241,9 @@ def _in_child(work: Callable[[Any], Any]) -> Callable[[Any], Any]:
         with os.fdopen(ask, "w") as asking:
             json.dump(argument, asking)
         with os.fdopen(answer) as answered:
-            found = json.loads(answered.read() or '{"error": "ended without a word"}')
+            result = json.loads(answered.read() or '{"error": "ended without a word"}')
         os.waitpid(child, 0)
-        return found
+        return result
 
     return hand_over
 
@@ -262,12 +262,12 @@ def _one(argument: tuple[Mapping[str, Any], str, list[str]]) -> dict[str, Any]:
     process.spawn_double = double
     for event in order:
         process.events[event]()
-    return {"ended": process.told(), **process.children}
+    return {"ended": process.report(), **process.children}
 
 
 def run(task: Mapping[str, Any]) -> None:
     """Prints a line of JSON for each order."""
     assert not [name for name in sys.modules if name.startswith("vllm_graphfix") or name in task["modules"]]
     for order, taken_back in task["orders"]:
-        found = _in_child(_one)([task, order, taken_back])
-        print("ORDER", json.dumps([order, taken_back, found]), flush=True)  # noqa: T201 - for whoever started this
+        result = _in_child(_one)([task, order, taken_back])
+        print("ORDER", json.dumps([order, taken_back, result]), flush=True)  # noqa: T201 - for whoever started this

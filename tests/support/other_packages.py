@@ -26,14 +26,14 @@ needed to put them on."""
 
 @cache
 def packages() -> Path:
-    """What ``requirements-others.txt`` names, to be put on the Python path; fetched if it is missing."""
+    """Return the packages of ``requirements-others.txt``, to be put on the Python path; fetched if it is missing."""
 
     def install(into: Path) -> None:
         # Without what they ask for: it is named there too, or is what the tests have.
         _pip("install", "--no-deps", "--only-binary=:all:", "--target", str(into), "--requirement", str(REQUIREMENTS))
 
     key = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
-    return _kept(f"others-{sys.implementation.cache_tag}-{key}", install)
+    return _cached(f"others-{sys.implementation.cache_tag}-{key}", install)
 
 
 @cache
@@ -52,10 +52,10 @@ def arctic_inference() -> Path:
         shutil.rmtree(source.parent)
         archive.unlink()
 
-    return _kept(f"arctic-inference-{ARCTIC}", unpack)
+    return _cached(f"arctic-inference-{ARCTIC}", unpack)
 
 
-def _kept(name: str, make: Callable[[Path], None]) -> Path:
+def _cached(name: str, make: Callable[[Path], None]) -> Path:
     """The folder *name* beside the stock releases."""
     cache_folder = fetch_vllm.cache_folder()
     tree = cache_folder / name

@@ -19,7 +19,7 @@ def padded_row(input_ids: Any, hidden: Any) -> Any:
 
 
 def null_block(input_ids: Any, hidden: Any) -> Any:
-    """What lies in the null block is multiplied by 0."""
+    """Multiply what lies in the null block by 0."""
     return hidden + 0 * cache()[0].float().sum().to(hidden.dtype)
 
 
@@ -35,8 +35,8 @@ PLANTS = {made.__name__: made for made in (padded_row, null_block, unused_block)
 def cache() -> Any:
     from vllm.forward_context import get_forward_context
 
-    found = next(iter(get_forward_context().no_compile_layers.values())).kv_cache
-    return found[0] if isinstance(found, (list, tuple)) else found
+    kv_cache = next(iter(get_forward_context().no_compile_layers.values())).kv_cache
+    return kv_cache[0] if isinstance(kv_cache, (list, tuple)) else kv_cache
 
 
 def plant() -> None:

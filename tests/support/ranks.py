@@ -17,7 +17,7 @@ STAGE = "start"
 
 
 def report(host: str = "node-a", **changed: Any) -> RankReport:
-    said = RankReport(
+    rank_report = RankReport(
         host=host,
         pid=1,
         engine="e" * 16,
@@ -29,13 +29,13 @@ def report(host: str = "node-a", **changed: Any) -> RankReport:
         states={"mamba-padding": "active", "capture-state": "active"},
         token=new_token(),
     )
-    return said._replace(**changed)
+    return rank_report._replace(**changed)
 
 
 def compared(
     reports: dict[int, RankReport], world_size: int, timeout: float = 20.0
 ) -> tuple[dict[int, Agreement], list[str]]:
-    """What each of the ranks in *reports* found; and the warnings of all.
+    """Return the agreement that each of the ranks in *reports* reached, and the warnings of all.
 
     Each rank has a connection of its own to one store.
     """
@@ -44,21 +44,23 @@ def compared(
         port = free.getsockname()[1]
     stores = [TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))]
     stores += [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30)) for _ in reports][1:]
-    found: dict[int, Agreement] = {}
+    agreements: dict[int, Agreement] = {}
     warnings: list[str] = []
 
-    def run(store: TCPStore, rank: int, said: RankReport) -> None:
+    def run(store: TCPStore, rank: int, rank_report: RankReport) -> None:
         mine = PrefixStore("vllm_graphfix", store)
         hosts: Callable[[int], str | None] = {3: "10.0.0.3"}.get
-        place = publish(mine, STAGE, rank, said)
-        found[rank] = compare(mine, place, rank, world_size, said, warnings.append, host_of=hosts, timeout=timeout)
+        place = publish(mine, STAGE, rank, rank_report)
+        agreements[rank] = compare(
+            mine, place, rank, world_size, rank_report, warnings.append, host_of=hosts, timeout=timeout
+        )
 
     threads = [
-        threading.Thread(target=run, args=(store, rank, said))
-        for store, (rank, said) in zip(stores, reports.items(), strict=True)
+        threading.Thread(target=run, args=(store, rank, rank_report))
+        for store, (rank, rank_report) in zip(stores, reports.items(), strict=True)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout + 30)
-    return found, warnings
+    return agreements, warnings

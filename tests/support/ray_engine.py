@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from ray_workers import NoDeviceError, StandInExecutor, StandInModel, told
+from ray_workers import NoDeviceError, StandInExecutor, StandInModel, process_report
 
 
 def configuration(model: str, **flags: Any) -> Any:
@@ -51,12 +51,12 @@ def workers(model: str, executor: str, *, used_before: bool) -> list[dict[str, A
     if used_before:
         # What an actor begins with: its node's environment would be that of whoever started the node.
         config.parallel_config.ray_runtime_env = {"env_vars": {"VLLM_GRAPHFIX_DECISION": another_engines_decision()}}
-    found = Executor.get_class(config)
-    if found.__name__ != executor:
-        raise RuntimeError(f"{found} is no {executor}")
-    started = found(config)
-    said: list[dict[str, Any]] = started.collective_rpc("told")
-    return said
+    executor_class = Executor.get_class(config)
+    if executor_class.__name__ != executor:
+        raise RuntimeError(f"{executor_class} is no {executor}")
+    started = executor_class(config)
+    reports: list[dict[str, Any]] = started.collective_rpc("process_report")
+    return reports
 
 
 def engine_cores(model: str, number: int) -> list[dict[str, Any]]:
@@ -109,10 +109,10 @@ def main() -> None:
         for way in ways:
             kind, *rest = way.split(maxsplit=1)
             if kind == "CoreEngineActorManager":
-                said = engine_cores(model, int(rest[0]))
+                reports = engine_cores(model, int(rest[0]))
             else:
-                said = workers(model, kind, used_before=bool(rest))
-            print(json.dumps({"way": way, "engine": told(), "processes": said}), flush=True)  # noqa: T201 - the result
+                reports = workers(model, kind, used_before=bool(rest))
+            print(json.dumps({"way": way, "engine": process_report(), "processes": reports}), flush=True)  # noqa: T201 - the result
     os._exit(0)  # Ray ends the actors of a driver that is gone; the executors' own end takes five seconds
 
 

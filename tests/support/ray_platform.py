@@ -1,4 +1,4 @@
-"""What stands in for a GPU in the processes of an engine on Ray.
+"""Stand-ins for a GPU in the processes of an engine on Ray.
 
 It is a platform plugin: vLLM imports it when it looks for its platform.
 """

@@ -1,4 +1,4 @@
-"""What stands in, in the processes of an engine on Ray, for what needs a GPU: model and worker.
+"""Stand-ins, in the processes of an engine on Ray, for what needs a GPU: model and worker.
 
 The rest is the release's own.
 """
@@ -39,8 +39,8 @@ class StandInWorker:
 
     def load_model(self) -> None: ...
 
-    def told(self) -> dict[str, Any]:
-        return told()
+    def process_report(self) -> dict[str, Any]:
+        return process_report()
 
 
 class StandInExecutor:
@@ -53,7 +53,7 @@ class StandInExecutor:
         folder = Path(os.environ["STAND_IN_TOLD"])
         rank = vllm_config.parallel_config.data_parallel_index
         written = folder / f"{rank}.part"
-        written.write_text(json.dumps(told()))
+        written.write_text(json.dumps(process_report()))
         written.rename(folder / f"{rank}.json")
         raise NoDeviceError
 
@@ -62,8 +62,8 @@ class NoDeviceError(RuntimeError):
     """The engine core has told what it was to tell."""
 
 
-def told() -> dict[str, Any]:
-    """What the plugin made of this process."""
+def process_report() -> dict[str, Any]:
+    """Return the plugin's decision and states in this process."""
     import ray_platform
     import vllm_graphfix
 

@@ -76,9 +76,9 @@ def names(base: Path) -> list[str]:
 
 
 def only(base: Path) -> StoredRecord:
-    found = read(base)
-    assert found.problems == ()
-    (one,) = found.found
+    result = read(base)
+    assert result.problems == ()
+    (one,) = result.found
     return one
 
 

@@ -1,4 +1,4 @@
-"""What `status --for` is asked about: models to serve, by name in a folder, and flags and GPUs that come up again."""
+"""Models to ask `status --for` about: models to serve, by name in a folder, and flags and GPUs that come up again."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def among_models(served_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answer(release: str, fix: str, line: str, gpu: str | None = None) -> tuple[Concern, str]:
     source = open_source(release_root(release))
-    found = status(source, {}, read_deployment(line, source, gpu, {}, flags()))
-    (told,) = [row.answer for row in found.rows if row.fix.name == fix]
-    assert told is not None
-    return told.concern, told.reason
+    result = status(source, {}, read_deployment(line, source, gpu, {}, flags()))
+    (assessment,) = [row.answer for row in result.rows if row.fix.name == fix]
+    assert assessment is not None
+    return assessment.concern, assessment.reason

@@ -40,7 +40,7 @@ class ServerError(RuntimeError):
 
 
 class Installed(NamedTuple):
-    """What all servers of a session share; see `install`."""
+    """Files that all servers of a session share; see `install`."""
 
     plugin: Path
     """Where the plugin is installed as a package, and nothing else."""
@@ -73,22 +73,22 @@ def _pip(*arguments: str) -> None:
 
 
 class Answer(NamedTuple):
-    """What `vllm-graphfix fleet --json` said."""
+    """The exit code and report of `vllm-graphfix fleet --json`."""
 
     code: int
-    told: dict[str, Any]
+    report: dict[str, Any]
 
     @property
     def engine(self) -> dict[str, Any]:
         """The only engine."""
-        (found,) = self.told["engines"]
-        assert isinstance(found, dict)
-        return found
+        (engine,) = self.report["engines"]
+        assert isinstance(engine, dict)
+        return engine
 
     @property
     def without_record(self) -> dict[int, str]:
         """Processes of vLLM without a record, and why; those of other tests are among them."""
-        return {one["pid"]: one["reason"] for one in self.told["unrecorded"]}
+        return {one["pid"]: one["reason"] for one in self.report["unrecorded"]}
 
 
 class Server:
@@ -155,32 +155,32 @@ class Server:
 
     def completions(self, prompt: str | list[int], tokens: int = 8) -> str:
         """The text that follows *prompt*, greedily."""
-        asked = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-        text = json.loads(self._get("/v1/completions", json.dumps(asked).encode()))["choices"][0]["text"]
+        request = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        text = json.loads(self._get("/v1/completions", json.dumps(request).encode()))["choices"][0]["text"]
         assert isinstance(text, str)
         return text
 
     def metrics(self) -> str:
-        """What /metrics says."""
+        """Return the text of /metrics."""
         return self._get("/metrics").decode()
 
     def metrics_of_each(self) -> dict[str, str]:
-        """What each API server says on /metrics, by its name in the log; whichever is faster takes a connection."""
-        found: dict[str, str] = {}
+        """Return /metrics of each API server, by its name in the log; whichever is faster takes a connection."""
+        texts: dict[str, str] = {}
         for _ in range(200):
             with self._connected() as connection:
                 text = self._ask(connection, "/metrics").decode()
                 here = connection.sock.getsockname()[1]
-            asked = re.compile(rf'^\((\w+) pid=\d+\) .*:{here} - "GET /metrics', re.MULTILINE)
+            access = re.compile(rf'^\((\w+) pid=\d+\) .*:{here} - "GET /metrics', re.MULTILINE)
             until = time.monotonic() + 10
-            while not (name := asked.search(self.log)) and time.monotonic() < until:
+            while not (name := access.search(self.log)) and time.monotonic() < until:
                 time.sleep(0.02)
             if not name:
                 raise ServerError(f"the log does not say who answered:\n{self.log[-8000:]}")
-            found[name[1]] = text
-            if len(found) == self._serving:
-                return found
-        raise ServerError(f"only {', '.join(found)} answered")
+            texts[name[1]] = text
+            if len(texts) == self._serving:
+                return texts
+        raise ServerError(f"only {', '.join(texts)} answered")
 
     def _get(self, path: str, data: bytes | None = None) -> bytes:
         with self._connected() as connection:
@@ -193,12 +193,12 @@ class Server:
         try:
             connection.request("POST" if data else "GET", path, data, {"Content-Type": "application/json"})
             answer = connection.getresponse()
-            found = answer.read()
+            body = answer.read()
         except (OSError, HTTPException) as error:
             raise ServerError(f"{path}: {error!r}\n{self.log[-8000:]}") from error
         if answer.status != 200:
-            raise ServerError(f"{path}: {answer.status} {found.decode(errors='replace')}\n{self.log[-8000:]}")
-        return found
+            raise ServerError(f"{path}: {answer.status} {body.decode(errors='replace')}\n{self.log[-8000:]}")
+        return body
 
     def fleet(self, *arguments: str) -> Answer:
         """`vllm-graphfix fleet --json` with the environment of this server, now."""
@@ -220,19 +220,19 @@ class Server:
 
     def pids(self) -> dict[int, str]:
         """Its processes, with what each calls itself: ``VLLM::EngineCore``, or its command line."""
-        found = {}
+        titles = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):  # it has ended meanwhile
                     state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                     if int(session) == self.pid and state != "Z":
                         command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
-                        found[int(entry.name)] = command.decode(errors="replace").strip()
-        return found
+                        titles[int(entry.name)] = command.decode(errors="replace").strip()
+        return titles
 
     def named(self, title: str) -> list[int]:
         """The processes whose title begins with *title*."""
-        return sorted(pid for pid, told in self.pids().items() if told.startswith(title))
+        return sorted(pid for pid, each in self.pids().items() if each.startswith(title))
 
     def kill_engine(self) -> int:
         """Kills the engine core as the kernel would, out of memory.
@@ -254,8 +254,8 @@ class Server:
 
     def end(self) -> None:
         """Leaves no process and no file in /tmp or /dev/shm, whatever state it is in."""
-        for pid, told in self.pids().items():
-            if "resource_tracker" not in told:  # which removes shared memory when all others are gone
+        for pid, title in self.pids().items():
+            if "resource_tracker" not in title:  # which removes shared memory when all others are gone
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         self._process.wait()
@@ -270,13 +270,13 @@ class Server:
 
     def _shared_memory(self) -> set[Path]:
         """Its files there: ranks on a CPU share some that vLLM leaves behind however it ends."""
-        found: set[Path] = set()
+        files: set[Path] = set()
         for pid in {*self.pids(), *(record["pid"] for record in self.records())}:
             with contextlib.suppress(OSError):
                 maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
                 names = re.findall(r"/dev/shm/[^\n]+?(?= \(deleted\)$|$)", maps, re.MULTILINE)  # noqa: S108 # the kernel's name
-                found |= {Path(name) for name in names}
-        return found
+                files |= {Path(name) for name in names}
+        return files
 
     def _wait_until_gone(self, seconds: float) -> None:
         until = time.monotonic() + seconds

@@ -44,7 +44,7 @@ class Fault(NamedTuple):
 
 class Outcome(NamedTuple):
     fault: Fault
-    found: Mapping[str, Any] | None
+    result: Mapping[str, Any] | None
     """None where the engine hung; without ``after`` it ended."""
 
 
@@ -80,8 +80,8 @@ class Engine:
             while b"\n" in self._pending:
                 line, self._pending = self._pending.split(b"\n", 1)
                 if line.startswith(b"{"):
-                    found: dict[str, Any] = json.loads(line)
-                    return found
+                    result: dict[str, Any] = json.loads(line)
+                    return result
             ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
             more = os.read(descriptor, 1 << 16) if ready else b""
             if not more:
@@ -131,56 +131,56 @@ def plan(places: Mapping[str, Sequence[str]], *, whole: bool) -> list[Fault]:
 
 
 def outcomes(folder: Path, *, whole: bool = False, every: int = 1) -> tuple[dict[str, Any], list[Outcome]]:
-    """What an engine says of itself without a fault, and what came of one of *every* faults."""
+    """Return an engine's report of itself without a fault, and the outcomes of one of *every* faults."""
     engine = Engine(folder)
     start: dict[str, Any] = engine.start or {}
-    found: list[Outcome] = []
+    collected: list[Outcome] = []
     try:
         for fault in plan(start["places"], whole=whole)[::every]:
-            if found and _has_ended(found[-1]):
+            if collected and _has_ended(collected[-1]):
                 engine.end()
                 engine = Engine(folder)
-            found.append(Outcome(fault, engine.try_out(fault)))
+            collected.append(Outcome(fault, engine.try_out(fault)))
     finally:
         engine.end()
-    return start, found
+    return start, collected
 
 
 def _has_ended(outcome: Outcome) -> bool:
-    return outcome.found is None or "after" not in outcome.found
+    return outcome.result is None or "after" not in outcome.result
 
 
 def complaints(start: Mapping[str, Any], outcome: Outcome) -> list[str]:
-    """What must not be."""
-    found = outcome.found
-    if found is None:
+    """Return what must not be."""
+    result = outcome.result
+    if result is None:
         return ["the engine hangs, or has ended without a word"]
     bad: list[str] = []
-    if found["took"] > LIMIT:
-        bad.append(f"it took {found['took']:.0f} s")
+    if result["took"] > LIMIT:
+        bad.append(f"it took {result['took']:.0f} s")
     eager = [tokens for _, tokens in start["eager"]]
     stock = [tokens for _, tokens in start["stock"]]
     missed = False
-    for asked in ("first", "second", "after"):
-        for number, (reason, tokens) in enumerate(found.get(asked, ())):
+    for batch in ("first", "second", "after"):
+        for number, (reason, tokens) in enumerate(result.get(batch, ())):
             right = eager[number][: len(tokens)]
-            if tokens == right and (reason == "length" or (reason == "error" and asked != "after")):
+            if tokens == right and (reason == "length" or (reason == "error" and batch != "after")):
                 continue
-            if asked == "first" and reason == "length" and tokens == stock[number]:
+            if batch == "first" and reason == "length" and tokens == stock[number]:
                 missed = True
                 continue
-            bad.append(f"{asked}: request {number} has {reason} {tokens}")
-    struck = [found["scheduler"], *found.get("ranks", ())]
-    speaks = any(level >= 30 for told in struck for level, text in told["log"] if _is_of_a_failure(text))
+            bad.append(f"{batch}: request {number} has {reason} {tokens}")
+    struck = [result["scheduler"], *result.get("ranks", ())]
+    speaks = any(level >= 30 for report in struck for level, text in report["log"] if _is_of_a_failure(text))
     speaks = speaks or any(
         state != "active"
-        for told in struck
-        for name, (state, _) in told["states"].items()
+        for report in struck
+        for name, (state, _) in report["states"].items()
         if not (name == "kv-marks" and state == "waiting")
     )
-    if "first" in found and missed and not speaks:
+    if "first" in result and missed and not speaks:
         bad.append("nothing says that a verdict is missing")
-    if "second" in found and all(reason == "length" for reason, _ in found["second"]) and not speaks:
+    if "second" in result and all(reason == "length" for reason, _ in result["second"]) and not speaks:
         bad.append("nothing says that a mark is missing")
     return bad
 
@@ -190,14 +190,14 @@ def _is_of_a_failure(text: str) -> bool:
 
 
 def ended(outcome: Outcome) -> str:
-    """How it ended, in words, to be counted."""
-    found = outcome.found
-    if found is None:
+    """Return how it ended, in words, to be counted."""
+    result = outcome.result
+    if result is None:
         return "hung"
-    if "ended" in found:
+    if "ended" in result:
         return "the engine stopped"
-    if not (found["scheduler"]["fired"] or any(told["fired"] for told in found["ranks"])):
+    if not (result["scheduler"]["fired"] or any(report["fired"] for report in result["ranks"])):
         return "not made"
-    if "failed" in found:
+    if "failed" in result:
         return "the step failed"
-    return "as without a fault" if found["first"][1][0] == "error" else "right as stock"
+    return "as without a fault" if result["first"][1][0] == "error" else "right as stock"

@@ -62,7 +62,7 @@ class Faults:
     seen: set[str] | None = None
     place: str | None = None
     error = ""
-    left = 0
+    remaining = 0
     fired = 0
     log: ClassVar[list[tuple[int, str]]] = []
 
@@ -71,8 +71,8 @@ def before(part: str, module: str, line: int) -> None:
     """Called before each statement of the plugin; raises the fault of this process at its place."""
     if Faults.seen is not None:
         Faults.seen.add(f"{part}/{module}.py:{line}")
-    if Faults.place is not None and Faults.left and Faults.place == f"{part}/{module}.py:{line}":
-        Faults.left -= 1
+    if Faults.place is not None and Faults.remaining and Faults.place == f"{part}/{module}.py:{line}":
+        Faults.remaining -= 1
         Faults.fired += 1
         raise ERRORS[Faults.error]()  # noqa: RSE102 - a call
 
@@ -106,7 +106,7 @@ def plugin() -> Any:
 
 def arm(worker: Any, place: str | None = None, error: str = "", times: int | None = None) -> None:
     """Lets *place* fail from now on, so many *times* or always; without one, writes down what is called."""
-    Faults.place, Faults.error, Faults.left, Faults.fired = place, error, times or sys.maxsize, 0
+    Faults.place, Faults.error, Faults.remaining, Faults.fired = place, error, times or sys.maxsize, 0
     Faults.seen = set() if place is None else None
 
 
@@ -173,8 +173,8 @@ def begin_scheduler(core: Any) -> None:
     Faults.log.clear()
 
 
-def said(worker: Any = None) -> dict[str, Any]:
-    """What this process says of itself now: states, counts, and what its record and its log say."""
+def process_report(worker: Any = None) -> dict[str, Any]:
+    """Return this process's report of itself now: states, counts, and what its record and its log say."""
     record = plugin().status_record
     reporter, now = record._reporter_here(), record.record()
     return {
@@ -187,8 +187,8 @@ def said(worker: Any = None) -> dict[str, Any]:
 
 
 def traced(worker: Any = None) -> list[str]:
-    found, Faults.seen = Faults.seen or set(), None
-    return sorted(found)
+    places, Faults.seen = Faults.seen or set(), None
+    return sorted(places)
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
@@ -226,8 +226,8 @@ def main(model: str) -> None:
     prompts = [chance.choices(range(1, aborted_engine.VOCABULARY), k=length) for length in aborted_engine.LENGTHS]
 
     def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
-        found: list[Any] = core.model_executor.collective_rpc(function, args=args)
-        return found
+        results: list[Any] = core.model_executor.collective_rpc(function, args=args)
+        return results
 
     def begin(wrong: str) -> None:
         llm.reset_prefix_cache()
@@ -236,27 +236,27 @@ def main(model: str) -> None:
 
     def ask(tokens: int) -> list[list[Any]]:
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, detokenize=False)
-        told = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
-        return [[each.outputs[0].finish_reason, list(each.outputs[0].token_ids)] for each in told]
+        outputs = llm.generate([{"prompt_token_ids": each} for each in prompts], sampling, use_tqdm=False)
+        return [[each.outputs[0].finish_reason, list(each.outputs[0].token_ids)] for each in outputs]
 
-    def serve(found: dict[str, Any]) -> None:
+    def serve(result: dict[str, Any]) -> None:
         """Asks twice: in the first a replay is wrong, before the second a block of the prefix cache is overwritten."""
         at = time.monotonic()
         try:
-            found["first"] = ask(TOKENS)
+            result["first"] = ask(TOKENS)
             on_ranks(overwrite)
-            found["second"] = ask(MORE_TOKENS)
+            result["second"] = ask(MORE_TOKENS)
             for _ in range(2):  # of a rank without work
                 core.execute_dummy_batch()
             time.sleep(2 * BEAT)
         except Exception as error:
-            found["failed"] = f"{type(error).__name__}: {error}"
+            result["failed"] = f"{type(error).__name__}: {error}"
             with contextlib.suppress(Exception):
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        found["took"] = time.monotonic() - at
+        result["took"] = time.monotonic() - at
 
-    def say(found: dict[str, Any]) -> None:
-        sys.stdout.write(json.dumps(found) + "\n")
+    def say(result: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
 
     metrics.EVERY = BEAT
@@ -269,7 +269,7 @@ def main(model: str) -> None:
     on_ranks(arm, None)
     serve(start)
     start["places"] = {"scheduler": traced(), "0": on_ranks(traced)[0]}
-    start |= {"scheduler": said(), "ranks": on_ranks(said), "start": time.monotonic() - begun}
+    start |= {"scheduler": process_report(), "ranks": on_ranks(process_report), "start": time.monotonic() - begun}
     say(start)
     for line in sys.stdin:
         process, place, error, times = json.loads(line)
@@ -278,23 +278,23 @@ def main(model: str) -> None:
             arm(None, place, error, times)
         else:
             on_ranks(arm_rank, int(process), place, error, times)
-        found: dict[str, Any] = {}
-        serve(found)
+        result: dict[str, Any] = {}
+        serve(result)
         disarm()
-        found["scheduler"] = said()
-        if "failed" in found and process != "scheduler":
+        result["scheduler"] = process_report()
+        if "failed" in result and process != "scheduler":
             # As an engine core does, vLLM's executor would end the ranks now: the others wait in a collective.
-            say(found | {"ended": found["failed"]})
+            say(result | {"ended": result["failed"]})
             return
         try:
             on_ranks(disarm)
-            found["ranks"] = on_ranks(said)
+            result["ranks"] = on_ranks(process_report)
             begin("none")
-            found["after"] = ask(TOKENS)
+            result["after"] = ask(TOKENS)
         except Exception as error:  # no ranks are left
-            say(found | {"ended": f"{type(error).__name__}: {error}"})
+            say(result | {"ended": f"{type(error).__name__}: {error}"})
             return
-        say(found)
+        say(result)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ class Stop(Exception):  # noqa: N818 - no error: what a stock function raises he
     pass
 
 
-def _told(given: dict[str, Any]) -> dict[str, Any]:
-    for value in given.values():
+def _returned_or_raised(arguments: dict[str, Any]) -> dict[str, Any]:
+    for value in arguments.values():
         if isinstance(value, Stop):
             raise value
-    return given
+    return arguments
 
 
 PARAMETERS = {
@@ -78,7 +78,7 @@ def stock_of(patch: Patch | Layer) -> Callable[..., Any]:
     """
     parameters = PARAMETERS.get(patch.name) or _in_the_latest_release(patch)
     made: dict[str, Callable[..., Any]] = {}
-    exec(f"def stand_in({parameters}): return told(locals())", {"told": _told}, made)  # noqa: S102 - a signature of stock's
+    exec(f"def stand_in({parameters}): return told(locals())", {"told": _returned_or_raised}, made)  # noqa: S102 - a signature of stock's
     return made["stand_in"]
 
 

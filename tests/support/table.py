@@ -25,9 +25,9 @@ _SPAN = r"\d+\.\d+\.\d+(?: - \d+\.\d+\.\d+)?(?![-.\d])"
 
 def _spans(releases: str) -> tuple[str, ...]:
     """``first - last``, or one release, and others behind a comma; whatever stands behind is for people."""
-    found = re.match(rf"{_SPAN}(?:, {_SPAN})*", releases)
-    assert found, f"{releases!r} does not begin with releases"
-    spans = (span.partition(" - ") for span in found[0].split(", "))
+    match = re.match(rf"{_SPAN}(?:, {_SPAN})*", releases)
+    assert match, f"{releases!r} does not begin with releases"
+    spans = (span.partition(" - ") for span in match[0].split(", "))
     return tuple(release for first, _, last in spans for release in between(first, last or first))
 
 
@@ -58,7 +58,7 @@ ALL_APPLIED = dict.fromkeys(map(variable, sorted(OBSERVED_BY_DEFAULT)), "auto")
 
 
 def state_by_default(fix: str, release: str) -> str:
-    """What an engine that imports all that a fix concerns does about it."""
+    """Return the state of the fix in an engine that imports all that it concerns."""
     if verdict(fix, release) != "affected":
         return "not-needed"
     return "observing" if fix in OBSERVED_BY_DEFAULT else "active"

@@ -43,7 +43,7 @@ SHAPE = "another shape"
 
 
 class Wording(NamedTuple):
-    """What upstream might write, by hand: mutants that no operator makes."""
+    """A wording that upstream might write, by hand: mutants that no operator makes."""
 
     kind: str
     release: str

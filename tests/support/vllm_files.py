@@ -1,4 +1,4 @@
-"""Where the code that the fixes concern is in a vLLM."""
+"""Paths in a vLLM of the code that the fixes concern."""
 
 from __future__ import annotations
 

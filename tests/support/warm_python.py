@@ -48,16 +48,16 @@ _MOST_DESCRIPTORS = 250
 """The kernel sends 253 at once."""
 
 _RELEASES = "WARM_RELEASES"
-"""Where the releases are, for the server alone: beside them its forks leave what they have found; see `found_once`."""
+"""The folder of the releases, for the server alone: its forks write beside them what `import_cache` keeps."""
 _SHARED = "WARM_PYTHONS"
 _shared = os.environ.pop(_SHARED, "")
 """The folder of what the processes of one run of pytest share; see `shared`."""
-_kept: dict[tuple[tuple[str, str], ...], tuple[str, int, contextlib.ExitStack]] = {}
+_programs: dict[tuple[tuple[str, str], ...], tuple[str, int, contextlib.ExitStack]] = {}
 """By its environment: the program, the process that has started its server, and what ends that."""
 
 
 def executable(**environment: str) -> str:
-    """A program that takes Python's arguments, and runs in a fork of the process that is kept for it; see `end_kept`.
+    """Return a program that takes Python's arguments, and runs in a fork of the process behind it (`end_processes`).
 
     For what is not about how a process starts: what the libraries read of the environment when they are imported was
     read before; *environment* is for that, and for where the libraries are.
@@ -66,7 +66,7 @@ def executable(**environment: str) -> str:
     from pathlib import Path
 
     key = tuple(sorted(environment.items()))
-    if key not in _kept:
+    if key not in _programs:
         with contextlib.ExitStack() as started:
             if _shared:
                 program = _shared_by_all(Path(_shared), environment)
@@ -78,8 +78,8 @@ def executable(**environment: str) -> str:
                 started.callback(os.waitpid, _start(program, alive, environment), 0)
                 started.callback(os.close, held)
                 os.close(alive)
-            _kept[key] = (str(program), os.getpid(), started.pop_all())
-    return _kept[key][0]
+            _programs[key] = (str(program), os.getpid(), started.pop_all())
+    return _programs[key][0]
 
 
 def _start(program: Any, alive: int, environment: Mapping[str, str]) -> int:
@@ -98,8 +98,8 @@ def _start(program: Any, alive: int, environment: Mapping[str, str]) -> int:
         file_actions=[(os.POSIX_SPAWN_DUP2, alive, 0), (os.POSIX_SPAWN_DUP2, writing, 1)],
     )
     os.close(writing)
-    with os.fdopen(reading) as said:
-        if said.readline() != "serving\n":
+    with os.fdopen(reading) as output:
+        if output.readline() != "serving\n":
             raise RuntimeError("the warm Python has ended")
     command = shlex.join([sys.executable, "-S", __file__, address])
     program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
@@ -137,11 +137,11 @@ def _shared_by_all(folder: Path, environment: Mapping[str, str]) -> Path:
     return program
 
 
-def end_kept() -> None:
+def end_processes() -> None:
     """Ends the processes that `executable` has started; in a fork of the one that did, nothing."""
-    for key, (_, starter, started) in list(_kept.items()):
+    for key, (_, starter, started) in list(_programs.items()):
         if starter == os.getpid():  # in a fork, its folder would go with the last reference
-            del _kept[key]
+            del _programs[key]
             started.close()
 
 
@@ -156,19 +156,19 @@ def call(address: str, arguments: list[str]) -> int:
         "numbers": inherited,
         "leads": os.getsid(0) == os.getpid(),
     }
-    told = json.dumps(job).encode()
+    message = json.dumps(job).encode()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
-        socket.send_fds(server, [len(told).to_bytes(8, "big")], inherited)
-        server.sendall(told)
+        socket.send_fds(server, [len(message).to_bytes(8, "big")], inherited)
+        server.sendall(message)
         code = server.recv(1)
     return code[0] if code else 1
 
 
 def _open_above(number: int) -> list[int]:
     """The descriptors above *number* that this process has inherited; what Python opens is not to be inherited."""
-    found = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - this side imports as little as it can
-    return sorted(each for each in found if each > number and _is_inheritable(each))
+    descriptors = [int(name) for name in os.listdir("/proc/self/fd")]  # noqa: PTH208 - this side imports as little as it can
+    return sorted(each for each in descriptors if each > number and _is_inheritable(each))
 
 
 def _is_inheritable(descriptor: int) -> bool:
@@ -185,9 +185,9 @@ def serve(address: str) -> dict[str, Any] | None:
         with contextlib.suppress(ImportError):  # only time would be lost
             __import__(name)
     if releases := os.environ.get(_RELEASES):
-        import found_once
+        import import_cache
 
-        found_once.remember(f"{releases}/imported/{sys.hexversion:x}", releases)
+        import_cache.remember(f"{releases}/imported/{sys.hexversion:x}", releases)
     gc.enable()
     gc.collect()
     gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
@@ -209,13 +209,13 @@ def serve(address: str) -> dict[str, Any] | None:
                         return None
                     if key.fileobj is listener:
                         caller, _ = listener.accept()
-                        asked = _asked(caller)
+                        request = _receive(caller)
                         child = os.fork()
                         if child == 0:
-                            job = asked
+                            job = request
                             caller.close()
                             break
-                        for descriptor in asked["descriptors"]:
+                        for descriptor in request["descriptors"]:
                             os.close(descriptor)
                         callers[child] = caller
                         selector.register(caller, selectors.EVENT_READ, child)
@@ -240,11 +240,11 @@ def _kill(child: int) -> None:
         os.killpg(child, signal.SIGKILL)
 
 
-def _asked(caller: socket.socket) -> dict[str, Any]:
+def _receive(caller: socket.socket) -> dict[str, Any]:
     length, descriptors, _, _ = socket.recv_fds(caller, 8, _MOST_DESCRIPTORS)
     with caller.makefile("rb") as stream:
-        told: dict[str, Any] = json.loads(stream.read(int.from_bytes(length, "big")))
-    return told | {"descriptors": descriptors}
+        request: dict[str, Any] = json.loads(stream.read(int.from_bytes(length, "big")))
+    return request | {"descriptors": descriptors}
 
 
 def _tell_ends(callers: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
@@ -280,24 +280,24 @@ def run(job: dict[str, Any]) -> None:
     while arguments[0] not in ("-c", "-m") and arguments[0].startswith("-"):  # what this Python was started with
         arguments = arguments[1:]
     sys.orig_argv = [sys.executable, *arguments]
-    given = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    if any(os.path.exists(f"{folder}/sitecustomize.py") for folder in given):  # noqa: PTH110
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    if any(os.path.exists(f"{folder}/sitecustomize.py") for folder in folders):  # noqa: PTH110
         sys.modules.pop("sitecustomize", None)
-        sys.path[:0] = given
+        sys.path[:0] = folders
         __import__("sitecustomize")
-        del sys.path[: len(given)]
+        del sys.path[: len(folders)]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
-        sys.path[:1] = ["", *given]
+        sys.path[:1] = ["", *folders]
         main = sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(arguments[1], "<string>", "exec"), vars(main))  # noqa: S102 - as Python does it
     elif arguments[0] == "-m":
         sys.argv = ["-m", *arguments[2:]]
-        sys.path[:1] = [os.getcwd(), *given]  # noqa: PTH109 - as Python does it
+        sys.path[:1] = [os.getcwd(), *folders]  # noqa: PTH109 - as Python does it
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         program, *_ = sys.argv = arguments
-        sys.path[:1] = [os.path.dirname(os.path.abspath(program)), *given]  # noqa: PTH100, PTH120 - as Python does it
+        sys.path[:1] = [os.path.dirname(os.path.abspath(program)), *folders]  # noqa: PTH100, PTH120 - as Python does it
         runpy.run_path(program, run_name="__main__")
 
 
@@ -342,9 +342,9 @@ def ended(job: dict[str, Any]) -> int:
     except OSError:
         return 120  # as Python has it
     finally:
-        import found_once
+        import import_cache
 
-        found_once.keep()
+        import_cache.keep()
     return (code or 0) & 255
 
 

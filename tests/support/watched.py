@@ -40,7 +40,7 @@ _LOOKS = {"os.scandir", "os.listdir"}
 
 
 class Watched(NamedTuple):
-    """What came of a call."""
+    """The value and the effects of a call."""
 
     value: Any
     changes: tuple[str, ...]
@@ -71,18 +71,18 @@ def watched(function: Callable[[], Any], *, seconds: int = 30, memory: int = 512
         _child(function, writer, seconds, memory)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        told = pipe.read()
+        data = pipe.read()
     _, status = os.waitpid(pid, 0)
     assert os.WIFEXITED(status), f"killed by signal {os.WTERMSIG(status)}; the limits were {seconds} s, {memory} bytes"
-    found = pickle.loads(told)
-    assert isinstance(found, Watched), found
-    assert found.grown <= memory, f"grew by {found.grown >> 20} MiB, of which {memory >> 20} are allowed"
-    return found
+    result = pickle.loads(data)
+    assert isinstance(result, Watched), result
+    assert result.grown <= memory, f"grew by {result.grown >> 20} MiB, of which {memory >> 20} are allowed"
+    return result
 
 
 @functools.cache
 def _import_all() -> None:
-    """What the commands import late: once here, and not in every child."""
+    """Import what the commands import late: once here, and not in every child."""
     with tempfile.TemporaryDirectory() as empty:
         for arguments in (["explain"], ["fleet", "--dir", empty], ["status", "--vllm", empty]):
             CliRunner().invoke(app, arguments)
@@ -90,7 +90,7 @@ def _import_all() -> None:
 
 def _child(function: Callable[[], Any], writer: int, seconds: int, memory: int) -> NoReturn:
     """Ends the process. The time limits end it by a signal, which no `except` of what is called can hide."""
-    found: object
+    result: object
     try:
         for number in (signal.SIGALRM, signal.SIGXCPU):
             signal.signal(number, signal.SIG_DFL)
@@ -128,18 +128,18 @@ def _child(function: Callable[[], Any], writer: int, seconds: int, memory: int) 
         sys.addaudithook(audit)
         value = function()
         on[0] = False
-        found = Watched(value, tuple(changes), tuple(runs), looks[0], _peak() - before)
+        result = Watched(value, tuple(changes), tuple(runs), looks[0], _peak() - before)
     except BaseException as error:
-        found = f"{type(error).__name__}: {error}"
-    data = pickle.dumps(found)
+        result = f"{type(error).__name__}: {error}"
+    data = pickle.dumps(result)
     with os.fdopen(writer, "wb") as pipe:
         pipe.write(data)
     os._exit(0)
 
 
 def _peak() -> int:
-    told = Path("/proc/self/status").read_text(encoding="ascii").partition("VmHWM:")[2]
-    return int(told.split()[0]) * 1024
+    status = Path("/proc/self/status").read_text(encoding="ascii").partition("VmHWM:")[2]
+    return int(status.split()[0]) * 1024
 
 
 class Answer(NamedTuple):

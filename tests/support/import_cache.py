@@ -1,4 +1,4 @@
-"""What each process that imports a vLLM would find out anew, found out once: three tenths of such an import.
+"""Finds out once what each process that imports a vLLM would find out anew: three tenths of such an import.
 
 - Where a function ends. Each kernel of Triton looks for its own source when its module is imported, for which
   `inspect.getblock` takes the rest of the file apart, token by token.
@@ -106,8 +106,8 @@ def keep() -> None:
                 os.close(appending)
         while _new_codes:
             digest, code = _new_codes.popitem()
-            with open(half := f"{_folder}/{digest}.{os.getpid()}", "wb") as kept:  # noqa: PTH123
-                marshal.dump(code, kept)
+            with open(half := f"{_folder}/{digest}.{os.getpid()}", "wb") as stream:  # noqa: PTH123
+                marshal.dump(code, stream)
             os.replace(half, f"{_folder}/{digest}.code")  # noqa: PTH105
 
 
@@ -127,9 +127,9 @@ def _read_on() -> None:
         file = f"{_folder}/blocks"
         if os.stat(file).st_size == _read:  # noqa: PTH116
             return
-        with open(file, "rb") as kept:  # noqa: PTH123
-            kept.seek(_read)
-            added = kept.read()
+        with open(file, "rb") as stream:  # noqa: PTH123
+            stream.seek(_read)
+            added = stream.read()
         whole = added[: added.rfind(b"\n") + 1]
         _read += len(whole)
         for line in whole.decode("ascii", errors="replace").splitlines():
@@ -144,8 +144,8 @@ def _source_to_code(loader: Any, data: Any, path: Any, **rest: Any) -> CodeType:
     digest = hashlib.sha256(f"{path}\n".encode() + data).hexdigest()[:_DIGITS]
     if digest not in _codes:
         file = f"{_folder}/{digest}.code"
-        with contextlib.suppress(OSError, ValueError, EOFError, TypeError), open(file, "rb") as kept:  # noqa: PTH123
-            _codes[digest] = marshal.load(kept)  # noqa: S302 - written above
+        with contextlib.suppress(OSError, ValueError, EOFError, TypeError), open(file, "rb") as stream:  # noqa: PTH123
+            _codes[digest] = marshal.load(stream)  # noqa: S302 - written above
     if digest not in _codes:
         _codes[digest] = _new_codes[digest] = _compile(loader, data, path)
     return _codes[digest]

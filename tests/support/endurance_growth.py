@@ -1,4 +1,4 @@
-"""What a call leaves behind.
+"""Memory and objects that a call leaves behind.
 
 It is measured by tracemalloc, by Python's own count of blocks and by its garbage collector's count of objects.
 """
@@ -21,8 +21,8 @@ WARM_UP = 0.05
 fill."""
 
 
-class Left(NamedTuple):
-    """What was not there before all calls, and is after."""
+class Growth(NamedTuple):
+    """Memory and objects that were not there before all calls, and are after."""
 
     ours: int
     """Bytes that lines of the package and of these files have allocated."""
@@ -33,8 +33,8 @@ class Left(NamedTuple):
     """Objects in cycles, which nothing but Python's collector finds; it is kept from it meanwhile."""
 
 
-def left_by(call: Callable[[], object], calls: int, after_warm_up: Callable[[], object] = lambda: None) -> Left:
-    """What so many *calls* leave."""
+def growth_by(call: Callable[[], object], calls: int, after_warm_up: Callable[[], object] = lambda: None) -> Growth:
+    """Return the growth by so many *calls*."""
     package, cases = str(Path(vllm_graphfix.__file__).parent / "*"), str(Path(__file__).with_name("endurance_*.py"))
     filters = [tracemalloc.Filter(inclusive=True, filename_pattern=pattern) for pattern in (package, cases)]
 
@@ -59,7 +59,7 @@ def left_by(call: Callable[[], object], calls: int, after_warm_up: Callable[[], 
             call()
         garbage = gc.collect()
         objects, blocks = counted_objects() - objects, sys.getallocatedblocks() - blocks
-        return Left(traced() - ours, blocks, objects, garbage)
+        return Growth(traced() - ours, blocks, objects, garbage)
     finally:
         gc.enable()
         gc.unfreeze()
