@@ -24,7 +24,7 @@ STOPPED = ORDER | {"status": "stopped", "wrong": ["vllm-graphfix stops this engi
 
 
 @pytest.mark.parametrize(
-    ("case", "found", "outcome", "as_expected"),
+    ("case", "fields", "outcome", "as_expected"),
     [
         ("no fault", {"answers": [RIGHT, RIGHT], "faults": 0}, "right", True),
         ("no fault", {"answers": [RIGHT, RIGHT], "faults": 0, "fleet": WRONG}, "right", False),
@@ -41,7 +41,7 @@ STOPPED = ORDER | {"status": "stopped", "wrong": ["vllm-graphfix stops this engi
 )
 def test_an_outcome_is_expected_only_with_what_fleet_has_to_say(
     case: str,
-    found: dict[str, Any],
+    fields: dict[str, Any],
     outcome: str,
     as_expected: bool,
     tmp_path: Path,
@@ -49,8 +49,8 @@ def test_an_outcome_is_expected_only_with_what_fleet_has_to_say(
 ) -> None:
     engines = rank_faults.Engines(tmp_path, "V2", 1.0, rehearse=False)
     vars(engines).update(_right=[RIGHT], _wrong=STOCK)
-    told = {"started": True, "faults": 1, "fleet": ORDER} | found
-    monkeypatch.setattr(engines, "_run", lambda *_: dict(told))
+    result = {"started": True, "faults": 1, "fleet": ORDER} | fields
+    monkeypatch.setattr(engines, "_run", lambda *_: dict(result))
     judged = engines.judged(case)
     assert (judged["outcome"], judged["as expected"]) == (outcome, as_expected)
 
@@ -60,9 +60,9 @@ def test_what_a_case_lets_fail_is_there(case: str) -> None:
     import importlib
 
     fault = Fault(folder="", **CASES[case].fault)
-    if fault.at:
-        module, _, name = fault.at.partition(":")
-        found: Any = importlib.import_module(f"vllm_graphfix.{module}")
+    for place in filter(None, fault.at.split(",")):
+        module, _, name = place.partition(":")
+        target: Any = importlib.import_module(f"vllm_graphfix.{module}")
         for part in name.split("."):
-            found = getattr(found, part)
-        assert callable(found)
+            target = getattr(target, part)
+        assert callable(target)

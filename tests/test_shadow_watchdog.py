@@ -112,3 +112,40 @@ def test_a_wait_that_nothing_depends_on_is_abandoned() -> None:
         watchdog.within(0.2, ever.wait)
     assert time.monotonic() - begun < 5
     ever.set()
+
+
+NO_THREADS = """
+def start(thread):
+    raise RuntimeError("can't start new thread")
+stock, threading.Thread.start = threading.Thread.start, start
+"""
+
+
+def test_a_thread_that_could_not_be_started_is_started_by_the_next_limit(tmp_path: Path) -> None:
+    code = """
+    try:
+        with watchdog.limit("the first", 0.2):
+            pass
+    except RuntimeError:
+        threading.Thread.start = stock
+    with watchdog.limit("the second", 0.2):
+        time.sleep(30)
+    """
+    done = in_a_process(textwrap.dedent(NO_THREADS) + textwrap.dedent(code), tmp_path)
+    assert done.returncode == watchdog.EXIT_CODE, done.stderr
+    assert "with it the engine: the second, and 0 s were not enough" in done.stderr
+
+
+def test_reading_a_call_raises_nothing_where_no_thread_can_be_started(tmp_path: Path) -> None:
+    code = """
+    from vllm_graphfix.settings.shadow_rate import Action, parse
+    from vllm_graphfix.shadow import ranks
+    from vllm_graphfix.shadow.check import Shadow
+    ranks.is_single_rank = lambda: False
+    shadow = Shadow(parse("1/1"), Action.REPORT, print)
+    shadow.memory.measuring = False
+    shadow.read("target model", lambda: True)
+    """
+    done = in_a_process(textwrap.dedent(NO_THREADS) + textwrap.dedent(code), tmp_path)
+    assert done.returncode == watchdog.EXIT_CODE, done.stderr
+    assert "the shadow check is now off; serving goes on: RuntimeError: can't start new thread" in done.stderr

@@ -179,20 +179,8 @@ class Shadow:
         replay, which it says on all of them. So they agree at the first call: where vLLM's code is not as expected it
         fails on each, and nobody checks. Later an error is this rank's alone, and ends its process. Raises nothing.
         """
-        if self.lockstep is None and model not in self._readable:
-            result = None
-            with Attempt() as attempt:
-                result = function()
-            if result is None and self.memory.measuring:
-                return None  # before the capture ranks may make calls of their own; an error comes again after it
-            with ranks.deadline(ranks.step_timeout()), Agreement(self.stop, error=attempt.error) as agreed:
-                pass
-            if agreed.failed:
-                return None
-            self._readable.add(model)
-            return result
         try:
-            return function()
+            return self._read(model, function)
         except Exception as error:
             # In lockstep the others learn of it in the agreement that follows. UnsafeError is said of the engine or of
             # vLLM's code, which are the same on every rank.
@@ -201,6 +189,21 @@ class Shadow:
             else:
                 self._stop_on_this_rank(error)
         return None
+
+    def _read(self, model: str, function: Callable[[], T]) -> T | None:
+        if self.lockstep is not None or model in self._readable:
+            return function()
+        result = None
+        with Attempt() as attempt:
+            result = function()
+        if result is None and self.memory.measuring:
+            return None  # before the capture ranks may make calls of their own; an error comes again after it
+        with ranks.deadline(ranks.step_timeout()), Agreement(self.stop, error=attempt.error) as agreed:
+            pass
+        if agreed.failed:
+            return None
+        self._readable.add(model)
+        return result
 
     def plan_next(self) -> None:
         """Agree on the step that is due next, at the step that the stages of a pipeline have set for that.

@@ -65,13 +65,13 @@ class _Watchdog:
 
     def _set(self, limit: _Limit | None) -> None:
         with self._changed:
+            if limit is not None and self._thread is None:
+                thread = threading.Thread(target=self._run, name="graphfix-shadow-watchdog", daemon=True)
+                thread.start()
+                self._thread = thread  # after the start, which may fail: the next limit tries again
             self._limit = limit
-            if limit is None:
-                return
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="graphfix-shadow-watchdog", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            if limit is not None:
+                self._changed.notify()
 
     def _run(self) -> None:
         with self._changed:
