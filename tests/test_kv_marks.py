@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -442,3 +443,94 @@ def test_records_have_the_first_blocks_that_have_changed_and_fleet_and_metrics_t
     written["overwritten"]["0"]["block"] = "many"
     with pytest.raises(RecordError, match=r"overwritten\.0"):
         Record.from_json(written)
+
+
+# -- other wrappers on a worker, and checks for which there is no transfer ---------------------------------------------
+
+
+class WorkerWithoutCaches(WorkerStandIn):
+    """No group of its cache can be marked, which the test has the monitor accept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vllm_config = None
+        self.model_runner.device = SimpleNamespace(type="cpu")
+
+    def execute_dummy_batch(self) -> str:
+        return "idle"
+
+    def sleep(self, level: int) -> int:
+        return level
+
+
+def test_a_wrapper_on_top_of_ours_stays_and_ours_only_passes_calls_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the marks go on in the next engine of this process."""
+    for name, result in (("unsafe", None), ("groups", {}), ("slack_and_doubt", (0, 0))):
+        monkeypatch.setattr(f"vllm_graphfix.marks.watch.{name}", lambda _, result=result: result)
+    worker, second = WorkerWithoutCaches(), WorkerWithoutCaches()
+    calls: list[Any] = []
+
+    def profiled(ours: Callable[..., Any], *args: Any) -> Any:
+        calls.append(args)
+        return ours(*args)
+
+    marks = ChecksumMonitor()
+    marks.start(1)
+    marks.on_captured(worker)
+    assert {"execute_model", "execute_dummy_batch", "sleep"} <= vars(worker).keys()
+    for name in ("execute_model", "execute_dummy_batch"):
+        setattr(worker, name, partial(profiled, getattr(worker, name)))
+    held_by_somebody = worker.sleep
+    wrappers, last, output = {**vars(worker)}, marks._last_step, step(new=(("a", ([1, 2, 3],), 0, 9),))
+    assert (worker.execute_model(output), last.output) == (1, output)
+    marks._stop(RuntimeError("planted"))
+    assert "sleep" not in vars(worker)
+    for engine in (None, second):
+        if engine is not None:
+            marks.on_captured(engine)
+            marks._queue = queue = CheckQueue()
+        for name in ("execute_model", "execute_dummy_batch"):
+            assert getattr(worker, name) is wrappers[name]
+        ran = len(worker.ran)
+        assert (worker.execute_model(output), worker.execute_model("not a step")) == (ran + 1, ran + 2)
+        assert (worker.execute_dummy_batch(), held_by_somebody(2)) == ("idle", 2)
+        assert (last.output, marks._last_step.output, marks._step, list(marks._idle)) == (None, None, 0, [])
+    assert marks._queue is queue
+    assert (marks.stopped, len(calls)) == ("RuntimeError: planted", 7)
+    second.execute_dummy_batch()
+    assert marks._step == 1
+
+
+def test_a_batch_that_cannot_be_checked_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_graphfix.marks.ledger import Block
+    from vllm_graphfix.marks.sums import Batch
+
+    marks, sums = watched()
+    batches: list[Any] = [Batch([Block(number, 0, 0, "a", 4)], (), None, 0) for number in (1, 2, 3, 4)]  # type: ignore[arg-type]
+    for batch in batches:
+        marks._queue.add(batch)
+    for batch in batches[:2]:
+        marks._queue.put_last(batch)
+    marks._step = 5
+    with monkeypatch.context() as under_way:
+        under_way.setattr(sums, "check", lambda *_: False)
+        for _ in range(3):
+            marks._check_next(sums)  # type: ignore[arg-type]
+            assert ([*marks._queue.others], [*marks._queue.fresh]) == (batches[:2], batches[2:])
+    assert marks._check_budget.spent == 0
+    for _ in range(5):
+        marks._check_next(sums)  # type: ignore[arg-type]
+    assert sums.seen == [4, 1, 3, 2]
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_last_check_that_cannot_be_made_is_counted(under_way: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks, sums = watched()
+    marks._before(step(new=(("a", ([1, 2, 3, 4, 5],), 0, 20),)))
+    if under_way:
+        monkeypatch.setattr(sums, "check", lambda *_: False)
+    for _ in range(20):
+        marks._before(None)
+    assert (marks.counts()["marks"], marks.counts()["passed-over"]) == (5, 0)
+    marks._before(step(new=(("b", ([3, 4, 6],), 0, 9),)))  # of two batches
+    assert marks.counts()["passed-over"] == (2 if under_way else 0)

@@ -23,6 +23,8 @@ class CheckQueue:
         """The batch of each block, by the block's number, and its place in there."""
         self._in_danger: list[Batch] = []
         self._newest_first = False
+        self._from_fresh = False
+        """The batch that `next` returned last was the newest, and not that of the longest ago."""
 
     def __len__(self) -> int:
         return len(self.fresh) + len(self.others)
@@ -83,5 +85,14 @@ class CheckQueue:
             if queue and queue[end].checked_at < step:
                 batch = queue[end]
                 del queue[end]
+                self._from_fresh = queue is self.fresh
                 return batch
         return None
+
+    def put_back(self, batch: Batch) -> None:
+        """Put *batch*, which `next` has just returned and which could not be checked, back to where it was."""
+        self._newest_first = not self._newest_first
+        if self._from_fresh:
+            self.fresh.append(batch)
+        else:
+            self.others.appendleft(batch)

@@ -67,6 +67,7 @@ _MAX_LOGGED, _MAX_RECORDED = 20, 5
 """Foreign writes that are logged one by one, and those in a record."""
 _NEW_CACHE = ("sleep", "discard", "wake_up", "reinitialize_distributed", "initialize_from_config")
 """Methods of a worker after which the cache holds something else, or nothing."""
+_WRAPPED = ("execute_model", "execute_dummy_batch", *_NEW_CACHE)
 
 
 class ChecksumMonitor:
@@ -90,7 +91,7 @@ class ChecksumMonitor:
 
         *abort* ends the requests that have a block that has changed; None: they continue.
         """
-        self._seconds = 0.0
+        self._seconds = 0.0  # first: the budget that `_unwrap` makes anew starts from it
         self._unwrap()
         self._abort, self.cannot_abort = abort, None
         self.every, self.refused, self.stopped = every, None, None
@@ -98,6 +99,8 @@ class ChecksumMonitor:
 
     def _forget(self) -> None:
         self._worker: Any = None
+        self._wrappers: list[Callable[..., Any]] = []
+        """Ours, of its methods."""
         self._tracker: BlockTracker | None = None
         self._last_step = LastStep({}, BATCH, 0)
         self._checksums: BlockChecksums | None = None
@@ -135,8 +138,7 @@ class ChecksumMonitor:
     def _start_on(self, worker: Any) -> None:
         device = worker.model_runner.device
         reason = unsafe(worker.vllm_config)
-        wrapped = ("execute_model", "execute_dummy_batch", *_NEW_CACHE)
-        if reason is None and (theirs := [name for name in wrapped if name in vars(worker)]):
+        if reason is None and (theirs := [name for name in _WRAPPED if name in vars(worker)]):
             reason = f"{theirs[0]} of this worker is somebody else's wrapper"
         if reason is None and device.type not in ("cuda", "cpu"):
             reason = f"a device of the kind {device.type} is not known"
@@ -160,43 +162,49 @@ class ChecksumMonitor:
         # A weak reference: when the worker ends, everything that belongs to its cache goes with it.
         self._worker = weakref.ref(worker, lambda ended: self._forget() if ended is self._worker else None)
         worker.execute_model = self._around_steps(self._tracker, self._worker)
-        for name in wrapped[1:]:
+        for name in _WRAPPED[1:]:
             if callable(getattr(type(worker), name, None)):
-                setattr(worker, name, self._around(name, self._worker))
+                setattr(worker, name, self._around(name, self._tracker, self._worker))
 
     def _around_steps(self, tracker: BlockTracker, of: Callable[[], Any]) -> Callable[..., Any]:
         """Return a method `execute_model` for the worker that *of* returns: it acts before the class's own.
 
         A deferred step of requests, as most are, calls no function of ours but the tracker's, for the reason given
-        there; a step in a pause calls none.
+        there; a step in a pause calls none. Another wrapper may still call it when the marks have ended with *tracker*.
         """
         last = self._last_step
 
         def execute_model(*args: Any, **kwargs: Any) -> Any:
             worker = of()
-            try:
-                output: Any = args[0] if args else kwargs.get("scheduler_output")
-                if output.num_scheduled_tokens:
-                    last.output = output
-                else:
-                    last.finish(worker.model_runner)
-                if self._pause_remaining:
-                    self._pause_remaining -= 1
-                elif not tracker.try_defer(output):
-                    self._before(output)
-            except Exception as error:
-                if self._tracker is tracker:  # else the marks have ended, and another wrapper still calls this one
+            if self._tracker is tracker:
+                try:
+                    output: Any = args[0] if args else kwargs.get("scheduler_output")
+                    if output.num_scheduled_tokens:
+                        last.output = output
+                    else:
+                        last.finish(worker.model_runner)
+                    if self._pause_remaining:
+                        self._pause_remaining -= 1
+                    elif not tracker.try_defer(output):
+                        self._before(output)
+                except Exception as error:
                     self._stop(error)
             return type(worker).execute_model(worker, *args, **kwargs)
 
+        self._wrappers.append(execute_model)
         return execute_model
 
-    def _around(self, name: str, of: Callable[[], Any]) -> Callable[..., Any]:
-        """Return a method *name* for the worker that *of* returns: it acts before, or also after, the class's own."""
+    def _around(self, name: str, tracker: BlockTracker, of: Callable[[], Any]) -> Callable[..., Any]:
+        """Return a method *name* for the worker that *of* returns: it acts before, or also after, the class's own.
+
+        Another wrapper may still call it when the marks have ended with *tracker*.
+        """
 
         def method(*args: Any, **kwargs: Any) -> Any:
             worker = of()
             stock = getattr(type(worker), name)
+            if self._tracker is not tracker:
+                return stock(worker, *args, **kwargs)
             if name in _NEW_CACHE:
                 self._guarded(self._new_cache)
                 try:
@@ -206,15 +214,18 @@ class ChecksumMonitor:
             self._guarded(self._before, None)
             return stock(worker, *args, **kwargs)
 
+        self._wrappers.append(method)
         return method
 
     def _unwrap(self) -> None:
-        """Remove the wrappers from the worker."""
+        """Remove our wrappers from the worker, but for those under somebody else's, which do nothing from now on."""
         worker = self._worker() if self._worker is not None else None
-        for name in ("execute_model", "execute_dummy_batch", *_NEW_CACHE) if worker is not None else ():
-            vars(worker).pop(name, None)
+        for name in _WRAPPED if worker is not None else ():
+            if any(vars(worker).get(name) is ours for ours in self._wrappers):
+                del vars(worker)[name]
         if self._tracker is not None:
-            self._tracker.clear()  # so that a wrapper that another one still calls defers no step
+            self._tracker.clear()  # a wrapper under somebody else's holds it, and the last output
+        self._last_step.forget()
         self._forget()
 
     def _clear(self) -> None:
@@ -420,15 +431,20 @@ class ChecksumMonitor:
         """Check the marks of reallocated blocks a last time, and drop them."""
         for batch in self._queue.of(dropped):
             if batch.checked_at < self._step - _RECENT and self._check_budget.allows():
-                checksums.check(batch, self._step)
-                self._check_budget.spend()
+                if checksums.check(batch, self._step):
+                    self._check_budget.spend()
+                else:
+                    self._count("passed-over", sum(self._queue.of([block]) == [batch] for block in dropped))
         self._forget_marks(dropped)
 
     def _check_next(self, checksums: BlockChecksums) -> None:
-        if (batch := self._queue.next(self._step)) is not None:
-            checksums.check(batch, self._step)
+        if (batch := self._queue.next(self._step)) is None:
+            return
+        if checksums.check(batch, self._step):
             self._queue.others.append(batch)
             self._check_budget.spend()
+        else:
+            self._queue.put_back(batch)
 
     def _forget_marks(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
