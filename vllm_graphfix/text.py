@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def brief_repr(value: str) -> str:
@@ -30,6 +30,12 @@ def ranks_named(ranks: Iterable[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     return f"rank {text}" if len(ordered) == 1 else f"ranks {text}"
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Join the first *most* of *names*, and count the others."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def lasting(seconds: float) -> str:

@@ -73,6 +73,7 @@ class FixManager:
         self._log = HeldLog()
         self._diagnosed_files = sites.DiagnosedFiles()
         self._may_capture = False
+        """The gate has called `unapplied`: from then on a fix that fails in use keeps its layers."""
         self.interrupted = False
         """This process was forked while a thread was inside the manager; the next `start` begins anew."""
         self._set_policy(wanted)
@@ -332,7 +333,7 @@ class FixManager:
 
     @_exclusive
     def failures_in_capture(self) -> dict[str, dict[Any, str]]:
-        """Return the graphs in which each correcting fix failed since `begin_capture`, with the first error of each.
+        """End the recording; return the graphs in which each correcting fix failed, with the first error of each.
 
         None stands for an unknown graph.
         """
@@ -369,7 +370,7 @@ class FixManager:
 
     def end(self) -> None:
         """Log the summary at the exit of a process, which may have imported no target."""
-        self._sum_up()
+        self._sum_up()  # not `sum_up`, which releases lines where a closed stream makes logging print a traceback
         self._log.release_at_exit()
 
     @_exclusive

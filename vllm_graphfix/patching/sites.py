@@ -87,11 +87,12 @@ class Site:
         """
         layers = {name: layer for name, layer in {**self.layers, fix: new}.items() if layer is not None}
         function = self.stock
-        for layer in layers.values():
+        for name, layer in layers.items():
             outer = layer(function)
             if not isinstance(outer, FunctionType) or getattr(outer, "__wrapped__", None) is not function:
                 raise TypeError(f"a wrapper around {self.attribute} is not a plain function that wraps it")
             function = outer
+            fix_of_layer[function] = name
         codes = self._codes_of(function)
         if function is not self.stock:
             # Before it is installed: at once another thread may copy it by `from target import name`.
@@ -161,6 +162,9 @@ _MOST_WRAPPERS = 100
 _sites: dict[tuple[int, str], Site] = {}
 _stock_of: weakref.WeakKeyDictionary[FunctionType, FunctionType] = weakref.WeakKeyDictionary()
 """The stock function of each of ours, of which `from target import name` may have put copies into other modules."""
+
+fix_of_layer: weakref.WeakKeyDictionary[FunctionType, str] = weakref.WeakKeyDictionary()
+"""The name of the fix that each function of ours is of."""
 
 own_wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
 """Wrappers of the plugin's hooks. Each looks up its wrapped function at each call."""

@@ -38,7 +38,7 @@ class DrafterGraphs(NamedTuple):
     """The columns of draft tokens and logits that a replay writes: ``first``, ``step`` (the caller's variable) or
     ``rest``, all but the first."""
     builds: bool = True
-    """Whether *caller* has metadata where it replays; otherwise the graph makes its own from those of its capture."""
+    """True if *caller* has metadata where it replays; otherwise the graph makes its own from those of its capture."""
 
 
 class Speculator(NamedTuple):
@@ -105,6 +105,8 @@ KNOWN = frozenset(
 )
 """Attributes of a speculator that drafting uses in the releases that were examined: tensors, which are copied and
 restored, numbers and methods. Another attribute may be state that a second run spoils."""
+BUILT_OF = ("num_reqs", "batch_desc", "num_query_per_req", "seq_lens_cpu_upper_bound", "step")
+"""Arguments of `_build_uniform_attn_metadata`."""
 _ARGUMENTS = ("attn_metadata", "slot_mappings", "num_tokens_across_dp", "cudagraph_runtime_mode")
 _MORE = {"mm_inputs", "skip_sample", "num_speculative_steps"}
 
@@ -163,9 +165,6 @@ def _has_shape(source: Source, speculator: Speculator, hook: Function) -> bool:
         return True
     build = method("_build_uniform_attn_metadata")
     return build is not None and set(BUILT_OF) <= set(build.parameters)
-
-
-BUILT_OF = ("num_reqs", "batch_desc", "num_query_per_req", "seq_lens_cpu_upper_bound", "step")
 
 
 def _attributes_used(function: Function) -> set[str]:

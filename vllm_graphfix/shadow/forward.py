@@ -100,7 +100,7 @@ class Pass(NamedTuple):
     only: Collection[str] | None = None
     """The layers that run in it; None: all."""
     dummy: bool = False
-    """Whether it is the dummy batch of a rank without requests, which runs because other ranks run theirs."""
+    """True for the dummy batch of a rank without requests, which runs because other ranks run theirs."""
 
     @property
     def layers(self) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ class Shape(NamedTuple):
 
     num_tokens: int
     uniform: bool
-    """Whether all requests of the batch have the same number of tokens in it."""
+    """True if all requests of the batch have the same number of tokens in it."""
 
     @property
     def number(self) -> int:
@@ -57,7 +57,7 @@ class DataParallelCoordinator(Coordinator):
         self.first = max(first, 2)
         """The first step that is due; before it every rank has read who takes part."""
         self.all_take_part: bool | None = None
-        """Whether each rank waits for the others at a step that is due; None: not known yet."""
+        """True if each rank waits for the others at a step that is due; None: not known yet."""
         self.common_shape: Shape | None = None
         """The shape of the graph that all ranks replay in this step, on model runner V2."""
         self._pause = 1

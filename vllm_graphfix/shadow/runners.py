@@ -29,9 +29,8 @@ class Graphs(NamedTuple):
     modules: tuple[str, ...]
     variable: str = SHADOW
     requires: tuple[Companion, ...] = ()
-    evidence: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
-    """None: the check counts in its `Results`."""
+    """Empty: the check counts in its `Results`."""
 
 
 RUNNERS = (

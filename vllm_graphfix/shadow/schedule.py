@@ -35,14 +35,16 @@ class Schedule:
     def __init__(self, rate: Rate) -> None:
         self._every, self._share = rate.every, rate.share
         self.timed = rate.share is not None
-        """Whether `tick` has to be called at every step of the target model."""
+        """True if `tick` has to be called at every step of the target model."""
         self.count = self.within = 0
         self.drafts = 0
         """Replays of a drafter in the step before this one; 0 unless they lie between steps."""
         self._turns = 0
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._busy, self._last, self._since = 0.0, perf_counter(), 0
+        """Seconds of steps since the last check, the clock at the last `tick`, and the step of the last check."""
         self._spent = self._paid_for = self._steps = 0.0
+        """Decaying sums: seconds of checks, seconds of steps, and the number of these steps."""
         self.due = self._first()
 
     def _first(self) -> int:

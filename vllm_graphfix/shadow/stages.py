@@ -40,7 +40,7 @@ class Place(NamedTuple):
     pipeline: str
     """The name of the stages that belong together, in a store that may serve several engines."""
     speaks: bool = True
-    """Whether this rank uses the store: the ranks of a stage agree among themselves, and one speaks for them."""
+    """True if this rank uses the store: the ranks of a stage agree among themselves, and one speaks for them."""
 
 
 class PipelineCoordinator(Coordinator):

@@ -25,7 +25,7 @@ class Graph(NamedTuple):
     backends: tuple[str, ...]
     """Classes of the attention metadata."""
     adapters: bool = False
-    """Whether kernels of LoRA adapters may run in it."""
+    """True if kernels of LoRA adapters may run in it."""
 
 
 class Mismatch(NamedTuple):
@@ -47,7 +47,7 @@ class Mismatch(NamedTuple):
     at: float
     """Seconds since the epoch."""
     here: bool
-    """Whether this rank found it."""
+    """True if this rank found it."""
     failure: str | None = None
     """vLLM's own error in both runs without the graph."""
 
