@@ -74,7 +74,7 @@ def engine(cache: Path | None = None, version: str = VERSION, *, progress: Progr
 
 
 def _is_complete(tree: Path, version: str) -> bool:
-    """vLLM's own compiled code serves any Python, torch's only one."""
+    """Tell if *tree* is there for this Python: torch's compiled code serves one, vLLM's own any."""
     return (tree / "torch" / f"_C{_suffix()}").is_file() if version in OWN_TORCH else tree.is_dir()
 
 
@@ -131,10 +131,7 @@ def _do_without_cuda(torch: Path, staging: Path, progress: Progress) -> None:
 
 
 def _compile(tree: Path, final: Path) -> None:
-    """Compiles bytecode now: a server imports vLLM three times.
-
-    Where Python may write none it would compile it each time.
-    """
+    """Compile bytecode now: a server imports vLLM three times, and compiles it each time where it may write none."""
     command = [sys.executable, "-m", "compileall", "-qq", "-j0", "-s", str(tree), "-p", str(final), str(tree)]
     subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 

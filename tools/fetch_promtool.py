@@ -1,8 +1,7 @@
 """Fetches Prometheus and promtool from Debian's package `prometheus`, without installing it.
 
-They are for the tests and the picture of the dashboard.
-
-What is on the PATH is taken first. Prints the path of each on standard output.
+They are for the tests and the picture of the dashboard. What is on the PATH is taken first. Prints the path of each on
+standard output.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def tool(name: str, cache: Path | None = None) -> Path:
 
 
 def _download(staging: Path) -> Path:
-    """The package, with package lists of our own if the machine's are missing or old.
+    """Return the package's file, by package lists of our own if the machine's are missing or old.
 
-    apt-get needs no root for either.
+    apt-get needs no root for either. Raises FetchError.
     """
     options = ["--quiet", "--quiet", "-o", "Debug::NoLocking=1", f"-o=Dir::Cache={staging}/cache"]
     if os.geteuid() == 0:

@@ -112,7 +112,7 @@ def _no_progress(doing: str, done: int, total: int | None) -> None:
 
 @contextmanager
 def only_one_fetches(version: str, cache: Path) -> Iterator[Path]:
-    """An empty folder in the cache's own file system (so that a rename is atomic), held by this process alone."""
+    """Yield an empty folder in the cache's own file system, so that a rename is atomic, to one process at a time."""
     try:
         (cache / ".tmp").mkdir(parents=True, exist_ok=True)
         lock = (cache / ".tmp" / f"{version}.lock").open("w")
@@ -137,9 +137,9 @@ RELEASE_WHEELS = ("--implementation", "cp", "--python-version", "3.12", *(f"--pl
 
 
 def download(package: str, version: str, into: Path, progress: Progress, wheels: Sequence[str] = ()) -> Path:
-    """The wheel file of *package* for this Python and machine.
+    """Return the wheel file of *package* for this Python and machine, or by *wheels*, options of pip, for others.
 
-    *wheels*, options of pip, may say otherwise.
+    Raises FetchError.
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", *wheels]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--dest", str(into)]

@@ -23,7 +23,7 @@ spec:
 
 
 def text() -> str:
-    """The file."""
+    """Return the text of the file."""
     return HEAD + textwrap.indent(RULES.read_text(), "  ")
 
 

@@ -52,7 +52,7 @@ _CHOSEN = re.compile(
 class _Behaviour(ast.NodeTransformer):
     """Takes out what has no behaviour.
 
-    These are annotations, imports for them, the number of the pull request in a fix's record, and what tries it, below.
+    These are annotations, imports for them, and what follows a fix's record.
     """
 
     def visit_Module(self, node: ast.Module) -> ast.AST:
@@ -81,10 +81,6 @@ class _Behaviour(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> ast.AST | None:
         self.generic_visit(node)
         return None if "TYPE_CHECKING" in ast.unparse(node.test) else node
-
-    def visit_keyword(self, node: ast.keyword) -> ast.AST | None:
-        self.generic_visit(node)
-        return None if node.arg == "pr" else node
 
 
 @functools.lru_cache(maxsize=1)

@@ -38,7 +38,7 @@ def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = 
     own = (f"tests/test_{module}.py",) if (ROOT / "tests" / f"test_{module}.py").exists() else ()
     return Suite(
         stages=(
-            (*_LAYERS, "-k", f"({name} or {units} or every_target) and not sparse_flashmla"),
+            (*_LAYERS, "-k", f"({name} or {units}) and not sparse_flashmla"),
             ("tests/test_observe.py", *own, "-k", f"{scenarios} or test_{module}.py and ({behaviours})"),
         ),
         diagnosis=(
@@ -90,7 +90,7 @@ CHOSEN = {
 
 
 def _of_other_fixes() -> dict[str, Suite]:
-    """On the last release of each of their shapes. From the manifest, since this process has nothing of the package."""
+    """Return suites on the last release of each shape, by the manifest: this process imports nothing of the package."""
     suites: dict[str, Suite] = {}
     for name, entries in json.loads((ROOT / "vllm_graphfix" / "manifest.json").read_text())["fixes"].items():
         module = f"fixes/{name.replace('-', '_')}.py"

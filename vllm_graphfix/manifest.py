@@ -247,11 +247,10 @@ def _has_the_files_of(source: Source, release: str, paths: Iterable[str]) -> boo
 
 def judge(diagnosis: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]]) -> Diagnosis:
     """Weigh *diagnosis*, which rests on patterns alone, by the *entries* of known releases, oldest first."""
-    if diagnosis.verdict is not Verdict.UNRECOGNISED and any(
-        (entry["verdict"], entry["shape"], entry["code"]) == (diagnosis.verdict.value, diagnosis.shape, evidence.code)
-        for entry in entries
-        if evidence.code
-    ):
+    if diagnosis.verdict is Verdict.UNRECOGNISED or not evidence.code:
+        return _not_proven(diagnosis, evidence, entries)
+    judged = (diagnosis.verdict.value, diagnosis.shape, evidence.code)
+    if any((entry["verdict"], entry["shape"], entry["code"]) == judged for entry in entries):
         return diagnosis._replace(known=True)
     trusted = _trusted(diagnosis, entries)
     # No signature is recorded for a shape that no release has.
@@ -264,8 +263,6 @@ def judge(diagnosis: Diagnosis, evidence: Evidence, entries: list[dict[str, Any]
         and not any(entry["slices"].get(place) == value for entry in trusted)
         and not (value == slices.EMPTY and _appeared(place, trusted))
     ]
-    if diagnosis.verdict is Verdict.UNRECOGNISED or not evidence.code:
-        return _not_proven(diagnosis, evidence, entries)
     return _not_proven(diagnosis, evidence, entries, new) if new or not trusted else diagnosis
 
 
@@ -285,7 +282,7 @@ def _trusted(diagnosis: Diagnosis, entries: list[dict[str, Any]]) -> list[dict[s
         return alike or [entry for entry in entries if entry["verdict"] == Verdict.FIXED.value]
     if diagnosis.verdict is Verdict.FIXED:
         # A remedy in an affected release keeps that release's surroundings, since slices leave it out.
-        return [e for e in entries if e["verdict"] in (Verdict.FIXED.value, Verdict.AFFECTED.value)]
+        return [entry for entry in entries if entry["verdict"] in (Verdict.FIXED.value, Verdict.AFFECTED.value)]
     return []
 
 

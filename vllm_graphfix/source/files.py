@@ -34,8 +34,6 @@ _ENCODINGS = frozenset({"utf-8", "utf-8-sig"})
 """Some of Python's codecs take hours to decode a few megabytes."""
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.!+_-]{0,99}")
 """Anything else is no version, and may contain control sequences of a terminal."""
-
-
 _LONGEST_PATH = 8192
 """Characters; no system has longer paths, and resolving one takes quadratic time in its parts."""
 _GIVE = "give a vLLM wheel file, source tree or site-packages folder"
@@ -111,6 +109,7 @@ class Source:
         return contained
 
     def digest(self, path: str) -> str | None:
+        """Hash the file's bytes, in 24 hexadecimal digits; None as in `read`. Raises `SourceError`."""
         import hashlib
 
         content = self.read(path)
@@ -161,7 +160,7 @@ class Source:
                 self.imported.append((name, path, f"{origin}.py"))
 
     def names(self, path: str) -> frozenset[str]:
-        """Return the names that the file imports, and the functions and classes that it defines, at any depth."""
+        """Return the names that the file imports, and its classes and functions, not ``async`` ones, at any depth."""
         bound: set[str] = set()
         tree = self._tree(path)
         for node in ast.walk(tree) if tree else ():

@@ -12,7 +12,7 @@ from vllm_graphfix.source.patterns import canonical, is_anything, matches, parse
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _KNOWN_DECORATORS = frozenset(
     {
         "CustomOp",  # registers the class by name, and returns it
@@ -58,10 +58,7 @@ class Function(NamedTuple):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        if isinstance(self.node, ast.ClassDef):
-            return ()
-        arguments = self.node.args
-        return tuple(a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs))
+        return tuple(each.arg for each in parameters_of(self.node))
 
     @property
     def signature(self) -> str:
@@ -93,7 +90,7 @@ class Function(NamedTuple):
         else:
             kind = type(pattern)  # few nodes have it: comparing the others would take most of the time
             parts = [node for node in self._nodes if isinstance(node, kind) and matches(node, pattern)]
-        return sorted(parts, key=lambda node: (node.lineno, node.col_offset))
+        return sorted(parts, key=_position)
 
     def find_unique(self, pattern: str) -> ast.stmt | ast.expr | None:
         """Return the part that equals *pattern* if exactly one does."""
@@ -117,11 +114,8 @@ class Function(NamedTuple):
     def call_has_keyword(self, call: str, keyword: str) -> bool:
         """Tell if the only *call*, ``f(...)``, has the argument *keyword*, ``name=value``."""
         keywords = getattr(self.find_unique(call), "keywords", [])
-        return any(
-            matches(each, wanted)
-            for each in keywords
-            for wanted in getattr(parsed_pattern(f"f({keyword})"), "keywords", [])
-        )
+        wanted = getattr(parsed_pattern(f"f({keyword})"), "keywords", [])
+        return any(matches(each, pattern) for each in keywords for pattern in wanted)
 
     def arguments(self, call: str) -> frozenset[str]:
         """Return the arguments of the only *call*, ``f(...)``, as written, without names; empty if there is none."""
@@ -151,7 +145,7 @@ class Function(NamedTuple):
     def always(self, pattern: str, aside: str = "") -> bool:
         """Tell if the only statement that equals *pattern* runs whenever the function is called.
 
-        A return before it counts, except in a statement that equals *aside*, a path of its own.
+        A return before it may skip it, except one in a statement that equals *aside*, a path of its own.
         """
         part = self.find_unique(pattern)
         return part is not None and part in self.node.body and not self.returns(0, part.lineno, aside)
@@ -208,11 +202,8 @@ class Function(NamedTuple):
         *name* is the only target, ``name = f(...)``, or the first, ``name, other = f(...)``.
         """
         wanted = parsed_pattern(value)
-        return [
-            node
-            for node in self.find("...")
-            if isinstance(node, ast.Assign) and name in {None, first_target(node)} and matches(node.value, wanted)
-        ]
+        assigned = (node for node in self._nodes if isinstance(node, ast.Assign) and matches(node.value, wanted))
+        return sorted((node for node in assigned if name in {None, first_target(node)}), key=_position)
 
     def entering(self, context: str) -> list[ast.With]:
         """Return the ``with`` statements that enter *context*, a pattern, alone or among others."""
@@ -245,7 +236,7 @@ class Function(NamedTuple):
     def repeats(self, pattern: str) -> bool:
         """Tell if a part that equals *pattern* is in a loop."""
         wanted = parsed_pattern(pattern)
-        loops = (node for node in self._nodes if isinstance(node, _LOOPS))
+        loops = (node for node in self._nodes if isinstance(node, LOOPS))
         return any(matches(node, wanted) for loop in loops for node in ast.walk(loop))
 
     def at(self, node: ast.stmt | ast.expr) -> str:
@@ -260,6 +251,17 @@ class Function(NamedTuple):
             digest = hashlib.sha256(canonical(self.node).encode()).hexdigest()[:24]
             self.node.graphfix_fingerprint = digest  # type: ignore[union-attr]
         return digest
+
+
+def parameters_of(node: Definition) -> list[ast.arg]:
+    """Return the parameters in order, without ``*args`` and ``**kwargs``; a class has none."""
+    if isinstance(node, ast.ClassDef):
+        return []
+    return [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+
+
+def _position(node: ast.stmt | ast.expr) -> tuple[int, int]:
+    return node.lineno, node.col_offset
 
 
 def first_target(node: ast.Assign) -> str | None:

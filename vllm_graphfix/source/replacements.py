@@ -13,7 +13,7 @@ from vllm_graphfix.source.functions import DEFINITIONS, Definition
 if TYPE_CHECKING:
     from vllm_graphfix.source.part import Slice
 
-_CHOICE = "get_builder_cls"
+_BUILDER_CHOICE = "get_builder_cls"
 """In a new release, a subclass that overrides it has another builder, which is judged by itself."""
 _CLASS = re.compile(rb"class[ \t]+(\w+)[ \t]*(?:\(([^)]*)\))?")
 _FUNCTION = re.compile(rb"def[ \t]+(\w+)")
@@ -127,7 +127,7 @@ class Targets:
             if own.isdisjoint(self._families[owner]):
                 continue
             for name, part in parts:
-                if name == _CHOICE and node.name != owner and not self._is_fork:
+                if name == _BUILDER_CHOICE and node.name != owner and not self._is_fork:
                     continue
                 for each in node.body:
                     if isinstance(each, DEFINITIONS) and each.name == name:

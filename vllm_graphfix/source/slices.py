@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from vllm_graphfix.source.functions import DEFINITIONS, Definition, Function
+from vllm_graphfix.source.functions import DEFINITIONS, LOOPS, Function, parameters_of
 from vllm_graphfix.source.patterns import canonical, matches_any
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ _EXITS = (ast.Return, ast.Break, ast.Continue)
 """Statements that leave a block silently. An exception is not silent."""
 _WITHOUT_GRADIENTS = ("torch.no_grad()", "torch.inference_mode()")
 """Decorators that do not change what a function does."""
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
@@ -36,8 +35,8 @@ def fingerprint(source: Source, part: Slice, excluded: Collection[str] = ()) -> 
     """Hash the slice *part* of *source*, without the statements that equal one of the patterns *excluded*.
 
     Positions, comments and docstrings do not matter, nor does an argument of a call that names none of the data, nor
-    such a keyword of a context that the data are in.
-    Raises `SourceError` where the file cannot be parsed.
+    such a keyword of a context that the data are in. Returns 16 hexadecimal digits, 24 for a whole function, `MISSING`
+    or `EMPTY`. Raises `SourceError` where the file cannot be parsed.
     """
     function = _function(source, part)
     if function is None:
@@ -87,7 +86,7 @@ class _Slicer:
         self._names, self._excluded = names, list(excluded)
 
     def lines(self, function: Function) -> list[str]:
-        named = filter(self._mentions, _parameters(function.node))
+        named = filter(self._mentions, parameters_of(function.node))
         parts = [("", False, self._pruned(argument)) for argument in named] + self._block(function.node.body)
         return [f"{where}{text}" for where, _, text in _between_uses(parts, from_start="return" in self._names)]
 
@@ -114,7 +113,7 @@ class _Slicer:
         header = [child for child in ast.iter_child_nodes(node) if id(child) not in in_blocks]
         if isinstance(node, DEFINITIONS):  # of its parameters only those that are named
             decorators = [each for each in node.decorator_list if not matches_any(each, _WITHOUT_GRADIENTS)]
-            header = [*decorators, *filter(self._mentions, _parameters(node)), *getattr(node, "bases", ())]
+            header = [*decorators, *filter(self._mentions, parameters_of(node)), *getattr(node, "bases", ())]
         if any(map(self._mentions, header)):
             yield "", False, f"{type(node).__name__}({','.join(map(self._pruned, header))})"
         inside = [
@@ -122,7 +121,7 @@ class _Slicer:
         ]
         if isinstance(node, DEFINITIONS):
             inside = _between_uses(inside)
-        elif isinstance(node, _LOOPS) and all(leaves for _, leaves, _ in inside):
+        elif isinstance(node, LOOPS) and all(leaves for _, leaves, _ in inside):
             inside = [line for line in inside if line[2] == ast.Return.__name__]  # the others leave this loop only
         if inside:  # most statements have none, and writing headers takes most of the time
             name = getattr(node, "name", "") or ""
@@ -212,13 +211,6 @@ def _between_uses(lines: list[tuple[str, bool, str]], *, from_start: bool = Fals
     """
     uses = [number for number, (_, leaves, _) in enumerate(lines) if not leaves]
     return lines[0 if from_start else uses[0] : uses[-1] + 1] if uses else []
-
-
-def _parameters(node: Definition) -> list[ast.arg]:
-    if isinstance(node, ast.ClassDef):
-        return []
-    arguments = node.args
-    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
 
 
 def _names_below(node: ast.AST) -> frozenset[str]:

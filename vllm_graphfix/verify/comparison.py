@@ -163,6 +163,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def judge(reference: Answer, actual: Answer, tolerance: float) -> Judgement:
+    """Judge one answer; *tolerance* is the difference of log-probabilities up to which it counts as rounding."""
     length = len(reference.tokens)
     differs = _first_difference(reference, actual)
     farthest = 0.0

@@ -98,6 +98,7 @@ def run(
             proof.outcome not in ("proven", "skipped") for fix in affected for proof in proofs[fix.name]
         )
     finally:
+        # With logs to keep, the models alone: they are large, and can be made again.
         for made in {folder / name for case in cases for name in case.models} if keep_logs else {folder}:
             shutil.rmtree(made, ignore_errors=True)
     return Report(
@@ -303,7 +304,8 @@ def _watch_of(end: JobResult) -> Watch:
         for name, values in end.observed.items()
         if name.startswith("shadow: ")
     }
-    states = {states["shadow"] for states in end.result.states.values() if "shadow" in states} if end.result else ()
+    of_ranks = end.result.states.values() if end.result else ()
+    states = {of_rank["shadow"] for of_rank in of_ranks if "shadow" in of_rank}
     return Watch(
         counted.get("checks", 0),
         counted.get("mismatches", 0),
@@ -339,7 +341,7 @@ def _state(fix: Fix, end: JobResult, of_a_crash: str) -> tuple[str, str]:
     """Return the state of *fix* on all ranks, and an error; a crashed engine has the state *of_a_crash*."""
     if end.result is None:
         return of_a_crash, end.error or ""
-    states = {states.get(fix.name, "unknown") for states in end.result.states.values()}
+    states = {of_rank.get(fix.name, "unknown") for of_rank in end.result.states.values()}
     return " and ".join(sorted(states)), ""
 
 
@@ -367,9 +369,8 @@ def measure(case: Case, runs: Runs, mode: str) -> Measurement:
 
 
 def _drafts(eager: EngineResult, graphed: EngineResult) -> list[str]:
-    lines = []
     reference, drafts = eager.observed.get("drafts", []), graphed.observed.get("drafts", [])
-    if drafts:
-        same = next((i for i, (a, b) in enumerate(zip(reference, drafts, strict=False)) if a != b), len(drafts))
-        lines.append(f"draft tokens equal to eager's up to number {same} of {len(drafts)}")
-    return lines
+    if not drafts:
+        return []
+    same = next((i for i, (a, b) in enumerate(zip(reference, drafts, strict=False)) if a != b), len(drafts))
+    return [f"draft tokens equal to eager's up to number {same} of {len(drafts)}"]

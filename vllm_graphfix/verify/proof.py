@@ -41,7 +41,6 @@ class Proof:
     """Name of the case, if it is not the first one of the fix."""
     why_unwatched: str = ""
     """Reason why the shadow check cannot see the defect in a replay, from the fix's trial."""
-
     was_run: bool = False
     """True if the scenario was run although the diagnosis is `fixed`: a scenario that fails then proves nothing."""
 

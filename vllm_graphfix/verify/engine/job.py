@@ -133,4 +133,4 @@ class EngineResult:
     poison_error: str | None = None
     """Error that ended the engine during `Job.poison_last`; empty while that runs."""
     cudagraph_mode: str | None = None
-    """vLLM's mode as the workers have it in the end; None for an engine without flags."""
+    """vLLM's mode of CUDA graphs, as the workers have it in the end."""

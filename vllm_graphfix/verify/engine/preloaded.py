@@ -197,7 +197,7 @@ def _become_engine(order: Mapping[str, Any], alive: int) -> NoReturn:
         os.environ.clear()
         os.environ.update(order["environment"])
         code = worker.engine_process(Path(order["job"]), Path(order["result"]), alive)
-    finally:
+    finally:  # also after an error: this child must not go on in its parent's loop
         os._exit(code)
 
 

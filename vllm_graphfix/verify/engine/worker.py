@@ -61,9 +61,9 @@ def exit_with_pipe(pipe: int) -> None:
 
 
 def _write(result: Path, written: dict[str, Any]) -> None:
-    partial = result.with_suffix(".partial")
-    partial.write_text(json.dumps(written))
-    partial.replace(result)  # atomic: a reader never sees half of it
+    unfinished = result.with_suffix(".partial")
+    unfinished.write_text(json.dumps(written))
+    unfinished.replace(result)  # atomic: a reader never sees half of it
 
 
 def _error_line(error: BaseException) -> str:
@@ -72,9 +72,8 @@ def _error_line(error: BaseException) -> str:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and re.match(
-        r"\d+ validation errors? for ", lines[0]
-    ):  # pydantic: which it is comes after how many
+    # pydantic writes the number of errors first, and then the errors.
+    if len(lines) > 1 and re.match(r"\d+ validation errors? for ", lines[0]):
         return " ".join(lines[1:]).partition(" [type=")[0]
     return lines[0] if lines else ""
 
@@ -94,10 +93,10 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
         llms.inspect_models_in_process()
     if job.untuned:
         llms.take_first_variant()
-    looking = True
+    finished = False
 
     def save() -> None:
-        if looking:
+        if not finished:
             _write(result, {"observed": observed, "error": ""})
 
     probes = [probe_of(name)(observed, save) for name in job.probes]
@@ -137,7 +136,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
     )
     if not job.poison_last:
         return engine_result
-    looking = False
+    finished = True  # from here on `_with_poison` writes, and a probe must not overwrite its result
     return _with_poison(engine_result, session, result)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -72,7 +73,7 @@ class Blocks:
         for cache in self._caches:
             memory = as_integers(cache.tensor)
             number = pattern(cache.tensor, self._byte)
-            changed = self._where(cache, listed, lambda part, memory=memory, number=number: part != number)
+            changed = self._where(cache, listed, memory, functools.partial(torch.ne, other=number))
             if changed:
                 by_layer.setdefault(cache.layer, []).extend(changed)
         return by_layer
@@ -83,21 +84,21 @@ class Blocks:
         by_layer: dict[str, list[int]] = {}
         for cache in self._caches:
             if cache.tensor.is_floating_point() and cache.tensor.element_size() > 1:
-                wrong = self._where(cache, listed, torch.isnan, cache.tensor)
+                wrong = self._where(cache, listed, cache.tensor, torch.isnan)
                 if wrong:
                     by_layer.setdefault(cache.layer, []).extend(wrong)
         return by_layer
 
     @staticmethod
-    def _where(cache: Cache, listed: list[int], holds: object, memory: Tensor | None = None) -> list[int]:
-        memory = as_integers(cache.tensor) if memory is None else memory
+    def _where(cache: Cache, listed: list[int], memory: Tensor, holds: Callable[[Tensor], Tensor]) -> list[int]:
+        """Return the blocks *listed* with an element that *holds*, in *memory*, the cache's tensor or a view of it."""
         size = cache.tensor.element_size() * cache.tensor.numel() // max(1, cache.tensor.shape[cache.axis])
         step = max(1, _AT_ONCE // max(1, size * cache.kernel_blocks))
         matching: list[int] = []
         for begin in range(0, len(listed), step):
             some = listed[begin : begin + step]
             part = memory.index_select(cache.axis, _index(some, cache))
-            flags = holds(part).movedim(cache.axis, 0).flatten(1).any(1)  # type: ignore[operator]
+            flags = holds(part).movedim(cache.axis, 0).flatten(1).any(1)
             flags = flags.view(len(some), cache.kernel_blocks).any(1)
             matching += [block for block, flag in zip(some, flags.tolist(), strict=True) if flag]
         return matching
