@@ -223,6 +223,9 @@ class Judge:
         if is_right(patched, stock["eager"]):
             return (NEEDLESS if is_right(stock) else RIGHT), changes
         if is_right(stock):
+            remedied = self._remedied(mutant) if "raised" in patched else None
+            if remedied is not None and "raised" in remedied:
+                return BROKEN, f"{changes}; with upstream's correction {_summary(remedied)}"
             return WRONG, changes
         if is_right(patched) and not differing(self._base(mutant, mutant.base)["eager"], patched["eager"]):
             return RIGHT, f"what the base gives without graphs; {changes}"

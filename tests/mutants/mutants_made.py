@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import re
 import textwrap
+import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -300,6 +302,14 @@ def formatted(fix: str, base: Base, paths: Iterable[str]) -> Iterator[Mutant]:
     def without_blank_lines(text: str) -> str:
         return "\n".join(line for line in text.splitlines() if line.strip()) + "\n"
 
+    def with_wide_tabs(text: str) -> str:
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        in_strings = {line for token in tokens for line in range(token.start[0] + 1, token.end[0] + 1)}
+        return "".join(
+            line if number in in_strings else re.sub(r"^( +)(?=\S)", r"\1\1", line)
+            for number, line in enumerate(text.splitlines(keepends=True), 1)
+        )
+
     def with_comments(text: str) -> str:
         return re.sub(r"^( *)((?:def|return|if|for|with) )", r"\1# as it was\n\1\2", text, flags=re.MULTILINE)
 
@@ -308,7 +318,7 @@ def formatted(fix: str, base: Base, paths: Iterable[str]) -> Iterator[Mutant]:
         "without blank lines": without_blank_lines,
         "with comments": with_comments,
         "under a header": lambda text: "# a fork's header\n\n" + text,
-        "with wide tabs": lambda text: re.sub(r"^( +)(?=\S)", lambda match: 2 * match[1], text, flags=re.MULTILINE),
+        "with wide tabs": with_wide_tabs,
     }
     for way, change in ways.items():
         by_hand = tuple((path, change) for path in paths if (release_root(base.release) / path).is_file())

@@ -190,7 +190,11 @@ FIX = fix(
         Slice(EAGLE, "EagleCudaGraphManager.capture", "create_forward_fn attn_metadata", Verdict.ABSENT),
         # The draft's passes on states of the target
         *(
-            Slice(EAGLE, f"{kind}EagleCudaGraphManager.capture", "attn_state attn_metadata create_forward_fn")
+            Slice(
+                EAGLE,
+                f"{kind}EagleCudaGraphManager.capture",
+                "attn_state attn_metadata create_forward_fn full_cg_attn_states",
+            )
             for kind in ("Prefill", "Decode")
         ),
         Slice(
