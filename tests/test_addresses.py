@@ -39,7 +39,7 @@ RELEASES = ("0.16.0", "0.20.0", "0.21.0", "0.25.1", "0.26.0", "0.33.0")
     [pytest.param(release.values[0], action, marks=release.marks if action == "repair" else pytest.mark.slow)
      for release in slow_but_for(("0.21.0", "0.33.0"), RELEASES) for action in ("report", "repair", "off")],
 )  # fmt: skip
-def test_a_tensor_that_moves_under_graphs_is_told_and_brought_back(release: str, action: str) -> None:
+def test_a_tensor_that_moves_under_graphs_is_reported_and_brought_back(release: str, action: str) -> None:
     check_behaviours(release, "addresses", {"VLLM_GRAPHFIX_ADDRESSES": action, "RELEASE": release})
 
 
@@ -49,7 +49,7 @@ def made_by_vllm(module: str = "vllm.v1.backend", **attributes: Any) -> Any:
     return made
 
 
-def test_the_inventory_has_the_tensors_of_models_of_the_runner_and_of_what_these_have_of_vllms() -> None:
+def test_the_inventory_has_the_tensors_of_models_the_runner_and_their_vllm_objects() -> None:
     torch = pytest.importorskip("torch")
 
     def tensor() -> Any:
@@ -73,8 +73,8 @@ def test_the_inventory_has_the_tensors_of_models_of_the_runner_and_of_what_these
     )
     runner.again = runner  # what goes in a circle ends
     worker = made_by_vllm(model_runner=runner)
-    found = Inventory(worker, hold=False)
-    assert {entry.name: entry.kind.value for entry in found.entries} == {
+    inventory = Inventory(worker, hold=False)
+    assert {entry.name: entry.kind.value for entry in inventory.entries} == {
         "layer.weight": "parameter",
         "layer.scale": "buffer",
         "layer.impl.W_UV": "attribute",
@@ -85,13 +85,13 @@ def test_the_inventory_has_the_tensors_of_models_of_the_runner_and_of_what_these
         "runner.attn_groups[0][0].builder.lengths": "metadata",
         "drafter.weight": "parameter",
     }
-    assert found.moved() == []
+    assert inventory.moved() == []
     model.layer.impl = made_by_vllm(W_UV=tensor(), kernel=model.layer.impl.kernel)
     del model.layer.scale
     model.layer.weight.data = torch.zeros(2, 2).t()
-    assert {each.entry.name for each in found.moved()} == {"layer.impl.W_UV", "layer.scale", "layer.weight"}
-    assert {each.entry.name for each in found.moved(LASTING)} == {"layer.scale", "layer.weight"}
-    assert set(found.bring_back(found.moved()).values()) == {
+    assert {each.entry.name for each in inventory.moved()} == {"layer.impl.W_UV", "layer.scale", "layer.weight"}
+    assert {each.entry.name for each in inventory.moved(LASTING)} == {"layer.scale", "layer.weight"}
+    assert set(inventory.bring_back(inventory.moved()).values()) == {
         "it is gone",
         "nobody holds the memory that the graphs have",
     }
@@ -112,7 +112,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_nothing_is_wrapped_until_it_is_watched_and_nothing_compares_until_a_rank_serves(worker: Any) -> None:
+def test_nothing_is_wrapped_until_watched_and_nothing_compares_until_a_rank_serves(worker: Any) -> None:
     stock, watch = worker.reload_weights, AddressWatch()
     watch.begin(Addresses.OFF)
     watch.on_captured(worker())
@@ -133,9 +133,9 @@ def test_nothing_is_wrapped_until_it_is_watched_and_nothing_compares_until_a_ran
     assert watch.of_rank is first
 
 
-def test_the_comparison_is_told_what_the_watch_is(worker: Any) -> None:
-    told: list[None] = []
-    watch = AddressWatch(lambda: told.append(None))
+def test_the_comparison_takes_over_the_action_of_the_watch(worker: Any) -> None:
+    published: list[None] = []
+    watch = AddressWatch(lambda: published.append(None))
     watch.begin(Addresses.REPORT)
     watch.on_captured(worker())
     comparison = watch.of_rank
@@ -145,14 +145,14 @@ def test_the_comparison_is_told_what_the_watch_is(worker: Any) -> None:
         watch.begin(action)
         assert comparison.action is action
     comparison._publish()
-    assert told == [None]
+    assert published == [None]
     comparison._depth, comparison._counts = 1, dict(COUNTS)
     assert watch.counts() == {"addresses": COUNTS}
     watch.forked()
     assert (comparison._depth, watch.counts()) == (0, {})
 
 
-def test_if_it_cannot_be_loaded_vllm_goes_on_and_it_is_said(
+def test_if_it_cannot_be_loaded_vllm_goes_on_and_it_is_logged(
     worker: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = AddressWatch()
@@ -188,49 +188,49 @@ class CountingInventory:
 
 @pytest.fixture
 def watching() -> tuple[RankAddresses, CountingInventory]:
-    watch, found = RankAddresses(), CountingInventory()
-    watch.action, watch._inventory, watch._counts = Addresses.REPORT, found, dict(COUNTS)  # type: ignore[assignment]
-    return watch, found
+    watch, inventory = RankAddresses(), CountingInventory()
+    watch.action, watch._inventory, watch._counts = Addresses.REPORT, inventory, dict(COUNTS)  # type: ignore[assignment]
+    return watch, inventory
 
 
 def test_after_a_capture_inside_of_a_watched_call_it_goes_on(watching: tuple[RankAddresses, CountingInventory]) -> None:
     """As an elastic engine captures anew."""
-    watch, found = watching
+    watch, inventory = watching
     watch.around("elastic_ep_execute", True, watch._forget_capture)
-    watch._inventory, watch._counts = found, dict(COUNTS)  # type: ignore[assignment]
+    watch._inventory, watch._counts = inventory, dict(COUNTS)  # type: ignore[assignment]
     assert not watch._busy()
-    found.compared.clear()
+    inventory.compared.clear()
     watch.around("reload_weights", True, lambda: None)
-    assert len(found.compared) == 2  # before, and after
+    assert len(inventory.compared) == 2  # before, and after
 
 
 @pytest.mark.parametrize("failing", ["update_weights", "finish_weight_update"])
 def test_an_update_that_fails_is_over(failing: str, watching: tuple[RankAddresses, CountingInventory]) -> None:
-    watch, found = watching
+    watch, inventory = watching
     watch.around("start_weight_update", True, lambda: None)
     assert watch._busy()
     with pytest.raises(OSError, match="no such checkpoint"):
         watch.around(failing, True, lambda: (_ for _ in ()).throw(OSError("no such checkpoint")).__next__())
     assert not watch._busy()
     watch.poll()
-    assert found.compared
+    assert inventory.compared
 
 
-def test_loads_of_single_tensors_are_not_compared_each_and_a_heartbeat_makes_up_for_it(
+def test_loads_of_single_tensors_are_not_compared_each_but_at_the_next_heartbeat(
     watching: tuple[RankAddresses, CountingInventory],
 ) -> None:
-    watch, found = watching
+    watch, inventory = watching
     watch.around("load_weights", False, lambda: None)
     watch._not_before = float("inf")
-    found.compared.clear()
+    inventory.compared.clear()
     for _ in range(1000):
         watch.around("load_weights", False, lambda: None)
-    assert not found.compared
+    assert not inventory.compared
     watch.poll()
-    assert found.compared == [LASTING | {Kind.ATTRIBUTE}]
+    assert inventory.compared == [LASTING | {Kind.ATTRIBUTE}]
     watch.around("process_weights_after_loading", False, lambda: None)  # the end of a load is
     watch.poll()
-    assert found.compared[-1] == LASTING
+    assert inventory.compared[-1] == LASTING
 
 
 def test_a_heartbeat_keeps_what_a_call_has_moved_and_forgets_what_is_back() -> None:
@@ -241,18 +241,18 @@ def test_a_heartbeat_keeps_what_a_call_has_moved_and_forgets_what_is_back() -> N
     parameter = layer.weight
     captured, elsewhere = parameter.data, parameter.data.clone()
     watch.around("reload_weights", True, lambda: setattr(parameter, "data", elsewhere))
-    assert _told(watch) == (1, 0, 1)
+    assert _counts_of(watch) == (1, 0, 1)
     for _ in range(3):
         watch.poll()
-        assert _told(watch) == (1, 0, 1)
+        assert _counts_of(watch) == (1, 0, 1)
     parameter.data = captured
     watch.poll()
-    assert _told(watch) == (1, 0, 0)
+    assert _counts_of(watch) == (1, 0, 0)
     parameter.data = elsewhere  # by nobody who is watched: at the second look it counts
     watch.poll()
-    assert _told(watch) == (1, 0, 0)
+    assert _counts_of(watch) == (1, 0, 0)
     watch.poll()
-    assert _told(watch) == (2, 0, 1)
+    assert _counts_of(watch) == (2, 0, 1)
 
 
 def test_a_cache_that_moved_is_not_back_because_it_sleeps() -> None:
@@ -262,12 +262,12 @@ def test_a_cache_that_moved_is_not_back_because_it_sleeps() -> None:
     watch, _worker = _serving(layer)
     watch.around("reload_weights", True, lambda: setattr(layer, "kv_cache", torch.zeros(2)))
     for name, args in (("sleep", ()), ("wake_up", ("self", ["weights"])), ("wake_up", ("self", ["kv_cache"]))):
-        assert _told(watch) == (1, 0, 1), name
+        assert _counts_of(watch) == (1, 0, 1), name
         watch.around(name, True, lambda *_: None, *args)
-    assert _told(watch) == (1, 0, 1)
+    assert _counts_of(watch) == (1, 0, 1)
 
 
-def test_what_calls_have_moved_that_were_left_out_is_not_forgotten_by_the_next() -> None:
+def test_what_calls_that_were_not_compared_have_moved_counts_at_the_next() -> None:
     import torch
 
     layer = torch.nn.Linear(2, 2, bias=False)
@@ -275,9 +275,9 @@ def test_what_calls_have_moved_that_were_left_out_is_not_forgotten_by_the_next()
     watch.around("load_weights", False, lambda: None)
     watch._not_before = float("inf")
     watch.around("process_weights_after_loading of a layer", False, lambda: setattr(layer.impl, "W_UV", torch.ones(2)))
-    assert _told(watch) == (0, 0, 0)
+    assert _counts_of(watch) == (0, 0, 0)
     watch.around("reload_weights", True, lambda: None)
-    assert _told(watch) == (1, 0, 1)
+    assert _counts_of(watch) == (1, 0, 1)
 
 
 def _serving(layer: Any) -> tuple[RankAddresses, Any]:
@@ -293,8 +293,8 @@ def _serving(layer: Any) -> tuple[RankAddresses, Any]:
     return watch, worker
 
 
-def _told(watch: RankAddresses) -> tuple[int, int, int]:
-    """What has moved so far, failures, and what a record has."""
+def _counts_of(watch: RankAddresses) -> tuple[int, int, int]:
+    """Return the counts of moves so far, of failures, and of tensors in a record."""
     counts = watch.counts()
     return counts["moved"], counts["failures"], len(watch.moved())
 
@@ -324,7 +324,7 @@ LATER = {
     "elastic_ep_execute": between("0.17.0", "0.33.0"),
     "reload_weights of V2": between("0.22.0", "0.33.0"),
 }
-"""What not every release has."""
+"""The names that not every release has."""
 MOVES_NOTHING = {
     *("init_weight_transfer_engine", "shutdown_weight_transfer_engine", "supports_draft_weight_updates"),
     *("compute_weight_checksums", "reset_weights", "sleep_mode_backend", "list_loras", "pin_lora", "remove_lora"),
@@ -371,7 +371,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_all_ranks_take_their_graphs_out_or_none_does(says: Any, out: bool, store: Any) -> None:
     watches = [RankAddresses(), RankAddresses()]
     for _ in range(3):  # one update after the other
-        assert together(*(agreeing(watches[rank], rank, *said) for rank, said in enumerate(says))) == [out, out]
+        assert together(*(agreeing(watches[rank], rank, *answers) for rank, answers in enumerate(says))) == [out, out]
     assert store.num_keys() <= 6  # and what was said before is gone
 
 
@@ -390,21 +390,21 @@ def agreeing(watch: RankAddresses, rank: int, needed: bool, can: bool) -> Callab
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What *calls*, each of a rank, return or raise, side by side."""
-    found: list[Any] = [None] * len(calls)
+    """Run *calls*, each of a rank, side by side; return their results or exceptions."""
+    outcomes: list[Any] = [None] * len(calls)
 
     def run(number: int) -> None:
         try:
-            found[number] = calls[number]()
+            outcomes[number] = calls[number]()
         except Exception as error:
-            found[number] = error
+            outcomes[number] = error
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    return found
+    return outcomes
 
 
 # -- settings, records ---------------------------------------------------------------------------------------------
@@ -430,9 +430,9 @@ def test_an_engine_watches_by_default_and_not_outside_the_rollout(
 
 
 def test_a_record_brings_what_has_moved_and_older_ones_have_none() -> None:
-    told = record(rank=0, events={"addresses": COUNTS}, moved=(MOVED,) * 5)
-    written = told.as_json()
-    assert Record.from_json(written) == told
+    original = record(rank=0, events={"addresses": COUNTS}, moved=(MOVED,) * 5)
+    written = original.as_json()
+    assert Record.from_json(written) == original
     written["moved"]["0"]["name"] = "x" * 2000
     with pytest.raises(RecordError, match=r"moved\.0"):
         Record.from_json(written)
@@ -454,13 +454,74 @@ def test_fleet_names_a_tensor_that_lies_elsewhere_and_not_one_that_was_brought_b
 
 
 def test_metrics_have_the_counts_and_those_at_0_too() -> None:
-    (told,) = snapshot_of([record(rank=0, events={"addresses": COUNTS})], 0.0).events.values()
-    assert {event: count for (fix, event), count in told.items() if fix == "addresses"} == COUNTS
+    (counts,) = snapshot_of([record(rank=0, events={"addresses": COUNTS})], 0.0).events.values()
+    assert {event: count for (fix, event), count in counts.items() if fix == "addresses"} == COUNTS
 
 
-def test_what_is_told_of_a_tensor_fits_into_a_record() -> None:
+def test_the_names_of_a_moved_tensor_fit_into_a_record() -> None:
     watch = RankAddresses()
     watch._moved = {"ü" * 300: rank_addresses._Moved(Kind.INPUT, "a" * 300, "b" * 300)}
-    (told,) = watch.moved()
-    assert max(map(len, told)) == SHORT
-    assert told.name.isascii()
+    (moved,) = watch.moved()
+    assert max(map(len, moved)) == SHORT
+    assert moved.name.isascii()
+
+
+# -- what is brought back ------------------------------------------------------------------------------------------
+
+
+def swap(model: Any, memories: Any) -> None:
+    model.a.data, model.b.data = model.b.data, model.a.data
+
+
+def swap_parameters(model: Any, memories: Any) -> None:
+    model.a, model.b = model.b, model.a
+
+
+def rotate(model: Any, memories: Any) -> None:
+    model.a.data, model.b.data, model.c.data = model.b.data, model.c.data, model.a.data
+
+
+def replace_one_after_another(model: Any, memories: Any) -> None:
+    model.a.data, model.b.data = model.b.data, model.b.data + 10
+
+
+def move_to_a_part_of_another(model: Any, memories: Any) -> None:
+    model.a.data, model.b.data = memories[1][2:6], model.b.data + 10
+
+
+def move_to_another_that_cannot_be_copied(model: Any, memories: Any) -> None:
+    model.a.data, model.b.data = model.b.data + 10, model.a.data[:2]
+
+
+def shift_by_one(model: Any, memories: Any) -> None:
+    model.a.data = memories[0][1:5]
+
+
+OCCUPIED = "a tensor that has moved lies in the same memory"
+
+
+@pytest.mark.parametrize(
+    ("move", "reasons"),
+    [
+        (swap, {"a": OCCUPIED, "b": OCCUPIED}),
+        (swap_parameters, {"a": OCCUPIED, "b": OCCUPIED}),
+        (rotate, {"a": OCCUPIED, "b": OCCUPIED, "c": OCCUPIED}),
+        (replace_one_after_another, {"b": OCCUPIED}),
+        (move_to_a_part_of_another, {"b": OCCUPIED}),
+        (move_to_another_that_cannot_be_copied, {"a": OCCUPIED, "b": "its shape, stride or type is another"}),
+        (shift_by_one, {"a": OCCUPIED}),
+    ],
+)
+def test_nothing_is_copied_to_memory_that_a_moved_tensor_lies_in(
+    move: Callable[[Any, Any], None], reasons: dict[str, str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    model, memories = torch.nn.Module(), [torch.arange(8.0) + 100 * number for number in range(3)]
+    for name, memory in zip("abc", memories, strict=True):
+        setattr(model, name, torch.nn.Parameter(memory[:4], requires_grad=False))
+    inventory = Inventory(made_by_vllm(model_runner=made_by_vllm(model=model, device=torch.device("cpu"))), hold=True)
+    move(model, memories)
+    values = {name: getattr(model, name).tolist() for name in "abc"}
+    assert inventory.bring_back(inventory.moved()) == reasons
+    assert {name: getattr(model, name).tolist() for name in "abc"} == values
+    assert {each.entry.name for each in inventory.moved()} == reasons.keys()

@@ -43,7 +43,7 @@ watching = pytest.mark.skipif(ACTION == "off", reason="nothing is watched")
 
 
 class Extension:
-    """What a framework brings to the workers."""
+    """A worker extension of a framework."""
 
     def update(self: Any, weight: torch.Tensor) -> str:
         self.model_runner.model.load_weights([("kv_b_proj.weight", weight)])
@@ -92,9 +92,9 @@ class ModelDouble(torch.nn.Module):
             attention.register_buffer(scale, torch.ones(1))
         self.attention = attention
 
-    def load_weights(self, given: Any) -> set[str]:
+    def load_weights(self, named_weights: Any) -> set[str]:
         parameters = dict(self.named_parameters())
-        for name, weight in given:
+        for name, weight in named_weights:
             parameters[name].data.copy_(weight)
         return set(parameters)
 
@@ -166,15 +166,15 @@ def worker() -> Iterator[Any]:
 
 
 def of_this_rank() -> RankAddresses:
-    found: RankAddresses | None = _this_process().component("addresses").watch.of_rank
-    assert found is not None
-    return found
+    addresses: RankAddresses | None = _this_process().component("addresses").watch.of_rank
+    assert addresses is not None
+    return addresses
 
 
 def moved() -> dict[str, str]:
     """Without what lies on the host, which is a tensor of graphs only in the double."""
-    found = _this_process().component("addresses").watch.moved()
-    return {each.name: each.outcome for each in found if not each.name.endswith("_cpu")}
+    addresses = _this_process().component("addresses").watch.moved()
+    return {each.name: each.outcome for each in addresses if not each.name.endswith("_cpu")}
 
 
 def counts() -> dict[str, int]:
@@ -185,7 +185,7 @@ COPIES = VERSION >= (0, 26)
 """Where vLLM derives in place."""
 
 
-def test_absorbed_weights_that_an_extension_has_derived_anew_are_named_and_brought_back(worker: Any) -> None:
+def test_absorbed_weights_that_an_extension_derives_anew_are_named_and_brought_back(worker: Any) -> None:
     assert worker.model_runner.answers() == (64.0, 64.0)
     assert worker.update(weights(2.0)) == "updated"
     right = COPIES or REPAIRS
@@ -208,7 +208,7 @@ def test_vllms_own_reload_that_copies_is_silent(worker: Any) -> None:
 
 
 @watching
-def test_a_parameter_that_was_replaced_has_its_name_and_comes_back_with_the_new_values(worker: Any) -> None:
+def test_a_replaced_parameter_is_named_and_comes_back_with_the_new_values(worker: Any) -> None:
     layer = worker.model_runner.model.kv_b_proj
     before = layer.weight.data_ptr()
 
@@ -279,9 +279,9 @@ def test_a_heartbeat_sees_data_that_was_assigned_and_changes_nothing(worker: Any
     assert layer.weight.data_ptr() == elsewhere.data_ptr()
     _this_process().poll()
     assert counts()["moved"] == 1
-    layer.weight.data, kept = layer.weight.data.clone(), layer.weight.data
+    layer.weight.data, before = layer.weight.data.clone(), layer.weight.data
     _this_process().poll()
-    layer.weight.data = kept
+    layer.weight.data = before
     worker.reload_weights()
     assert moved() == {"kv_b_proj.weight": "repaired" if REPAIRS else "reported"}
 
@@ -292,9 +292,9 @@ def test_a_heartbeat_during_a_load_says_nothing(worker: Any) -> None:
 
     class Loads:
         def load(self: Any) -> None:
-            kept, layer.weight.data = layer.weight.data, torch.empty(0)
+            before, layer.weight.data = layer.weight.data, torch.empty(0)
             _this_process().poll()
-            layer.weight.data = kept
+            layer.weight.data = before
 
     serve_with(worker, Loads)
     worker.load()
@@ -366,16 +366,32 @@ def test_a_tensor_that_moves_out_of_one_that_stays_is_not_copied_into_it(worker:
     assert "attention.whole lies in the same memory" in moved()["attention.part"]
 
 
+@in_mode["repair"]
+def test_no_graph_is_used_where_two_weights_have_exchanged_their_memory(worker: Any) -> None:
+    attention = worker.model_runner.model.attention
+    attention.first, attention.second = torch.zeros(4), torch.ones(4)
+    _this_process().on_captured(worker, True)
+
+    class Exchanges:
+        def update_by_exchange(self: Any) -> None:
+            attention.first, attention.second = attention.second, attention.first
+
+    serve_with(worker, Exchanges)
+    worker.update_by_exchange()
+    assert (attention.first.tolist(), attention.second.tolist()) == ([1.0] * 4, [0.0] * 4)
+    assert worker.model_runner.graphs() == 0
+
+
 @watching
 def test_an_update_in_several_calls_is_compared_at_its_end(worker: Any) -> None:
     watch, layer = of_this_rank(), worker.model_runner.model.kv_b_proj
-    kept = layer.weight.data
+    before = layer.weight.data
 
     def lift(worker: Any) -> None:
-        layer.weight.data = torch.zeros_like(kept)
+        layer.weight.data = torch.zeros_like(before)
 
     def lay_back(worker: Any) -> None:
-        layer.weight.data = kept
+        layer.weight.data = before
 
     watch.around("start_weight_update", True, lift, worker)
     watch.around("update_weights", True, lambda worker: None, worker)
@@ -386,17 +402,17 @@ def test_an_update_in_several_calls_is_compared_at_its_end(worker: Any) -> None:
 
 @watching
 def test_whatever_fails_in_it_ends_it_with_one_warning(worker: Any, monkeypatch: Any) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(logger, "warning", lambda text, *args: said.append(text % args))
+    messages: list[str] = []
+    monkeypatch.setattr(logger, "warning", lambda text, *args: messages.append(text % args))
     monkeypatch.setattr(Inventory, "moved", lambda *args: 1 / 0)
     worker.reload_weights()
     worker.reload_weights()
     _this_process().poll()
-    assert (len(said), counts()["failures"]) == (1, 1)
+    assert (len(messages), counts()["failures"]) == (1, 1)
 
 
 @watching
-def test_an_engine_that_has_ended_is_not_kept_in_memory(worker: Any) -> None:
+def test_an_engine_that_has_ended_does_not_stay_in_memory(worker: Any) -> None:
     other = WorkerDouble(RunnerDouble())
     _this_process().on_captured(other, True)
     assert of_this_rank()._inventory is not None

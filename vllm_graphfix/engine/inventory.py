@@ -9,9 +9,11 @@ its address; only *hold* keeps tensors alive.
 
 import time
 import weakref
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 _DEEPEST = 5
@@ -56,6 +58,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The address behind the last byte."""
         spans = (max(size - 1, 0) * abs(step) for size, step in zip(self.shape, self.stride, strict=True))
         return self.pointer + (sum(spans) + 1) * int(self.dtype.itemsize)
 
@@ -102,7 +105,7 @@ class Inventory:
                 self.entries = [_with_the_tensor(entry) for entry in self.entries]
 
     def _add_module(self, name: str, module: Any, visited: set[int]) -> None:
-        self._add(module, name, Kind.ATTRIBUTE, (), _of_any_module(), visited)
+        self._add(module, name, Kind.ATTRIBUTE, (), _attributes_of_any_module(), visited)
         for attribute, kind in (("_parameters", Kind.PARAMETER), ("_buffers", Kind.BUFFER)):
             for key, tensor in getattr(module, attribute).items():
                 self._add_tensor(module, f"{name}{key}", kind, (attribute, key), tensor)
@@ -122,7 +125,7 @@ class Inventory:
                 named = f"{holder_name[:-1]}[{key}]" if isinstance(holder, _CONTAINERS) else f"{holder_name}{key}"
                 if _is_tensor(value):
                     self._add_tensor(root, named, kind, (*way, key), value)
-                elif id(value) not in visited and (inside := may_hold_tensors(value)) and depth + inside <= _DEEPEST:
+                elif id(value) not in visited and may_hold_tensors(value) and depth < _DEEPEST:
                     visited.add(id(value))
                     # A container does not count as a level, an object does.
                     waiting.append((value, f"{named}.", (*way, key), depth + (not isinstance(value, _CONTAINERS))))
@@ -172,7 +175,7 @@ class Inventory:
         """Copy *moved* tensors to their old addresses, and point the models to the copies.
 
         Returns the reason for each tensor that is not brought back, by name. The old memory must be held and not shared
-        with a tensor that has stayed, and shape, stride and dtype must be equal.
+        with a tensor that has stayed or lies there now, and shape, stride and dtype must be equal.
         """
         import torch
 
@@ -183,6 +186,8 @@ class Inventory:
         for each in moved:
             twins[each.entry.place].append(each.now)
         names = {each.entry.name for each in moved}
+        with _no_subclass_functions():
+            occupied = _Occupied(place_of(each.now) for each in moved if each.now is not None)
         why = {}
         for each in moved:
             reason = _not_copied(each, twins[each.entry.place]) or next(
@@ -193,6 +198,9 @@ class Inventory:
                 ),
                 None,
             )
+            if reason is None and occupied.overlaps(each.entry.place):
+                # A copy would overwrite values that are still to be copied, or that stay there.
+                reason = "a tensor that has moved lies in the same memory"
             if reason is not None:
                 why[each.entry.name] = reason
         good = [each for each in moved if each.entry.name not in why]
@@ -207,6 +215,20 @@ class Inventory:
                 if (now := current(each.entry)) is None or not _lies_at(now, each.entry.place)
             }
         return why
+
+
+class _Occupied:
+    """Memory that some tensors lie in."""
+
+    def __init__(self, places: Iterable[Place]) -> None:
+        self._spans = sorted((place.pointer, place.end) for place in places)
+        self._ends = list(accumulate((end for _, end in self._spans), max))
+        """The highest end of each span and those before it."""
+
+    def overlaps(self, place: Place) -> bool:
+        """Tell if one of the tensors lies partly in *place*."""
+        before = bisect_left(self._spans, (place.end,))
+        return before > 0 and self._ends[before - 1] > place.pointer
 
 
 def _not_copied(each: Moved, twins: Sequence[Any]) -> str | None:
@@ -284,12 +306,13 @@ def _point(each: Moved) -> None:
         for step in each.entry.steps[:-1]:
             holder = holder[step] if isinstance(holder, _CONTAINERS) else holder.__dict__[step]
         if isinstance(holder, (dict, list)):
-            holder[each.entry.steps[-1]] = _like(each)
+            holder[each.entry.steps[-1]] = _replacement(each)
         elif not isinstance(holder, tuple):
-            holder.__dict__[each.entry.steps[-1]] = _like(each)
+            holder.__dict__[each.entry.steps[-1]] = _replacement(each)
 
 
-def _like(each: Moved) -> Any:
+def _replacement(each: Moved) -> Any:
+    """Return the held tensor of *each*, as a parameter if the present one is a parameter."""
     import torch
 
     if not isinstance(each.now, torch.nn.Parameter):
@@ -314,20 +337,17 @@ def items_of(holder: Any) -> list[tuple[Any, Any]]:
     return list(vars(holder).items())
 
 
-def may_hold_tensors(value: Any) -> int:
-    """Return 1 if *value* may hold tensors, else 0.
-
-    Containers may, and objects of vLLM that are neither modules nor configurations.
-    """
+def may_hold_tensors(value: Any) -> bool:
+    """Tell if *value* is a container, or an object of vLLM that is neither a module nor a configuration."""
     if isinstance(value, _CONTAINERS):
-        return 1
+        return True
     if isinstance(value, type) or not hasattr(value, "__dict__"):
-        return 0
+        return False
     import torch
 
     module = type(value).__module__
-    ours = module.startswith("vllm.") and not module.startswith("vllm.config") and not isinstance(value, Enum)
-    return int(ours and not isinstance(value, torch.nn.Module))
+    of_vllm = module.startswith("vllm.") and not module.startswith("vllm.config")
+    return of_vllm and not isinstance(value, (Enum, torch.nn.Module))
 
 
 def _is_tensor(value: Any) -> bool:
@@ -336,7 +356,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _of_any_module() -> Container[str]:
+def _attributes_of_any_module() -> Container[str]:
     import torch
 
     return vars(torch.nn.Module()).keys()
