@@ -18,7 +18,7 @@ import pytest
 
 import abort_ranks
 from abort_ranks import AnyRequest, SchedulerStandIn, ended_by, flood, process, rank, steps, until
-from records import elsewhere, record
+from records import elsewhere, eventually, record
 from stock import ALL_RELEASES, release_root
 from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
@@ -58,8 +58,8 @@ def its(monkeypatch: pytest.MonkeyPatch) -> Iterator[Aborts]:
 
 
 def state_of(aborts: Aborts) -> tuple[State, str]:
-    found = aborts.states()["abort"]
-    return found.state, found.reason
+    abort_state = aborts.states()["abort"]
+    return abort_state.state, abort_state.reason
 
 
 def settled(of_rank: Connection, number: int, each: Callable[[], object]) -> tuple[dict[str, int], str, str]:
@@ -97,7 +97,7 @@ def test_of_20_000_verdicts_each_ends_its_request_or_is_known_not_to(its: Aborts
     assert its.counts()["shadow"] == {"aborted": counts["delivered"]}
 
 
-def test_a_scheduler_that_is_stopped_lets_no_rank_wait_and_each_verdict_is_accounted_for() -> None:
+def test_a_stopped_scheduler_lets_no_rank_wait_and_each_verdict_is_accounted_for() -> None:
     here, there = SPAWN.Pipe()
     to_rank, of_rank = SPAWN.Pipe()
     with process(SPAWN, abort_ranks.scheduler_that_stops, ENGINE, SPAWN, there, of_rank) as stopped:
@@ -124,7 +124,7 @@ def test_a_scheduler_that_is_stopped_lets_no_rank_wait_and_each_verdict_is_accou
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_rank_that_floods_and_one_that_dies_leave_the_scheduler_bounded_and_the_other_ranks_heard(
+def test_a_rank_that_floods_and_dies_leaves_the_scheduler_bounded_and_others_heard(
     its: Aborts,
 ) -> None:
     scheduler = SchedulerStandIn()
@@ -156,18 +156,18 @@ def test_a_rank_that_floods_and_one_that_dies_leave_the_scheduler_bounded_and_th
 
 def calls(function: Any) -> set[str]:
     """The C functions that *function* calls."""
-    found: set[str] = set()
+    names: set[str] = set()
 
     def profile(frame: FrameType, event: str, called: Any) -> None:
         if event == "c_call":
-            found.add(f"{getattr(called, '__module__', None)}.{called.__qualname__}")
+            names.add(f"{getattr(called, '__module__', None)}.{called.__qualname__}")
 
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return found - {"sys.setprofile"}
+    return names - {"sys.setprofile"}
 
 
 def test_an_idle_step_calls_nothing_and_one_with_a_verdict_no_system(its: Aborts) -> None:
@@ -226,7 +226,7 @@ def test_whoever_listens_in_the_scheduler_s_place_learns_nothing(monkeypatch: py
     assert mine.counts()["abort"] == {"delivered": 0, "undelivered": 1}
 
 
-def test_a_rank_that_the_scheduler_s_process_has_not_started_is_refused_with_the_reason() -> None:
+def test_a_rank_that_the_scheduler_has_not_started_is_refused_with_the_reason() -> None:
     mine = Aborts()
     mine.begin(ENGINE)
     assert state_of(mine)[0] is State.WAITING
@@ -468,7 +468,7 @@ def test_verdicts_of_a_rank_that_is_not_admitted_are_counted_without_a_wait(
     mine.begin("")
 
 
-def test_a_process_that_listens_and_never_answers_is_said_not_to_read(
+def test_a_process_that_listens_and_never_answers_is_reported_not_to_read(
     its: Aborts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that was stopped before its thread has come to this rank: the kernel connects in its place."""
@@ -483,7 +483,7 @@ def test_a_process_that_listens_and_never_answers_is_said_not_to_read(
         mine.begin("")
 
 
-def test_what_cannot_be_bound_is_a_state_and_the_rank_s_own_scheduler_is_told_all_the_same(its: Aborts) -> None:
+def test_an_address_in_use_is_a_state_and_the_rank_s_own_scheduler_still_reads(its: Aborts) -> None:
     scheduler = SchedulerStandIn()
     taken = abort_channel._socket()
     with taken:
@@ -554,10 +554,10 @@ def test_requests_count_where_they_end(its: Aborts, monkeypatch: pytest.MonkeyPa
     assert context.events()["shadow"]["aborted"] == 0
     assert context.states()["abort"].state is State.ACTIVE
     steps(its, scheduler)
-    found = context.events()
-    assert found["shadow"] == {**shadow.counts()["shadow"], "aborted": 1}
-    assert found["abort"] == {"delivered": 1, "undelivered": 0}
-    assert "kv-marks" not in found
+    events = context.events()
+    assert events["shadow"] == {**shadow.counts()["shadow"], "aborted": 1}
+    assert events["abort"] == {"delivered": 1, "undelivered": 0}
+    assert "kv-marks" not in events
     its.begin("")
     assert "abort" not in {**context.states(), **context.events()}
 
@@ -598,3 +598,52 @@ def test_what_a_rank_has_sent_before_it_died_ends_its_requests(its: Aborts, monk
         dying.join(abort_ranks.PATIENCE)
         assert dying.exitcode == -signal.SIGKILL
     until(lambda: len(scheduler.ended) == 50, lambda: steps(its, scheduler))
+
+
+@pytest.mark.parametrize("decided_again", [False, True])
+def test_a_later_engine_of_the_process_does_not_begin_with_lost_verdicts(its: Aborts, decided_again: bool) -> None:
+    first: Any = SchedulerStandIn()
+    first.finish_requests = lambda *args: 1 / 0
+    its._begin(first)
+    its.tell("shadow", ["a"], [3], "wrong")
+    steps(its, first)
+    assert state_of(its)[0] is State.FAILED
+    if decided_again:
+        its.begin(os.urandom(8).hex())
+        assert state_of(its)[0] is not State.FAILED
+    second: Any = SchedulerStandIn()
+    its._begin(second)
+    assert state_of(its)[0] is State.ACTIVE
+    assert its.counts()["abort"]["undelivered"] == 1  # of this process, whose counts only rise
+    second.finish_requests = first.finish_requests
+    its.tell("shadow", ["a"], [3], "wrong")
+    steps(its, second)
+    assert (state_of(its)[0], its.counts()["abort"]["undelivered"]) == (State.FAILED, 2)
+
+
+def test_a_later_engine_begins_without_verdicts_for_which_there_was_no_room(its: Aborts) -> None:
+    its._begin(SchedulerStandIn())
+    for _ in range(MOST):
+        its.tell("shadow", ["a"], [3], "wrong")
+    with pytest.raises(OSError, match="Resource temporarily unavailable"):
+        its.tell("shadow", ["a"], [3], "wrong")
+    assert state_of(its)[0] is State.FAILED
+    its._begin(SchedulerStandIn())
+    assert state_of(its)[0] is State.ACTIVE
+
+
+def test_a_rank_beyond_the_most_that_are_heard_is_not_called_a_stranger(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(abort_channel, "_MOST_RANKS", 1)
+    engine = os.urandom(8).hex()
+    receiver = abort_channel.Receiver(engine, lambda message: None, lambda: 0)
+    first = abort_channel.Sender(engine, os.getpid())
+    second = abort_channel.Sender(engine, os.getpid())
+    try:
+        assert eventually(lambda: "not heard" in caplog.text)
+        assert "comes after 1 ranks and is not heard" in caplog.text
+        assert "no rank of this engine" not in caplog.text
+    finally:
+        for each in (first, second, receiver):
+            each.close()

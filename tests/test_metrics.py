@@ -1,6 +1,6 @@
-"""What is told on /metrics, from the records of an engine's ranks.
+"""The metrics on /metrics, from the records of an engine's ranks.
 
-It is told with the real prometheus_client; on servers: ``test_server.py``.
+They are exposed with the real prometheus_client; on servers: ``test_server.py``.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SERVED = ServedEngine(
 )
 
 
-def told(text: bytes | str, name: str) -> list[Sample]:
-    given = text if isinstance(text, str) else text.decode()
-    return [each for family in text_string_to_metric_families(given) for each in family.samples if each.name == name]
+def samples_of(text: bytes | str, name: str) -> list[Sample]:
+    decoded = text if isinstance(text, str) else text.decode()
+    return [each for family in text_string_to_metric_families(decoded) for each in family.samples if each.name == name]
 
 
 class Scraped:
@@ -53,7 +53,7 @@ class Scraped:
         self.watcher.look()
 
     def samples(self, name: str) -> list[Sample]:
-        return told(generate_latest(self.registry), name)
+        return samples_of(generate_latest(self.registry), name)
 
     def value(self, name: str) -> float:
         (sample,) = self.samples(name)
@@ -121,7 +121,7 @@ def test_a_state_that_no_rank_is_in_any_more_has_no_series(scraped: Scraped, tmp
         assert states == {"conflict": 1}
 
 
-def test_a_state_that_no_rank_is_in_any_more_is_0_where_prometheus_client_takes_no_series_away(
+def test_a_state_without_ranks_is_0_where_prometheus_client_removes_no_series(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
@@ -168,15 +168,15 @@ def test_a_fix_that_is_not_needed_has_no_series(scraped: Scraped, tmp_path: Path
     assert sample.labels == {"fix": "mamba-padding", "mode": "auto", "state": "failed", "code": "error"}
 
 
-def test_a_scheduler_that_hears_no_verdicts_is_told_of_though_it_is_no_rank(scraped: Scraped, tmp_path: Path) -> None:
+def test_a_scheduler_that_hears_no_verdicts_is_counted_though_it_is_no_rank(scraped: Scraped, tmp_path: Path) -> None:
     """Its ranks may not know: what they have sent may not have been due yet."""
     ranks(tmp_path, 0, fixes={"abort": FixReport("auto", "active", "the scheduler hears this rank's verdicts")})
     for state, code, number in (("active", "none", 0), ("failed", "undelivered", 1)):
         core = record(elsewhere(200), role="engine-core", fixes={"abort": FixReport("auto", state, "as it is", code)})
         leave(tmp_path, core)
         scraped.look()
-        found = {each.labels["state"]: each.value for each in scraped.samples("graphfix_fix_ranks")}
-        assert found == {"active": 1} | ({"failed": number} if number else {})
+        states = {each.labels["state"]: each.value for each in scraped.samples("graphfix_fix_ranks")}
+        assert states == {"active": 1} | ({"failed": number} if number else {})
 
 
 def test_promtool_finds_nothing_against_the_names_and_units(scraped: Scraped, tmp_path: Path, promtool: Path) -> None:
@@ -189,18 +189,18 @@ def test_promtool_finds_nothing_against_the_names_and_units(scraped: Scraped, tm
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_events_of_all_ranks_are_added_up_and_those_of_a_rank_that_has_left_stay(
+def test_events_of_all_ranks_are_added_up_and_those_of_a_rank_that_has_ended_stay(
     scraped: Scraped, tmp_path: Path
 ) -> None:
     for counts, total in (((3, 4), 7), ((3, 4), 7), ((5, 4), 9), ((5,), 9), ((5, 5), 10), ((6,), 11)):
-        for left in own_folder(tmp_path).glob("*.json"):
-            left.unlink()
+        for path in own_folder(tmp_path).glob("*.json"):
+            path.unlink()
         ranks(tmp_path, *counts)
         scraped.look()
         assert scraped.value("graphfix_events_total") == total
 
 
-def test_a_rank_that_is_not_heard_of_shows_and_stays_in_what_it_said_last(scraped: Scraped, tmp_path: Path) -> None:
+def test_a_rank_that_is_not_heard_of_shows_and_stays_in_its_last_report(scraped: Scraped, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         one = record(of(process.pid), rank=1, world_size=2, kept=True)
         leave(tmp_path, record(rank=0, world_size=2, kept=True), one)
@@ -356,7 +356,7 @@ def test_ranks_of_which_nothing_is_known_do_not_count_as_ranks_that_differ(tmp_p
     assert scraped.value("graphfix_ranks_agreeing") == 2
 
 
-def test_ranks_that_are_all_on_other_hosts_are_not_expected_before_one_has_a_record_here(tmp_path: Path) -> None:
+def test_ranks_all_on_other_hosts_are_not_expected_before_one_has_a_record_here(tmp_path: Path) -> None:
     scraped = Scraped(tmp_path, SERVED._replace(ranks_here=0))
     leave(tmp_path, record())
     scraped.look()
@@ -378,7 +378,7 @@ def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:
     assert scraped.value("graphfix_ranks_agreeing") == 1
 
 
-def test_before_a_rank_has_reported_nothing_is_said_of_ranks_that_agree(scraped: Scraped, tmp_path: Path) -> None:
+def test_before_a_rank_has_reported_there_is_no_sample_of_ranks_that_agree(scraped: Scraped, tmp_path: Path) -> None:
     leave(tmp_path, record())
     scraped.look()
     assert scraped.value("graphfix_ranks_expected") == 2
@@ -386,7 +386,7 @@ def test_before_a_rank_has_reported_nothing_is_said_of_ranks_that_agree(scraped:
     assert scraped.samples("graphfix_fix_state") == []
 
 
-def test_other_engines_and_dead_processes_are_not_told_of(scraped: Scraped, tmp_path: Path) -> None:
+def test_other_engines_and_dead_processes_have_no_samples(scraped: Scraped, tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = of(gone.pid)
     gone.communicate()
@@ -395,9 +395,7 @@ def test_other_engines_and_dead_processes_are_not_told_of(scraped: Scraped, tmp_
     assert scraped.samples("graphfix_fix_state") == []
 
 
-def test_what_a_rank_counted_before_its_end_is_told_though_it_is_in_no_state_any_more(
-    scraped: Scraped, tmp_path: Path
-) -> None:
+def test_events_of_a_rank_that_has_ended_are_counted_though_it_is_in_no_state(scraped: Scraped, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         one = record(of(process.pid), rank=1, world_size=2)
         leave(tmp_path, record(rank=0, world_size=2, events={}), one._replace(events=counted(3)))
@@ -434,13 +432,13 @@ def test_ranks_of_nodes_that_started_on_their_own_belong_to_the_engine_of_rank_0
     assert scraped.value("graphfix_records_unreadable") == 1
 
 
-def test_what_was_told_stays_with_its_time_when_the_folder_is_gone(scraped: Scraped, tmp_path: Path) -> None:
+def test_the_last_samples_stay_with_their_time_when_the_folder_is_gone(scraped: Scraped, tmp_path: Path) -> None:
     ranks(tmp_path, 3)
     scraped.look()
     before = generate_latest(scraped.registry)
     own_folder(tmp_path).rename(tmp_path / "away")
     scraped.look()
-    assert told(generate_latest(scraped.registry), "graphfix_records_read_timestamp_seconds") == told(
+    assert samples_of(generate_latest(scraped.registry), "graphfix_records_read_timestamp_seconds") == samples_of(
         before, "graphfix_records_read_timestamp_seconds"
     )
     assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [1]
@@ -483,10 +481,10 @@ def test_several_api_servers_tell_of_one_engine_once(tmp_path: Path) -> None:
     text = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(scrape)], env=environment, capture_output=True, text=True, check=True
     ).stdout
-    assert [sample.value for sample in told(text, "graphfix_events_total")] == [7]
-    assert [sample.value for sample in told(text, "graphfix_fix_state")] == [2]
-    assert [sample.value for sample in told(text, "graphfix_ranks_agreeing")] == [2]
-    assert [sample.value for sample in told(text, "graphfix_ranks_expected")] == [2]
+    assert [sample.value for sample in samples_of(text, "graphfix_events_total")] == [7]
+    assert [sample.value for sample in samples_of(text, "graphfix_fix_state")] == [2]
+    assert [sample.value for sample in samples_of(text, "graphfix_ranks_agreeing")] == [2]
+    assert [sample.value for sample in samples_of(text, "graphfix_ranks_expected")] == [2]
 
 
 def test_vllm_does_not_take_them_away_with_its_own() -> None:
@@ -549,12 +547,12 @@ def test_who_has_the_fixes_shows(
     assert scraped.value("graphfix_rollout_percent") == percentage
     assert scraped.value("graphfix_rollout_ratio") == percentage / 100
     assert {each.labels["variable"] for each in scraped.samples("graphfix_misconfigured_variable")} == wrong.keys()
-    told_wrong = {
+    misconfigured = {
         (each.labels["variable"], each.labels["value"])
         for each in scraped.samples("graphfix_misconfigured")
         if each.value
     }
-    assert told_wrong == set(wrong.items())
+    assert misconfigured == set(wrong.items())
 
 
 def test_records_of_other_engines_are_never_opened(
@@ -582,7 +580,7 @@ def test_records_of_other_engines_are_never_opened(
     assert sum(sample.value for sample in scraped.samples("graphfix_fix_state")) == 5
 
 
-def test_a_rank_that_is_compared_later_is_told_of_from_then_on(scraped: Scraped, tmp_path: Path) -> None:
+def test_a_rank_that_is_compared_later_is_counted_from_then_on(scraped: Scraped, tmp_path: Path) -> None:
     follower = record(elsewhere(7), rank=1, world_size=2, engine="f" * 16)
     leave(tmp_path, follower)
     scraped.look()
@@ -592,7 +590,7 @@ def test_a_rank_that_is_compared_later_is_told_of_from_then_on(scraped: Scraped,
     assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [2]
 
 
-def test_ranks_whose_own_front_end_serves_metrics_are_told_of_there_only(scraped: Scraped, tmp_path: Path) -> None:
+def test_ranks_whose_own_front_end_serves_metrics_are_counted_there_only(scraped: Scraped, tmp_path: Path) -> None:
     """With a load balancer of one's own each data-parallel rank is a server, and all follow one rank 0."""
     ranks(tmp_path, 1, followers=("f" * 16,))
     follower = record(elsewhere(7), rank=1, world_size=2, engine="f" * 16, leader=ENGINE)
@@ -610,7 +608,7 @@ def test_where_ranks_come_and_go_none_are_expected(tmp_path: Path) -> None:
     assert scraped.samples("graphfix_ranks_expected") == []
 
 
-def test_requests_that_a_scheduler_ended_are_told_though_it_is_no_rank(scraped: Scraped, tmp_path: Path) -> None:
+def test_requests_that_a_scheduler_ended_are_counted_though_it_is_no_rank(scraped: Scraped, tmp_path: Path) -> None:
     ranks(tmp_path, 3, 4)
     core = record(elsewhere(200), role="engine-core")
     its = {"shadow": {"checks": 9, "aborted": 5}, "abort": {"delivered": 7, "undelivered": 0}}
@@ -618,7 +616,81 @@ def test_requests_that_a_scheduler_ended_are_told_though_it_is_no_rank(scraped: 
     leave(tmp_path, core._replace(engine="f" * 16, events={"shadow": {"aborted": 50}}))
     for _ in range(2):
         scraped.look()
-    found = {
+    events = {
         (each.labels["fix"], each.labels["event"]): each.value for each in scraped.samples("graphfix_events_total")
     }
-    assert found == {("capture-state", "state-consumed"): 7, ("shadow", "aborted"): 5}
+    assert events == {("capture-state", "state-consumed"): 7, ("shadow", "aborted"): 5}
+
+
+OF_ONE_ENGINE = (
+    "graphfix_ranks_expected",
+    "graphfix_ranks_agreeing",
+    "graphfix_ranks_silent",
+    "graphfix_ranks_unrecorded",
+    "graphfix_ranks_unchecked",
+    "graphfix_ranks_outdated",
+    "graphfix_steps_stuck",
+    "graphfix_records_unreadable",
+)
+
+
+@pytest.mark.parametrize("engine", [ENGINE, "e" * 16])
+def test_numbers_of_ranks_end_with_their_engine(scraped: Scraped, tmp_path: Path, engine: str) -> None:
+    ranks(tmp_path, 3, 4)
+    scraped.look()
+    assert [name for name in OF_ONE_ENGINE if not scraped.samples(name)] == []
+    for written in own_folder(tmp_path).glob("*.json"):
+        written.unlink()
+    scraped.watcher.serve(SERVED._replace(id=engine, ranks=None))
+    scraped.look()
+    assert [name for name in OF_ONE_ENGINE if scraped.samples(name)] == []
+    leave(tmp_path, record(rank=0, engine=engine))
+    scraped.look()
+    assert scraped.value("graphfix_ranks_agreeing") == 1
+    unknown = {"graphfix_ranks_expected", "graphfix_ranks_unrecorded"}
+    assert {name for name in OF_ONE_ENGINE if not scraped.samples(name)} == unknown
+    scraped.watcher.serve(SERVED._replace(id=engine, ranks=1))
+    scraped.look()
+    assert scraped.value("graphfix_ranks_expected") == 1
+
+
+def test_numbers_of_an_earlier_engine_are_none_where_prometheus_client_removes_no_series(tmp_path: Path) -> None:
+    """The values of a process in multiprocess mode stay in its file; what is not a number fires no alert."""
+    program = f"""
+    import sys
+    from pathlib import Path
+    from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+    from prometheus_client.multiprocess import MultiProcessCollector
+    from vllm_graphfix.engine.metrics import Exposition, ServedEngine, Watcher
+    engine = ServedEngine({ENGINE!r}, True, 25.0, 2)
+    watcher = Watcher(Path(sys.argv[1]), engine, Exposition(REGISTRY))
+    watcher.look()
+    watcher.serve(engine._replace(id="e" * 16, ranks=None))
+    watcher.look()
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    print(generate_latest(registry).decode())
+    """
+    multiprocess = tmp_path / "multiprocess"
+    multiprocess.mkdir()
+    ranks(tmp_path, 3, 4)
+    text = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)],
+        env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(multiprocess)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for name in OF_ONE_ENGINE:
+        assert [str(sample.value) for sample in samples_of(text, name)] == ["nan"], name
+
+
+def test_engines_outside_a_rollout_are_one_series_whatever_their_key(scraped: Scraped, tmp_path: Path) -> None:
+    for number in range(2):
+        why = f"bucket 9000 of 10,000 is not among the first 5 % (VLLM_GRAPHFIX_ROLLOUT, key 'tenant-{number}')"
+        fixes = {"capture-state": FixReport("auto", "not-in-canary", why)}
+        leave(tmp_path, record(elsewhere(100 + number), rank=number, world_size=2, fixes=fixes))
+    scraped.look()
+    (sample,) = scraped.samples("graphfix_fix_state")
+    assert (sample.labels["state"], sample.labels["reason"], sample.value) == ("not-in-canary", "none", 2)
+    assert b"tenant" not in generate_latest(scraped.registry)

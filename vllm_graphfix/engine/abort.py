@@ -78,6 +78,8 @@ class Aborts:
         """True once the scheduler of this process could not carry out a verdict."""
         self._delivered = self._undelivered = 0
         """Numbers of delivered verdicts, without those over the present connection, and of lost ones."""
+        self._lost_before = 0
+        """The number of verdicts that were lost under earlier engines of this process."""
 
     def forked(self) -> None:
         """Discard scheduler and sockets in a forked child, which has copies of them."""
@@ -93,7 +95,12 @@ class Aborts:
         if engine != self._engine:
             self._disconnect()
             self._reconnect_at = 0.0
+            self._forget_failures()
         self._engine = engine
+
+    def _forget_failures(self) -> None:
+        """Let a later engine not begin as `failed`; counts of a process only rise."""
+        self._has_failed, self._lost_before = False, self._undelivered
 
     def watch(self) -> None:
         """Wrap the methods of vLLM's scheduler once it is imported."""
@@ -118,9 +125,10 @@ class Aborts:
         if self._has_failed:
             return State.FAILED, "verdicts could not be carried out, and their requests go on (event undelivered)"
         sender = self._sender
-        if self._undelivered or (sender is not None and (sender.overdue or sender.is_unanswered())):
+        lost = self._undelivered > self._lost_before
+        if lost or (sender is not None and (sender.overdue or sender.is_unanswered())):
             why = "verdicts did not reach the scheduler, and their requests go on (event undelivered)"
-            return State.FAILED, why if self._undelivered else "the scheduler's process does not read verdicts"
+            return State.FAILED, why if lost else "the scheduler's process does not read verdicts"
         if self._scheduled_here:
             if self._unheard is None and self._receiver is not None and not self._receiver.alive:
                 self._unheard = "the thread that hears of them has ended"
@@ -155,7 +163,7 @@ class Aborts:
         if since is None or not self._engine or self._scheduled_here:
             return
         if self.why_not() is not None and not self._reconnect_at and time.monotonic() - since < _START_UP:
-            self._why_not = None
+            self._why_not = None  # nobody has refused this rank: the scheduler may still come
 
     # -- ranks ---------------------------------------------------------------------------------------------------
 
@@ -262,8 +270,9 @@ class Aborts:
 
     def _begin(self, scheduler: Any) -> None:
         self._refused = None
-        evict = getattr(scheduler.kv_cache_manager, "evict_blocks", None)
-        if not callable(evict) or not callable(getattr(scheduler, "finish_requests", None)):
+        self._forget_failures()
+        evicts = callable(getattr(scheduler.kv_cache_manager, "evict_blocks", None))
+        if not evicts or not callable(getattr(scheduler, "finish_requests", None)):
             self._refuse("this scheduler is not known")
             return
         model = getattr(getattr(scheduler, "vllm_config", None), "model_config", None)

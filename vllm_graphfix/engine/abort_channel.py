@@ -39,7 +39,7 @@ UNANSWERED = 5.0
 A rank that was not admitted also waits so long before it connects again.
 """
 _BEHIND = 0.02
-"""Seconds between two checks of the reader for room in the scheduler's queue."""
+"""Seconds that the reader sleeps while the scheduler's queue is full, and after a connection that it does not admit."""
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -139,10 +139,12 @@ class Receiver:
         connection.close()
         if not self._warned:
             self._warned = True
-            logger.warning("graphfix: process %s of uid %s is no rank of this engine's and is not heard", pid, uid)
-        time.sleep(
-            _BEHIND
-        )  # it may connect again and again, and this thread shares the interpreter lock with the scheduler
+            why = (
+                f"comes after {_MOST_RANKS} ranks" if len(self._ranks) >= _MOST_RANKS else "is no rank of this engine's"
+            )
+            logger.warning("graphfix: process %s of uid %s %s and is not heard", pid, uid, why)
+        # It may connect again and again, and this thread shares the interpreter lock with the scheduler.
+        time.sleep(_BEHIND)
         return None
 
     def _read(self, number: int) -> bool:

@@ -99,7 +99,7 @@ class ServedEngine(NamedTuple):
 
 
 class Process(NamedTuple):
-    """One of a host, also where its number comes again."""
+    """A process, unique despite reuse of its PID."""
 
     host: str
     pid: int
@@ -133,10 +133,7 @@ class Snapshot(NamedTuple):
 
 
 def records_of_engine(records: Iterable[Record], engine: str) -> list[Record]:
-    """The records of ranks of *engine*.
-
-    These are its own, and those of nodes that follow its rank 0 and have no /metrics of their own.
-    """
+    """Return the records of *engine*'s ranks, and of those on nodes without /metrics that follow its rank 0."""
     all_records = list(records)
     exposed_elsewhere = {record.engine for record in all_records if record.serves_metrics and record.engine != engine}
     return [
@@ -167,7 +164,9 @@ def snapshot_of(
     all_records = list(records)
     for record in all_records:
         for name, fix in record.fixes.items():
-            states[name, fix.mode, fix.state, fix.reason, record.vllm, record.graphfix] += 1
+            # Outside the rollout the reason quotes the key, which is not for everybody and differs between engines.
+            reason = fix.code if fix.state == "not-in-canary" else fix.reason
+            states[name, fix.mode, fix.state, reason, record.vllm, record.graphfix] += 1
             if fix.state != "not-needed":
                 fixes[name, fix.mode, fix.state, fix.code] += 1
         if record.agreement is not None:
@@ -186,7 +185,7 @@ def snapshot_of(
 
 
 def _counted(record: Record) -> dict[tuple[str, ...], int]:
-    """By the values of `EVENT_LABELS`; what nobody counts is no series."""
+    """Return counts by the values of `EVENT_LABELS`; an event that nobody counts is no series."""
     return {
         (name, event): count
         for name, counts in record.events.items()
@@ -196,7 +195,7 @@ def _counted(record: Record) -> dict[tuple[str, ...], int]:
 
 
 def _aborted(record: Record) -> dict[tuple[str, ...], int]:
-    """The requests that the process of *record* has ended, by the values of `EVENT_LABELS`."""
+    """Return the requests that the process of *record* has ended, by the values of `EVENT_LABELS`."""
     return {(name, "aborted"): counts["aborted"] for name, counts in record.events.items() if counts.get("aborted")}
 
 
@@ -224,10 +223,7 @@ class Exposition:
     """The series of one process, in *registry*; not to be made twice for the same one."""
 
     def __init__(self, registry: CollectorRegistry, *, counts: bool = True) -> None:
-        """*counts*: whether this process tells of events.
-
-        Counters of several API servers are added up, so one of them does.
-        """
+        """*counts*: expose events. Counters of several API servers are added up, so one of them does."""
         from prometheus_client import Counter
 
         self._registry = registry
@@ -240,6 +236,7 @@ class Exposition:
                 "fix_state", "Deprecated, see graphfix_fix_ranks: ranks in which a fix is in that state.", STATE_LABELS
             )
         )
+        self._engine: ServedEngine | None = None
         self._expected: Gauge | None = None
         self._agreeing: Gauge | None = None
         self._troubles: dict[str, Gauge] = {}
@@ -285,7 +282,19 @@ class Exposition:
 
         return Gauge(f"graphfix_{name}", documentation, labels, registry=self._registry, multiprocess_mode="mostrecent")
 
+    def _end_numbers(self) -> None:
+        """End the series that a later engine may not have; in multiprocess mode they stay, without a number."""
+        gauges = [gauge for gauge in (self._expected, self._agreeing, *self._troubles.values()) if gauge is not None]
+        self._expected = self._agreeing = None
+        self._troubles = {}
+        for gauge in gauges:
+            gauge.set(float("nan"))
+            self._registry.unregister(gauge)
+
     def tell_engine(self, engine: ServedEngine) -> None:
+        if engine is not self._engine:  # a later one may be equal to it
+            self._engine = engine
+            self._end_numbers()
         self._canary.set(engine.canary)
         self._build.labels(engine.graphfix, engine.vllm).set(1)
         self._ratio.set(engine.percentage / 100)
@@ -347,7 +356,7 @@ class Watcher:
         self.engine = engine
 
     def serve(self, engine: ServedEngine) -> None:
-        """Another engine than before."""
+        """Read the records of another engine from now on."""
         self.engine, self._followers = engine, frozenset()
 
     def start(self) -> None:
@@ -386,13 +395,13 @@ class Watcher:
         ended = [each.record for each, state in zip(of_ours, states, strict=True) if state is records.Liveness.DEAD]
         if there:
             # Not a rank that could not be checked before it knew which it is: that is one of ours already.
-            cores = [each for each in stored if each.record.rank is None and each.record.unchecked is None]
+            no_ranks = [each for each in stored if each.record.rank is None and each.record.unchecked is None]
             engines = {record.engine for record in (*(each.record for each in there), *ended)}
-            schedulers = [each.record for each in cores if each.record.engine in engines]
+            schedulers = [each.record for each in no_ranks if each.record.engine in engines]
             # Engine cores, too: they wait for the result of a step whose rank has gone on to wait elsewhere.
-            steps = [each for each in cores if each.record.engine == self.engine.id] + there
-            of_cores = [records.liveness_of(each, now, here) for each in steps if each.record.role == "engine-core"]
-            lost = Tally(state for state in (*states, *of_cores) if state is not records.Liveness.ALIVE)
+            steps = [each for each in no_ranks if each.record.engine == self.engine.id] + there
+            core_states = [records.liveness_of(each, now, here) for each in steps if each.record.role == "engine-core"]
+            lost = Tally(state for state in (*states, *core_states) if state is not records.Liveness.ALIVE)
             silent = lost[records.Liveness.SILENT]
             if self.engine.ranks is not None:  # with elastic expert parallelism ranks end while the engine serves
                 silent += lost[records.Liveness.DEAD]
@@ -415,10 +424,7 @@ _watcher: Watcher | None = None
 
 
 def expose(base: Path, decision: Decision, ranks: int | None, ranks_here: int | None = None) -> None:
-    """Puts this engine's series beside vLLM's.
-
-    Called again, for a later engine of the process, it tells of that one.
-    """
+    """Put this engine's series beside vLLM's. A later call, for another engine of the process, replaces it."""
     global _watcher  # noqa: PLW0603 # one process serves one engine
     engine = ServedEngine(
         decision.engine,
