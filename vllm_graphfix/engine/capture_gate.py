@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.log import logger
@@ -232,6 +233,7 @@ class CaptureGate:
             return vllm_graphfix._requires_a_fix()
 
     def _unapplied_fixes(self, worker_or_runner: Any, stops: str = _BEFORE) -> str | None:
+        """Return the message by which required fixes that are not applied stop the engine, or None."""
         config = getattr(worker_or_runner, "vllm_config", None)
         model = getattr(config, "model_config", None) or getattr(worker_or_runner, "model_config", None)
         if getattr(model, "enforce_eager", False):
@@ -295,10 +297,8 @@ class CaptureGate:
 
         early = self._pending  # published before profiling and not compared
         if stage == _CAPTURE:
-            try:
+            with suppress(Exception):  # `_publish_error` is raised below, if this rank is compared at all
                 self.publish_report(_WARM_UP)  # first, before anything may fail: the others wait for it
-            except Exception as error:  # raised below, if this rank is compared at all
-                self._publish_error = error
         decision, status_record = self._context.decision, self._status_record
         parallel = worker_or_runner.vllm_config.parallel_config
         # A worker knows its local rank, a runner its device.
@@ -313,7 +313,7 @@ class CaptureGate:
                 report.token, report.engine, 1, 1, None, all_off=False
             )
             return None
-        if getattr(parallel, "enable_elastic_ep", False):
+        if _is_elastic(worker_or_runner):
             logger.info(
                 "graphfix: with --enable-elastic-ep ranks come and go, so they are not compared with each other"
             )
@@ -383,6 +383,7 @@ class CaptureGate:
             raise GraphfixError(problem)
 
     def _settle_capture(self, worker_or_runner: Any) -> str | None:
+        """Compare the ranks, and act on failures of the capture; return the message that stops the engine, or None."""
         from vllm_graphfix.engine import rank_agreement
         from vllm_graphfix.engine.graph_dispatch import Dispatch
         from vllm_graphfix.engine.own_report import report_after_capture

@@ -96,7 +96,7 @@ class EngineContext:
             manager.begin_capture(graph_being_captured)
 
     def failures_in_capture(self) -> dict[str, dict[Graph | None, str]]:
-        """Return the errors of fixes since `begin_capture`, by name of the fix and graph.
+        """End the recording; return the errors of fixes since `begin_capture`, by name of the fix and graph.
 
         Failures of components are settled here: their wrappers change no graph.
         """

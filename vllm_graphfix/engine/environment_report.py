@@ -35,9 +35,8 @@ def _without_our_variables(vllms_report: str) -> str:
 
     The plugin's part of the report holds what may be published of them.
     """
-    return "\n".join(line for line in vllms_report.split("\n") if not (line.startswith(PREFIX) and "=" in line)).rstrip(
-        "\n"
-    )
+    lines = [line for line in vllms_report.split("\n") if not (line.startswith(PREFIX) and "=" in line)]
+    return "\n".join(lines).rstrip("\n")
 
 
 def _encodable(text: str) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_graphfix.engine import rank_agreement
 from vllm_graphfix.log import logger
+from vllm_graphfix.text import first_of
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.graph_dispatch import Dispatch
@@ -61,7 +62,4 @@ def _by_size(graph: str) -> tuple[str, int]:
 
 
 def _listed(graphs: Sequence[str]) -> str:
-    """Return the names of the first graphs, for a message."""
-    named = [name or "one or more that cannot be told" for name in graphs]
-    more = len(named) - _MOST_LISTED
-    return ", ".join(named[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return first_of([name or "one or more that cannot be told" for name in graphs], _MOST_LISTED)

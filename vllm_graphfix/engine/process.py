@@ -279,9 +279,8 @@ class EngineProcess(EngineContext):
                 # The parent has configured another engine since `made`.
                 self.decision = made
             if self.decision is not None:
-                self._engage(
-                    self.decision
-                )  # no effect, unless the decision has changed or the fork interrupted a thread in it
+                # No effect, unless the decision has changed or the fork interrupted a thread in the manager.
+                self._engage(self.decision)
         elif self.role is not Role.FRONT_END:
             return  # an engine core that runs the model itself loads plugins twice
         self.status_record.publish_start()
@@ -317,8 +316,8 @@ class EngineProcess(EngineContext):
         if self.decision is not None and self._configured:
             record = self.status_record
             metrics.expose(record.base(), self.decision, self._ranks, record.ranks_here)
-            self.status_record.serves_metrics = True
-            self.status_record.start_heartbeat()
+            record.serves_metrics = True
+            record.start_heartbeat()
 
 
 def _policy_of(decision: Decision) -> Policy:

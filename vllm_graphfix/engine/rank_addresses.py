@@ -25,6 +25,7 @@ from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import wrap
 from vllm_graphfix.ranks import common_store, world
 from vllm_graphfix.settings.environment import Addresses
+from vllm_graphfix.text import first_of
 
 PATIENCE = 60.0
 """Seconds that a rank waits for the others after a load of weights; they load at different speeds."""
@@ -186,9 +187,9 @@ class RankAddresses:
             self._unfinished = name != _END
 
     def _before(self) -> None:
-        """Forgets what steps have moved since the capture: no graph can hold it.
+        """Forget tensors that steps have moved since the capture: no graph can hold them.
 
-        Not after calls that were left out: what these have moved would be forgotten with it.
+        Not after calls without a comparison: tensors that these have moved would be forgotten, too.
         """
         inventory, settled = self._inventory, not self._unfinished and "weights" not in self._asleep
         if inventory is not None and settled and not self._comparison_skipped:
@@ -283,7 +284,7 @@ class RankAddresses:
         """Take all graphs of all ranks out of dispatch if a tensor on any of them cannot be brought back."""
         worker = self._worker()
         rank, ranks = world()
-        if _comes_and_goes(worker) or not (together if ranks > 1 else hopeless):
+        if _is_elastic(worker) or not (together if ranks > 1 else hopeless):
             # If other ranks may not be in this call, wait for the next call that all of them get.
             return
         dispatch = Dispatch(worker.model_runner)
@@ -301,7 +302,7 @@ class RankAddresses:
             self._moved[name] = self._moved[name]._replace(outcome=f"{why}: no graph is used any more")
         logger.warning(
             "graphfix: no CUDA graph is used from now on, on any rank: %s. A new engine captures new ones",
-            _listed([f"{name} cannot be brought back ({why})" for name, why in hopeless.items()])
+            first_of([f"{name} cannot be brought back ({why})" for name, why in hopeless.items()], _LISTED)
             or "a tensor of another rank cannot be brought back",
         )
 
@@ -342,14 +343,16 @@ class RankAddresses:
             ]
             if named and repaired:
                 logger.info(
-                    "graphfix: moved by %s, and brought back to where the graphs have it: %s", after, _listed(named)
+                    "graphfix: moved by %s, and brought back to where the graphs have it: %s",
+                    after,
+                    first_of(named, _LISTED),
                 )
             elif named:
                 logger.warning(
                     "graphfix: moved by %s: %s. The CUDA graphs of this rank compute with what lies where these were "
                     "at the capture; docs/addresses.md says what to do",
                     after,
-                    _listed(named),
+                    first_of(named, _LISTED),
                 )
 
     # -- for others ----------------------------------------------------------------------------------------------
@@ -391,10 +394,5 @@ def _pointer(moved: Moved) -> int:
     return 0 if moved.now is None else int(moved.now.data_ptr())
 
 
-def _comes_and_goes(worker: Any) -> bool:
+def _is_elastic(worker: Any) -> bool:
     return bool(getattr(worker.vllm_config.parallel_config, "enable_elastic_ep", False))
-
-
-def _listed(named: Sequence[str]) -> str:
-    more = len(named) - _LISTED
-    return ", ".join(named[:_LISTED]) + (f" and {more} more" if more > 0 else "")

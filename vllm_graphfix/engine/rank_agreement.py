@@ -49,7 +49,7 @@ class Agreement(NamedTuple):
 
 
 def publish(store: Any, stage: str, rank: int, report: RankReport) -> str:
-    """Write *report* of *rank* to *store*, a `torch.distributed.Store`; return the stage to `compare` at.
+    """Write *report* of *rank* to *store*, a `torch.distributed.Store`; return the place to `compare` at.
 
     A rank's n-th report for *stage* is compared with the others' n-th in the same store: if vLLM makes its groups anew,
     old and new ranks start with the first. Raises the store's error if it cannot be reached.
@@ -102,7 +102,7 @@ def _notes(store: Any, kind: str, place: str, ranks: list[int]) -> dict[int, str
 
 def compare(
     store: Any,
-    stage: str,
+    place: str,
     rank: int,
     world_size: int,
     report: RankReport,
@@ -111,22 +111,22 @@ def compare(
     host_of: Callable[[int], str | None] = lambda rank: None,
     timeout: float,
 ) -> Agreement:
-    """Compare *report*, published at *stage*, with the reports of the other ranks.
+    """Compare *report*, published at *place*, with the reports of the other ranks.
 
     *host_of* returns the host of a rank without a report, *timeout* is in seconds. Raises the store's error if it
     cannot be reached.
     """
-    missing = _wait_for(store, stage, [other for other in range(world_size) if other != rank], timeout, warn)
+    missing = _wait_for(store, place, [other for other in range(world_size) if other != rank], timeout, warn)
     reporting = [other for other in range(world_size) if other not in missing]
-    unchecked, stopping = _notes(store, "unchecked", stage, missing), _notes(store, "stops", stage, missing)
+    unchecked, stopping = _notes(store, "unchecked", place, missing), _notes(store, "stops", place, missing)
     # If a rank stops, this one has not waited for the rest, so they are not unresponsive.
     unresponsive = [] if stopping else [other for other in missing if other not in unchecked]
-    digests = store.multi_get([f"{stage}/{other}" for other in reporting])
+    digests = store.multi_get([f"{place}/{other}" for other in reporting])
     if len(set(digests)) == 1 and not missing and not (report.fault or report.needs_action):
-        first = _read_report(store, f"{stage}/word/0") or report
-        followers = _followers(store, stage, reporting, report.engine) if rank == 0 else ()
+        first = _read_report(store, f"{place}/word/0") or report
+        followers = _followers(store, place, reporting, report.engine) if rank == 0 else ()
         return Agreement(first.token, first.engine, world_size, world_size, None, first.off, followers=followers)
-    read = {other: report if other == rank else _read_report(store, f"{stage}/word/{other}") for other in reporting}
+    read = {other: report if other == rank else _read_report(store, f"{place}/word/{other}") for other in reporting}
     reports = {other: each for other, each in read.items() if each is not None}
     unreadable = [other for other, each in read.items() if each is None]
     difference = _difference(reports, unresponsive, unreadable, timeout, host_of)
@@ -136,7 +136,7 @@ def compare(
     failing = {other: each for other, each in reports.items() if each.needs_action}
     differing = _minority_ranks(reports) | {other for other, each in reports.items() if each.fault}
     if difference is not None or failing:
-        _wait_for_readers(store, stage, rank, reporting)
+        _wait_for_readers(store, place, rank, reporting)
     return Agreement(
         group=reports[min(reports)].token,
         leader=reports[0].engine if 0 in reports else None,
@@ -150,9 +150,9 @@ def compare(
     )
 
 
-def _followers(store: Any, stage: str, reporting: list[int], engine: str) -> tuple[str, ...]:
+def _followers(store: Any, place: str, reporting: list[int], engine: str) -> tuple[str, ...]:
     """Return the engines of the ranks *reporting* other than *engine*, without reading a thousand reports."""
-    keys = [f"{stage}/engine/{other}" for other in reporting]
+    keys = [f"{place}/engine/{other}" for other in reporting]
     # Checked first: another build of this version may write none, and `get` waits minutes for a missing key.
     if not store.check(keys):
         return ()
@@ -164,7 +164,7 @@ def _without(engine: str, engines: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(engines) - {engine}))
 
 
-def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Callable[[str], None]) -> list[int]:
+def _wait_for(store: Any, place: str, others: list[int], limit: float, warn: Callable[[str], None]) -> list[int]:
     """Wait up to *limit* seconds; return those of *others* without a report."""
     started = time.monotonic()
     missing = others
@@ -172,12 +172,12 @@ def _wait_for(store: Any, stage: str, others: list[int], limit: float, warn: Cal
         while missing:
             remaining = max(started + until - time.monotonic(), 0.001)
             try:
-                store.wait([f"{stage}/{rank}" for rank in missing], timedelta(seconds=min(remaining, _SLICE)))
+                store.wait([f"{place}/{rank}" for rank in missing], timedelta(seconds=min(remaining, _SLICE)))
             except RuntimeError:  # DistStoreError, after the timeout; a store that is gone raises again below
-                missing = [rank for rank in missing if not store.check([f"{stage}/{rank}"])]
-                if store.check([f"{stage}/ended"]) or _notes(store, "stops", stage, missing):
+                missing = [rank for rank in missing if not store.check([f"{place}/{rank}"])]
+                if store.check([f"{place}/ended"]) or _notes(store, "stops", place, missing):
                     return missing
-                if len(_notes(store, "unchecked", stage, missing)) == len(missing):
+                if len(_notes(store, "unchecked", place, missing)) == len(missing):
                     return missing
             else:
                 return []
@@ -194,16 +194,16 @@ def _read_report(store: Any, key: str) -> RankReport | None:
     return RankReport.decode(store.get(key)) if store.check([key]) else None
 
 
-def _wait_for_readers(store: Any, stage: str, rank: int, reporting: list[int]) -> None:
+def _wait_for_readers(store: Any, place: str, rank: int, reporting: list[int]) -> None:
     """Note that this rank has read the store; on rank 0, wait until the others have, too.
 
     The process of rank 0 holds the store. If it ended first, the others would report that the store is gone, not the
     difference.
     """
     try:
-        store.set(f"{stage}/read/{rank}", b"")
+        store.set(f"{place}/read/{rank}", b"")
         if rank == 0:
-            store.wait([f"{stage}/read/{other}" for other in reporting], timedelta(seconds=_LAST_READERS))
+            store.wait([f"{place}/read/{other}" for other in reporting], timedelta(seconds=_LAST_READERS))
     except Exception:  # this error must not replace the difference, which is known
         return
 

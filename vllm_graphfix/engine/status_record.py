@@ -149,7 +149,6 @@ class StatusRecord:
             graphs=self.graphs,
             starting=self.starting,
             written=time.time(),
-            **(
-                {} if self.starting else context.findings()
-            ),  # while it starts, a long step is no finding: the first one compiles and loads
+            # While it starts, a long step is no finding: the first one compiles and loads.
+            **({} if self.starting else context.findings()),
         )
