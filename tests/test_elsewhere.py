@@ -11,8 +11,8 @@ from edited import Change, before, edited_source, stock_source, swap
 from make_manifest import extension_modules
 from stock import release_root
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Slice, Verdict
-from vllm_graphfix.fixes import BY_NAME
+from vllm_graphfix.fix import Diagnosis, Slice, Verdict
+from vllm_graphfix.fixes import BY_NAME, module_of
 from vllm_graphfix.source.elsewhere import Search
 from vllm_graphfix.source.files import Source, SourceError, open_source
 from vllm_graphfix.source.known_code import KNOWN_FILES, code_digest, digest, known
@@ -70,7 +70,7 @@ def test_code_that_has_other_data_or_another_class_is_not(text: str) -> None:
 
 
 def test_code_that_cannot_be_read_may_be_anything() -> None:
-    assert replaced("class Own(Manager):\n def lock(self: self.locked = False")
+    assert replaced("class Own(Manager):\n def lock(self: self.locked = False") == ["Manager.lock", "lock_all"]
 
 
 def test_the_code_of_a_replacement_counts_and_not_its_place() -> None:
@@ -116,6 +116,32 @@ def test_an_all_clear_is_refused_where_another_file_replaces_what_it_rests_on() 
     assert "by a file that cannot be parsed" in unreadable.reason
 
 
+@pytest.mark.parametrize("fix", ["capture-state", "draft-decode-mode"])
+def test_a_file_that_cannot_be_parsed_refuses_an_all_clear_outside_of_forks(fix: str) -> None:
+    """It may replace any slice, also where the first one counts for another verdict alone."""
+    stock, path = stock_source(release_root("0.33.0")), "vllm/own/unreadable.py"
+    parts = manifest.basis_of_all_clear(module_of(fix).FIX)
+    assert parts[0].only_for is Verdict.ABSENT
+    names = {name for part in parts for name in part.function.split(".")}
+    new = {f"vllm/own/new_{number}.py": b"pass\n" for number in range(700)}
+
+    def diagnosis(unreadable: bytes) -> Diagnosis:
+        files = new | {path: unreadable}
+        sizes = {name: len(content) for name, content in files.items()}
+        source = Source(
+            "changed",
+            lambda name: files[name] if name in files else stock.read(name),
+            lambda: None,
+            list_sizes=lambda: stock.sizes | sizes,
+        )
+        assert not Search(source).is_fork
+        return manifest.diagnose(BY_NAME[fix], source)
+
+    assert diagnosis(b"pass\n").verdict is Verdict.FIXED
+    refused = diagnosis("".join(f"class {name}:\n def {name}(\n" for name in sorted(names)).encode())
+    assert (refused.verdict, refused.where) == (Verdict.UNRECOGNISED, f"{path}:1")
+
+
 def test_the_extension_modules_of_every_wheel_are_usual(release: str) -> None:
     modules = [f"{module}.abi3.so" for module in extension_modules(release_root(release))]
     assert "vllm/cumem_allocator.abi3.so" in modules
@@ -141,9 +167,9 @@ def test_the_extension_modules_of_other_builds_are_usual(path: str) -> None:
     ],
 )
 def test_code_without_source_is_no_all_clear(path: str, is_refused: bool) -> None:
-    found = manifest.diagnose(BY_NAME["workspace-growth"], with_files(stock_source(release_root("0.33.0")), path))
-    assert (found.verdict is Verdict.UNRECOGNISED) is is_refused
-    assert found.known is not is_refused
+    diagnosis = manifest.diagnose(BY_NAME["workspace-growth"], with_files(stock_source(release_root("0.33.0")), path))
+    assert (diagnosis.verdict is Verdict.UNRECOGNISED) is is_refused
+    assert diagnosis.known is not is_refused
 
 
 def test_code_without_source_is_listed_in_a_folder_and_in_a_wheel(tmp_path: Path) -> None:
@@ -171,8 +197,8 @@ def with_files(stock: Source, *paths: str) -> Source:
 )
 def test_no_release_is_known_by_an_inspected_file_that_was_edited(change: Change, is_known: bool) -> None:
     path = "vllm/v1/worker/workspace.py"
-    found = manifest.diagnose(BY_NAME["workspace-growth"], edited_source(release_root("0.33.0"), {path: change}))
-    assert (found.verdict, found.known) == (Verdict.FIXED, is_known)
+    diagnosis = manifest.diagnose(BY_NAME["workspace-growth"], edited_source(release_root("0.33.0"), {path: change}))
+    assert (diagnosis.verdict, diagnosis.known) == (Verdict.FIXED, is_known)
 
 
 def appended(code: str) -> Change:

@@ -102,6 +102,7 @@ class Search:
             self.is_fork = self._are_few()
         self.is_like_no_release = len(self.paths) > _MOST_NEW * len(source.sizes)
         self._trees: dict[str, ast.Module | None] = {}
+        self._words: dict[str, frozenset[str]] = {}
 
     def _are_few(self) -> bool:
         return len(self.paths) * _FORK < len(self._source.sizes)
@@ -148,7 +149,7 @@ class Search:
                 continue
             tree = self._tree(path) if names is not None else None
             if tree is None:
-                yield from ((part, Replacement(f"{path}:1", "unreadable")) for part in parts[:1])
+                yield from ((part, Replacement(f"{path}:1", "unreadable")) for part in parts)
                 continue
             for part, node, definition in wanted.replacements_in(tree, path):
                 if definition is None:
@@ -186,10 +187,10 @@ class Search:
                 if name in wanted:
                     yield name, f"{path}:{line}", b""
             for owner, node, value in self.units(path):
-                own = ".".join(filter(None, (owner, getattr(node, "name", ""))))
-                place = f"{path}::{own}"
+                defined = getattr(node, "name", "")
+                place = f"{path}::{'.'.join(filter(None, (owner, defined)))}"
                 is_sliced = place in places or f"{path}::{owner}." in classes
-                if is_sliced and getattr(node, "name", "") not in everywhere:
+                if is_sliced and defined not in everywhere:
                     continue
                 own_words = (word for word in (owner, *_words_of(node)) if word in wanted)
                 if (by := _acts_by(reach, owner, node) or next(own_words, None)) is not None:
@@ -207,10 +208,13 @@ class Search:
         known_functions = known(KNOWN_FUNCTIONS)
         return self._tree(path) is not None and all(value in known_functions for *_, value in self.units(path))
 
-    @functools.cache  # noqa: B019 - one search at a time is kept
     def words(self, path: str) -> frozenset[str]:
         """Return all words of the file."""
-        return frozenset(word.decode("ascii", "replace") for word in WORD.findall(self._source.read(path) or b""))
+        # The cache is this instance's: one of the method would keep every search, and its trees, for good.
+        if path not in self._words:
+            content = self._source.read(path) or b""
+            self._words[path] = frozenset(word.decode("ascii", "replace") for word in WORD.findall(content))
+        return self._words[path]
 
     def forget(self) -> None:
         """Drop the syntax trees, which take up to a thousand times as much memory as the code."""
