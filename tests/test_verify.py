@@ -11,14 +11,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from rich.console import Console
 
 import warm_python
@@ -38,10 +42,13 @@ from table import (
 from test_engine_processes import SOON, all_end
 from trial_rows import Edit, edits_of
 from vllm_graphfix import manifest
-from vllm_graphfix.fix import Fix, Verdict
+from vllm_graphfix.fix import Activity, Fix, Patch, Verdict, Wrap
 from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.patching import hooks, sites
 from vllm_graphfix.source.files import open_source
+from vllm_graphfix.verify import cpu_proof
 from vllm_graphfix.verify.cpu_proof import run
+from vllm_graphfix.verify.double import worker
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.proof import Proof
 from vllm_graphfix.verify.report import Report
@@ -318,6 +325,50 @@ def test_a_patch_where_none_is_needed_is_detected(tmp_path: Path) -> None:
     assert "not left alone" in done.stdout
 
 
+TARGET = "vllm.standin_target"
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module with one function, which is the one that every fix concerns."""
+    module = ModuleType(TARGET)
+    exec("def helper(*arguments): ...", vars(module))  # noqa: S102 - this very file's source
+    monkeypatch.setitem(sys.modules, TARGET, module)
+    monkeypatch.setattr(worker, "_targets", lambda fix: [module])
+    return module
+
+
+def wrappers_of(fix: str) -> list[Wrap]:
+    """The wrappers of all patches, whatever the shape."""
+    shapes = {entry["shape"] for entry in manifest.load()["fixes"][fix] if entry["verdict"] == "affected"}
+    return [patch.wrap for shape in sorted(shapes) for patch in BY_NAME[fix].patches(shape)]
+
+
+@pytest.mark.parametrize("fix", BY_NAME)
+def test_every_wrapper_of_a_fix_is_detected_where_none_is_needed(target: Any, fix: str) -> None:
+    """Also under a decorator, and where nothing has recorded that it was applied."""
+    stock = target.helper
+    worker.check_unpatched(fix)
+    wrappers = wrappers_of(fix)
+    assert wrappers
+    for layer in (wrap(stock, Activity(BY_NAME[fix].events)) for wrap in wrappers):
+        for target.helper in (layer, torch.inference_mode()(layer)):
+            with pytest.raises(AssertionError, match="helper is patched"):
+                worker.check_unpatched(fix)
+
+
+def test_a_layer_of_another_fix_and_a_hook_are_no_patch_of_this_one(target: Any) -> None:
+    others = ("mamba-padding", "cutlass-mla-padding")
+    for fix in others:
+        sites.apply(fix, [Patch(TARGET, "helper", wrappers_of(fix)[-1])], Activity(BY_NAME[fix].events))
+        setattr(target, f"copy_of_{fix}", target.helper)
+    hooks.wrap(target, "helper", lambda helper, *arguments: helper(*arguments))
+    worker.check_unpatched("flashmla-fp8")
+    for fix in others:
+        with pytest.raises(AssertionError, match="is patched"):
+            worker.check_unpatched(fix)
+
+
 def test_an_unknown_fix_is_a_usage_error_with_the_nearest_that_there_is() -> None:
     done = verify("flashmla-fp9")
     assert (done.returncode, done.stdout) == (2, "")
@@ -366,3 +417,36 @@ def test_interrupted_it_leaves_no_process_and_no_file(tmp_path: Path, number: si
     assert err == "vllm-graphfix: interrupted; all processes it had started have ended\n"
     assert all_end(workers)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["Popen", "Timer"])
+def test_where_the_second_process_cannot_start_the_first_one_ends_and_no_file_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As at a limit of processes, or of threads."""
+    processes: list[subprocess.Popen[str]] = []
+    start_process, make_timer = subprocess.Popen, threading.Timer
+
+    def process(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        if what == "Popen" and processes:
+            raise BlockingIOError("no more processes")
+        processes.append(start_process(*arguments, **options))
+        return processes[-1]
+
+    def timer(*arguments: Any) -> threading.Timer:
+        if what == "Timer" and len(processes) == 2:
+            raise BlockingIOError("no more threads")
+        return make_timer(*arguments)
+
+    monkeypatch.setattr(subprocess, "Popen", process)
+    monkeypatch.setattr(threading, "Timer", timer)
+    monkeypatch.setattr(cpu_proof, "_WORKER", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    try:
+        with pytest.raises(BlockingIOError, match="no more"):
+            verified(release_root("0.18.1"), [BY_NAME["flashmla-fp8"]])
+        assert [each.returncode for each in processes] == [-signal.SIGKILL] * len(processes)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        for each in processes:
+            each.kill()  # where the test fails

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,24 +58,18 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
     # Without a terminal, transient bars leave an empty line.
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     with _folder_on_disk(source) as folder, bars as progress:
-        stock, patched = (
-            _Worker(
-                kind,
-                folder,
-                affected,
-                others if kind == "patched" else (),
-                unrecognised,
-                progress,
-                progress.add_task(kind, total=len(affected) + len(unrecognised) + 1, doing="imports vLLM"),
-            )
-            for kind in ("stock", "patched")
-        )
+        workers: list[_Worker] = []
         try:
-            for worker in (stock, patched):
+            for kind in ("stock", "patched"):
+                task = progress.add_task(kind, total=len(affected) + len(unrecognised) + 1, doing="imports vLLM")
+                to_leave_alone = others if kind == "patched" else ()
+                workers.append(_Worker(kind, folder, affected, to_leave_alone, unrecognised, progress, task))
+            for worker in workers:
                 worker.join()
         finally:
-            for worker in (stock, patched):
+            for worker in workers:
                 worker.stop()
+    stock, patched = workers
     return Report(
         source.version,
         source.label,
@@ -133,18 +127,25 @@ class _Worker(threading.Thread):
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115
             prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False
         )
-        self._process = subprocess.Popen(
-            [*_WORKER, str(folder), *names, "--", *others, "--", *unrecognised],
-            cwd=PACKAGE,  # `-m` imports from there first, and the user's folder may hold a json.py of its own
-            env=_environment(kind, unrecognised),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        self._timer = threading.Timer(_TIMEOUT, self._process.kill)
-        self._timer.start()
-        self.start()
+        with ExitStack() as undo:
+            undo.callback(Path(self._log.name).unlink)
+            undo.enter_context(self._log)
+            self._process = subprocess.Popen(
+                [*_WORKER, str(folder), *names, "--", *others, "--", *unrecognised],
+                cwd=PACKAGE,  # `-m` imports from there first, and the user's folder may hold a json.py of its own
+                env=_environment(kind, unrecognised),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+            )
+            undo.enter_context(self._process)
+            undo.callback(self._process.kill)
+            self._timer = threading.Timer(_TIMEOUT, self._process.kill)
+            undo.callback(self._timer.cancel)
+            self._timer.start()
+            self.start()
+            undo.pop_all()  # nothing has failed
 
     def run(self) -> None:
         try:

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from vllm_graphfix.verify import trial as trials
@@ -27,6 +27,10 @@ from vllm_graphfix.verify.measurement import Watch
 
 if TYPE_CHECKING:
     from vllm_graphfix.verify.trial import Scenario
+
+
+_WRITE_LAYERS = ("vllm_graphfix.authoring", "vllm_graphfix.fixes.")
+"""Modules in which wrappers of fixes are written. What the double puts in the place of kernels is written elsewhere."""
 
 
 def _results() -> TextIO:
@@ -90,15 +94,28 @@ def check_unpatched(fix: str) -> None:
     Raises:
         AssertionError: the fix has patched one of their functions or methods.
     """
-    own = f"vllm_graphfix.fixes.{fix.replace('-', '_')}"
     for module in _targets(fix):
         owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
         for owner in owners:
             for attribute, value in list(vars(owner).items()):
-                # vLLM's platform returns None for any attribute, so that `getattr` with a default is not enough.
-                written_in = (getattr(value, "__globals__", None) or {}).get("__name__", "")
-                if written_in == own:
+                if any(_is_layer_of(fix, function) for function in _functions_in(value)):
                     raise AssertionError(f"{module.__name__}: {attribute} is patched")
+
+
+def _functions_in(value: object) -> Iterator[FunctionType]:
+    """Yield *value*, if it is a function, and the functions that it is wrapped around."""
+    while isinstance(value, (FunctionType, staticmethod, classmethod)):
+        if isinstance(value, FunctionType):
+            yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def _is_layer_of(fix: str, function: FunctionType) -> bool:
+    """Tell if *function* is a wrapper of *fix*, or one of the plugin's that was never recorded as another fix's."""
+    from vllm_graphfix.patching.sites import fix_of_layer
+
+    written_in = function.__globals__.get("__name__", "")
+    return written_in.startswith(_WRITE_LAYERS) and fix_of_layer.get(function, fix) == fix
 
 
 def use_vllm_in(folder: str) -> None:
@@ -234,6 +251,10 @@ def main(
         results.write(json.dumps(line) + "\n")
         results.flush()
 
+    def fail(name: str, error: Exception) -> None:
+        traceback.print_exc()
+        say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
+
     if folder is not None:
         use_vllm_in(folder)  # after `_results`, for vLLM may log to standard output on import
     import vllm_graphfix
@@ -246,16 +267,14 @@ def main(
         try:
             measured = _measure(name, has_to_fit=name in unrecognised)
         except Exception as error:
-            traceback.print_exc()
-            say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
+            fail(name, error)
         else:
             say(event="measured", fix=name, **measured)
     for name in others:
         try:
             check_unpatched(name)
         except Exception as error:
-            traceback.print_exc()
-            say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
+            fail(name, error)
     for state in vllm_graphfix.states().values():
         say(event="state", fix=state.name, state=state.state.value, reason=state.reason)
     if watch:
