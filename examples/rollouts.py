@@ -21,7 +21,7 @@ class WorkerReport:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`), for `collective_rpc` to call."""
 
     def graphfix_report(self) -> dict[str, Any]:
-        """The fixes and counters of this worker; nothing but text and numbers, which any executor can send."""
+        """Return the fixes and counters of this worker, in text and numbers alone, which any executor can send."""
         import vllm_graphfix
 
         return {

@@ -50,7 +50,11 @@ def test_a_wrong_record_is_an_error_of_one_line_and_no_index_is_written(
     assert not fixes.INDEX.exists()
 
 
-@pytest.mark.parametrize("wrong", ["FIX = None.name\n", "from vllm_graphfix.fixes.capture_state import FIX\n"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["FIX = None.name\n", "from vllm_graphfix.fixes.capture_state import FIX\n"],
+    ids=["no import", "another fix's name"],
+)
 def test_an_index_of_another_form_keeps_its_order_whatever_is_wrong_with_a_module(tmp_path: Path, wrong: str) -> None:
     package, names = tmp_path / "vllm_graphfix", [fix.name for fix in reversed(FIXES)]
     link(fixes.INDEX.parent.parent, package, {("fixes", "index.json")})

@@ -146,7 +146,7 @@ def test_another_verdict_is_reported_with_what_has_to_be_written_by_hand() -> No
     changes = new_release.changed(judged, "0.32.0")
     report = "\n".join(new_release.to_look_at(changes, "0.33.0", "0.32.0"))
     assert "- `compressor-skip` was `affected`, is `fixed`: " in report
-    assert "vllm_graphfix/fixes/compressor_skip.py have to say so" in report
+    assert "`Releases`, `Absent` and `Removable` in vllm_graphfix/fixes/compressor_skip.md have to say so" in report
     assert "- `draft-graph-support`, `fixed`: `GPUModelRunner.capture_model`" in report
     assert "- `triton-mla-padding`, `affected`: outside of its slices" in report
 

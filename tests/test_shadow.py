@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import shadow_table
 from behaviours import check_behaviours
 from edited import Change, edited_source, swap
 from shadow_table import RELEASES as OF_CACHES
-from stock import release_root
+from stock import ALL_RELEASES, release_root
 from table import slow_but_for
 from vllm_graphfix.fix import Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
@@ -199,6 +200,11 @@ def _what_becomes_of(kernels: str = "auto", **parallel: Any) -> str:
 
 def test_the_table_of_cache_classes_is_that_of_the_releases() -> None:
     assert shadow_table.main(["--check"]) == 0
+
+
+def test_the_cache_classes_of_a_new_release_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fetch_vllm.ALL_RELEASES", (*ALL_RELEASES, "99.0.0"))
+    assert runpy.run_path(shadow_table.__file__)["RELEASES"] == (*OF_CACHES, "99.0.0")
 
 
 def test_a_class_that_nobody_has_looked_at_is_named(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 from typer.testing import CliRunner
 
 from records import record
@@ -61,7 +62,7 @@ def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Pa
     assert [what for what in engine.wrong if "4 in 90 checks; graphs no longer replayed: 1" in what]
     text = markdown(look(tmp_path)) or ""
     for part in (
-        "vLLM 0.21.0",
+        "vLLM `0.21.0`",
         "0 0.31 inf",
         "BatchDescriptor(num_tokens=4)",
         "`model.layers.1`",
@@ -88,12 +89,12 @@ def test_report_has_a_part_for_each_detector_with_findings(tmp_path: Path) -> No
         "Tensors move after CUDA graphs were captured",
     ]
     assert "1 of 50 had changed" in parts[1]
-    assert "block 7 of cache group 1, block 3 of its request, in model.layers.0.attn" in parts[1]
+    assert "block 7 of cache group 1, block 3 of its request, in `model.layers.0.attn`" in parts[1]
     assert "2 of a rank without work" in parts[1]
     assert "9 comparisons found tensors elsewhere 4 times" in parts[2]
-    assert "attribute `model.layers.0.W_UV`, noticed after reload_weights: reported" in parts[2]
+    assert "`attribute` `model.layers.0.W_UV`, noticed after `reload_weights`: `reported`" in parts[2]
     for part in parts:
-        assert "vLLM 0.21.0, vllm-graphfix 0.1.0" in part
+        assert "vLLM `0.21.0`, vllm-graphfix `0.1.0`" in part
         assert "Fixes of vllm-graphfix in this engine: " in part
     write(tmp_path, record(rank=0, events=events, overwritten=(block,)))
     assert (markdown(look(tmp_path)) or "").startswith("# A finished block")
@@ -188,3 +189,23 @@ def test_an_engine_whose_drafts_alone_are_checked_is_incompatible() -> None:
     }
     for order in (list(runners.items()), list(runners.items())[::-1]):
         assert process.state(dict(order)).state is State.INCOMPATIBLE
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("secret", ["", "token=abcdefgh"], ids=["", "with a secret at the end of each text"])
+def test_no_text_of_a_record_becomes_markup_in_a_report(secret: str, tmp_path: Path) -> None:
+    text = f"t` ![x](https://evil/b.png) @everyone closes #1 <b> ` {secret}"
+    fixes = {"mamba-padding": FixReport("auto", "active", text)}
+    written = record(
+        rank=0, fixes=fixes, wrong=(Wrong(text, 4, 3, text, text, text, text, 7), WRONG._replace(layer="", noise=""))
+    )
+    moved, block = MovedTensor(*[text] * 4), OverwrittenBlock(7, 1, 3, text, text)
+    write(tmp_path, written._replace(vllm=text, graphfix=text, moved=(moved,), overwritten=(block,)))
+    markup = [
+        token
+        for block_token in MarkdownIt().parse(markdown(look(tmp_path)) or "")
+        for token in (block_token.children or [block_token])
+        if token.type not in ("code_inline", "softbreak")
+    ]
+    assert {token.type for token in markup if token.tag in ("img", "a") or "html" in token.type} == set()
+    assert [token.content for token in markup if "everyone" in token.content or "`" in token.content] == []

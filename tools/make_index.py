@@ -23,8 +23,15 @@ _ORDER = [entry["name"] for entry in json.loads(_INDEX.read_bytes())] if _INDEX.
 try:
     from vllm_graphfix import fixes
 except ImportError:  # an index of another form than this one's: from the modules alone
+    _BEFORE = _INDEX.read_bytes() if _INDEX.exists() else None
     _INDEX.write_text("[]")
-    from vllm_graphfix import fixes
+    try:
+        from vllm_graphfix import fixes
+    finally:  # it has the order, and what is wrong with a module shows later
+        if _BEFORE is None:
+            _INDEX.unlink()
+        else:
+            _INDEX.write_bytes(_BEFORE)
 
 
 class RecordError(Exception):

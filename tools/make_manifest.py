@@ -82,7 +82,7 @@ def look_at(version: str, root: Path, fixes: Sequence[Fix] = FIXES) -> dict[str,
 
 
 def extension_modules(root: Path) -> Iterator[str]:
-    """The extension modules that the wheel had, by its list of files: the cache has none of them."""
+    """Yield the extension modules that the wheel had, by its list of files: the cache has none of them."""
     for listed in root.glob("vllm-*.dist-info/RECORD"):
         paths = (line.partition(",")[0] for line in listed.read_text().splitlines())
         yield from (module_path(path) for path in paths if path.startswith("vllm/") and path.endswith(".so"))
@@ -167,7 +167,7 @@ def reaches_of(
 
 
 def deciding_methods(fix: Fix) -> set[str]:
-    """The methods of vLLM's own objects, as ``current_platform.is_cuda()``, that conditions of recognised code call."""
+    """Return the methods of vLLM's own objects, such as ``current_platform.is_cuda``, in recognised conditions."""
     others = {"self", "torch"}.union(*(part.names.split() for part in fix.surroundings))
     conditions = (node.test for text in fix.wordings for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If))
     called = (node.func for test in conditions for node in ast.walk(test) if isinstance(node, ast.Call))

@@ -285,8 +285,8 @@ def to_look_at(changes: Sequence[Change], version: str, previous: str) -> Iterat
         yield ""
     for each in others:
         yield from each.rows(version, previous)
-        module = f"vllm_graphfix/fixes/{each.fix.replace('-', '_')}.py"
-        yield f"  `releases`, `absent` and `removable` in {module} have to say so; then tools/update_docs.py."
+        page = f"vllm_graphfix/fixes/{each.fix.replace('-', '_')}.md"
+        yield f"  `Releases`, `Absent` and `Removable` in {page} have to say so; then tools/update_docs.py."
     yield "" if others else f"Every verdict is that of {previous}."
     if same := [each for each in changes if not each.other_verdict]:
         yield "The same verdict, by code that changed and was recognised by its structure:"

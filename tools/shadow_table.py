@@ -29,7 +29,7 @@ from vllm_graphfix.shadow.cache_classes import (
     known_by_name,
 )
 
-RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+RELEASES = fetch_vllm.ALL_RELEASES[fetch_vllm.ALL_RELEASES.index("0.28.0") :]
 PAGE = Path(__file__).parent.parent / "docs" / "shadow.md"
 _BLOCK = re.compile(r"(?<=<!-- generated: cache classes -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _SAYS = "def get_kv_cache_spec("

@@ -1,7 +1,7 @@
 """Writes the generated parts of the pages: tables and texts on fixes and releases.
 
-It is taken from the fixes' records, what they say to people (`ABOUT`), their trials and the manifest. A fix without a
-page gets one.
+They are taken from the fixes' records, the pages beside these, their trials and the manifest. A fix without a page in
+docs/ gets one.
 
     python tools/update_docs.py [--check]
 
