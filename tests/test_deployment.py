@@ -313,6 +313,21 @@ def test_a_model_of_the_hub_is_read_where_it_was_fetched_to(tmp_path: Path, monk
     assert "config.json of another/model" in call("--for", "another/model").stdout
 
 
+@pytest.mark.parametrize(("name", "below"), [("HF_HOME", ""), ("HF_HUB_CACHE", "/hub")])
+def test_the_home_folder_in_the_place_of_the_hub_s_cache_is_expanded(
+    name: str, below: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "cache" / "hub" / "models--some--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    (snapshot / "config.json").write_text((Path("llama") / "config.json").read_text())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for home in ("~", "$HOME"):
+        monkeypatch.setenv(name, f"{home}/cache{below}")
+        assert f"None of these {HERE} concerns you" in call("--for", "some/model").stdout
+
+
 def test_check_counts_no_fix_that_does_not_concern_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_GRAPHFIX", "off")
     assert call("--check", "--for", "./v3 --kv-cache-dtype fp8", "--gpu", HOPPER).exit_code == 3

@@ -15,6 +15,7 @@ from hostile import ARGUMENTS, JSON, KINDS, TEXT, dumped, plant, share
 from served_models import HOPPER
 from stock import release_root
 from vllm_graphfix.deployment import FlagsError, read_deployment
+from vllm_graphfix.deployment.known_flags import wrong_value
 from vllm_graphfix.deployment.needs import judge
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.source.files import open_source
@@ -72,3 +73,46 @@ def test_a_config_that_is_too_large_or_too_deep_is_not_known(tmp_path: Path) -> 
     for text in ('{"architectures": ["' + "a" * 2_000_000 + '"]}', "[" * 100_000, '{"a": ' * 50_000):
         (tmp_path / "config.json").write_text(text)
         assert read_deployment(str(tmp_path), SOURCE, HOPPER, {}).mla().holds is None
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ('{"architectures": ["LlamaForCausalLM"], "a": "' + "é" * 600_000 + '"}', "1 MiB"),
+        ('{"architectures": ["LlamaForCausalLM"], "a": "' + "a" * 1_100_000 + '"}', "1 MiB"),
+        ('{"architectures": ["LlamaForCausalLM"], "a": [' + "[0]," * 60_000 + "0]}", "100,000 values"),
+    ],
+    ids=["bytes", "letters", "values"],
+)
+def test_a_config_that_is_too_large_is_called_so(text: str, limit: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    fact = read_deployment(str(tmp_path), SOURCE, HOPPER, {}).mla()
+    assert fact.holds is None
+    assert fact.source.startswith(f"a config.json of at most {limit} in {tmp_path}")
+    assert "too large" in fact.source
+
+
+def test_the_largest_config_that_is_read(tmp_path: Path) -> None:
+    text = '{"architectures": ["LlamaForCausalLM"], "a": "'
+    (tmp_path / "config.json").write_text(text + "a" * (1024 * 1024 - len(text) - 2) + '"}')
+    assert (tmp_path / "config.json").stat().st_size == 1024 * 1024
+    assert read_deployment(str(tmp_path), SOURCE, HOPPER, {}).mla().holds is False
+
+
+@pytest.mark.parametrize(
+    ("members", "advice"),
+    [
+        ('"auto", *OTHERS', None),
+        ('"auto", ["x"]', "it takes auto"),
+        ('"auto", 3, None, {"x": []}', "it takes auto"),
+        ('"auto", {[]: 1}', None),
+        ('"auto", ' + "-" * 3000 + "1", None),
+        ('"auto", ' + "(" * 150 + ")" * 150, "it takes auto"),
+    ],
+    ids=["starred", "unhashable", "no strings", "a key that is unhashable", "deep", "nested"],
+)
+def test_choices_in_a_form_that_is_not_expected_raise_nothing(members: str, advice: str | None, tmp_path: Path) -> None:
+    (tmp_path / "vllm" / "config").mkdir(parents=True)
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm" / "config" / "cache.py").write_text(f"a[0].b = 1\nCacheDType = Literal[{members}]\n")
+    assert wrong_value("--kv-cache-dtype", "fp8", open_source(tmp_path)) == advice

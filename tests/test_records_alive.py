@@ -30,8 +30,11 @@ from vllm_graphfix.records import (
     Rank,
     Record,
     StoredRecord,
+    Unreadable,
+    exists,
     identity,
     liveness_of,
+    may_run,
     own_folder,
     prune,
     read,
@@ -188,3 +191,12 @@ def test_clearing_up_never_fails(tmp_path: Path, plant: Callable[[Path], None]) 
     prune(tmp_path)
     plant(own_folder(tmp_path))
     prune(tmp_path)
+
+
+@pytest.mark.parametrize("pid", [0, -1])
+def test_no_process_has_an_id_below_1(pid: int) -> None:
+    assert not exists(pid)
+    here = identity()
+    assert not may_run(Unreadable(ENGINE, here.host, pid, Path(), "no JSON", time.time()), here)
+    front_end = StoredRecord(record(here._replace(pid=pid, start_ticks=0)), time.time(), Path())
+    assert liveness_of(front_end, time.time(), here) is Liveness.DEAD

@@ -25,6 +25,7 @@ from vllm_graphfix.records import (
     FILES,
     own_folder,
     read,
+    reading,
     write,
 )
 
@@ -140,3 +141,49 @@ def test_the_records_of_64_ranks_are_read_fast_enough_for_a_scrape(tmp_path: Pat
         assert len(read(tmp_path).found) == 64
         seconds.append(time.perf_counter() - started)
     assert min(seconds) < 0.02  # 0.003 where nothing else runs
+
+
+@needs_root
+def test_a_user_with_many_records_hides_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FILES", 8)
+    for uid, count in ((1001, 20), (1002, 3), (1003, 6)):
+        folder = tmp_path / f"vllm-graphfix-{uid}"
+        folder.mkdir(mode=0o700)
+        os.chown(folder, uid, uid)
+        for pid in range(1, count + 1):
+            one = record(elsewhere(pid))
+            (folder / one.file_name).write_bytes(one.encode())
+            os.chown(folder / one.file_name, uid, uid)
+    result = read(tmp_path)
+    counts = {uid: sum(one.owner == uid for one in result.found) for uid in (1001, 1002, 1003)}
+    assert (counts, result.skipped) == ({1001: 3, 1002: 2, 1003: 3}, 21)
+    assert result.problems == tuple(
+        f"{tmp_path}/vllm-graphfix-{uid}: {left_out} files were skipped, since at most {share} of it are read, "
+        "and 8 of all folders"
+        for uid, left_out, share in ((1001, 17, 3), (1002, 1, 2), (1003, 3, 3))
+    )
+
+
+@needs_root
+def test_a_folder_with_few_records_is_read_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FILES", 8)
+    write(tmp_path, GOOD)
+    theirs = tmp_path / "vllm-graphfix-1001"
+    theirs.mkdir(mode=0o700)
+    os.chown(theirs, 1001, 1001)
+    for pid in range(1, 8):
+        (theirs / record(elsewhere(pid)).file_name).write_bytes(record(elsewhere(pid)).encode())
+        os.chown(theirs / record(elsewhere(pid)).file_name, 1001, 1001)
+    result = read(tmp_path)
+    assert (len(result.found), result.skipped, result.problems) == (8, 0, ())
+
+
+def test_names_beyond_the_limit_of_a_folder_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "ENTRIES", 3)
+    for pid in range(1, 4):
+        write(tmp_path, record(elsewhere(pid)))
+    assert (len(read(tmp_path).found), read(tmp_path).skipped, read(tmp_path).problems) == (3, 0, ())
+    write(tmp_path, record(elsewhere(4)))
+    result = read(tmp_path)
+    assert (len(result.found), result.skipped) == (3, 1)
+    assert result.problems == (f"{own_folder(tmp_path)}: only its first 3 entries were examined",)

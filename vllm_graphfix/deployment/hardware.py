@@ -24,8 +24,14 @@ _GENERATIONS = (
 _OTHERS = re.compile(r"\b(AMD|Instinct|Radeon|MI[2-4]\d\d\w*|Intel|Gaudi|TPU)\b", re.IGNORECASE)
 
 
-def small_text(path: Path, most: int = _LARGEST) -> str | None:
-    """Return at most *most* bytes of a regular file as text; None if it cannot be read.
+def small_text(path: Path) -> str | None:
+    """Return the first 64 KiB of a regular file as text; None if it cannot be read. Never raises."""
+    data = first_bytes(path, _LARGEST)
+    return None if data is None else data.decode("utf-8", "replace")
+
+
+def first_bytes(path: Path, most: int) -> bytes | None:
+    """Return at most *most* bytes of a regular file; None if it cannot be read.
 
     Never raises, and never waits for the other end of a FIFO.
     """
@@ -37,7 +43,7 @@ def small_text(path: Path, most: int = _LARGEST) -> str | None:
         with os.fdopen(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return None
-            return (file.read(most) or b"").decode("utf-8", "replace")
+            return file.read(most) or b""
     except OSError:
         return None
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from vllm_graphfix.text import printable
 
 _LARGEST_CONFIG = 1024 * 1024
 _MOST_NODES = 100_000
-"""Values of a model's config.json that are read."""
+"""Limit of values in a model's config.json."""
 
 _MLA = re.compile(
     r"deepseek|kimi|longcat|pangu|glm_?4?_?moe_?(lite|dsa)|axk1|bailing|eagle|mistral_?(large|3)", re.IGNORECASE
@@ -53,10 +55,22 @@ def _in_the_hub_cache(name: str, revision: str | None, environment: Mapping[str,
         cache = environment.get("HF_HUB_CACHE") or (
             str(Path(environment["HF_HOME"], "hub")) if environment.get("HF_HOME") else HF_HUB_CACHE
         )
+        cache = os.path.expandvars(os.path.expanduser(cache))  # noqa: PTH111  # as huggingface_hub does
         path = try_to_load_from_cache(name, "config.json", cache_dir=cache, revision=revision)
     except Exception:  # not installed, or no name of a model
         return None
     return Path(path).parent if isinstance(path, str) else None
+
+
+def _values(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values of *config* at any depth; the key of a value in a list is empty."""
+    nodes: list[Any] = [config]
+    while nodes:
+        node = nodes.pop()
+        for key, value in node.items() if isinstance(node, dict) else (("", each) for each in node):
+            yield key, value
+            if isinstance(value, (dict, list)):
+                nodes.append(value)
 
 
 class Model(Flags):
@@ -91,12 +105,17 @@ class Model(Flags):
                     where += " (a model in this machine's cache is found where huggingface_hub is installed)"
                 return {}, f"the config.json of {printable(place[:80])}: {where}"
             folder = cached
-        text = hardware.small_text(folder / "config.json", _LARGEST_CONFIG + 1)
-        if text is None or len(text) > _LARGEST_CONFIG:
+        data = hardware.first_bytes(folder / "config.json", _LARGEST_CONFIG + 1)
+        if data is None:
             return {}, f"a readable config.json in {printable(place[:80])}"
-        config = json_or(text, None)
+        if len(data) > _LARGEST_CONFIG:
+            return {}, f"a config.json of at most 1 MiB in {printable(place[:80])} (this one is too large)"
+        config = json_or(data.decode("utf-8", "replace"), None)
         if not isinstance(config, dict):
             return {}, f"a config.json that is a JSON object in {printable(place[:80])}"
+        if next(islice(_values(config), _MOST_NODES, None), None) is not None:
+            most = f"{_MOST_NODES:,} values"
+            return {}, f"a config.json of at most {most} in {printable(place[:80])} (this one is too large)"
         return config, None
 
     @cached_property
@@ -110,16 +129,8 @@ class Model(Flags):
         return frozenset(names), None
 
     def _pairs(self) -> Iterator[tuple[str, Any]]:
-        """Yield keys and values of the model's config at any depth, at most `_MOST_NODES`."""
-        nodes: list[Any] = [self._config[0]]
-        seen = 0
-        while nodes and seen < _MOST_NODES:
-            node = nodes.pop()
-            for key, value in node.items() if isinstance(node, dict) else (("", each) for each in node):
-                seen += 1
-                yield key, value
-                if isinstance(value, (dict, list)):
-                    nodes.append(value)
+        """Yield keys and values of the model's config at any depth."""
+        return _values(self._config[0])
 
     def configured(self, key: str) -> tuple[tuple[Any, ...], str | None]:
         """Return the values of *key* in the model's config.json, at any depth.

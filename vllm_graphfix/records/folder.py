@@ -35,7 +35,11 @@ def own_folder(base: Path) -> Path:
 
 @contextmanager
 def opened(base: Path, doing: str, *, make: bool = False) -> Iterator[int]:
-    """Yield a descriptor of our folder, which cannot be exchanged for another one while it is used. Raises OSError."""
+    """Yield a descriptor of our folder, which cannot be exchanged for another one while it is used.
+
+    Raises OSError; one of the caller's block, too, is raised anew with *doing* and the path. The class follows from the
+    errno, so callers can still catch FileNotFoundError.
+    """
     path = own_folder(base)
     try:
         # Every access goes through this descriptor: the path may be replaced by a link between two calls.

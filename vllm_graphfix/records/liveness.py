@@ -25,7 +25,7 @@ class Liveness(str, Enum):
 
 def visible(record: Record, here: Identity) -> bool:
     """Tell if this process would see that of *record*, if it exists: on this machine, in this PID namespace."""
-    return "" != record.boot == here.boot and "" != record.pid_namespace == here.pid_namespace
+    return record.boot == here.boot != "" and record.pid_namespace == here.pid_namespace != ""
 
 
 def may_run(file: Unreadable, here: Identity) -> bool:

@@ -68,6 +68,8 @@ def owner_of(pid: int) -> int | None:
 
 def exists(pid: int) -> bool:
     """Tell if there is a process with this ID, including one that /proc hides (hidepid)."""
+    if pid < 1:  # to `kill`, these are groups of processes
+        return False
     try:
         os.kill(pid, 0)
     except PermissionError:

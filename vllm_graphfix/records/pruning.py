@@ -36,7 +36,8 @@ def prune(base: Path, offset: float = 0.0) -> None:
             freshest[one.record.engine] = max(freshest.get(one.record.engine, 0.0), one.heartbeat)
         with opened(base, "remove status records") as folder:
             for one, state in zip(records, all_liveness(records, now, here), strict=True):
-                rebooted = one.record.host == here.host and "" != one.record.boot != here.boot != ""
+                boots = {one.record.boot, here.boot}
+                rebooted = one.record.host == here.host and len(boots) == 2 and "" not in boots
                 ended = state is Liveness.DEAD or (rebooted and freshest[one.record.engine] < now - PRUNED_AFTER)
                 forgotten = state is Liveness.SILENT and freshest[one.record.engine] < now - _FORGOTTEN_AFTER
                 if (ended and one.heartbeat < now - PRUNED_AFTER) or forgotten:

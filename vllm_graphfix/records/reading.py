@@ -7,7 +7,8 @@ import math
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,7 @@ from vllm_graphfix.records.writing import is_outdated
 from vllm_graphfix.text import printable
 
 FILES = 4 * 4096
-"""Limit of records in one reading."""
+"""Limit of records in one reading, of which each folder gets its share."""
 _FOLDER = re.compile(r"vllm-graphfix-(0|[1-9][0-9]{0,9})")
 _FILE = re.compile(r"([0-9a-f]{16})-([A-Za-z0-9._-]{1,64})-([0-9]{1,10})\.json")
 
@@ -67,7 +68,7 @@ class Reading(NamedTuple):
     problems: tuple[str, ...]
     """Errors, a line for each folder."""
     skipped: int = 0
-    """Files beyond `FILES`, and folders that are refused: engines may be missing."""
+    """Files beyond `FILES` or `ENTRIES`, and folders that are refused: engines may be missing."""
     unreadable: tuple[Unreadable, ...] = ()
 
 
@@ -94,6 +95,7 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
             problems.append(f"{path_text(base)}: {why(error)}")
     closed: list[str] = []
     refused: list[str] = []
+    shares = _shares(folders, engines)
     for path in folders:
         try:
             folder = os.open(path, OPEN_FOLDER)
@@ -106,10 +108,8 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
             refused.append(f"{path_text(path)}: {why(error)}")
             continue
         try:
-            uid = int(path.name.rpartition("-")[2])
-            close_to_group(folder)
-            check_owner(folder, uid)
-            skipped += _read_folder(folder, path, uid, records, problems, unreadable, engines)
+            uid = _checked_owner(folder, path)
+            skipped += _read_folder(folder, path, uid, shares.get(path, 0), records, problems, unreadable, engines)
         except OSError as error:
             refused.append(f"{path_text(path)}: {why(error)}")
         finally:
@@ -119,30 +119,73 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
     return Reading(tuple(records), tuple(problems), skipped + len(refused), tuple(unreadable))
 
 
+def _checked_owner(folder: int, path: Path) -> int:
+    """Return the user whose records the opened *folder* has. Raises PermissionError if others may have written them."""
+    uid = int(path.name.rpartition("-")[2])
+    close_to_group(folder)
+    check_owner(folder, uid)
+    return uid
+
+
+def _shares(folders: Sequence[Path], engines: Collection[str] | None) -> dict[Path, int]:
+    """Return how many files to read in each of *folders*, `FILES` in all.
+
+    Folders with few are read as a whole, and the others share the rest alike: no user's files displace another's.
+    """
+    if len(folders) == 1:
+        return {folders[0]: FILES}
+    counts: dict[Path, int] = {}
+    for path in folders:
+        with suppress(OSError):  # reported when it is read
+            folder = os.open(path, OPEN_FOLDER)
+            try:
+                _checked_owner(folder, path)
+                counts[path] = len(_names(folder, engines)[0])
+            finally:
+                os.close(folder)
+    shares: dict[Path, int] = {}
+    remaining = FILES
+    for number, path in enumerate(sorted(counts, key=counts.__getitem__)):
+        shares[path] = remaining // (len(counts) - number)
+        remaining -= min(counts[path], shares[path])
+    return shares
+
+
+def _names(folder: int, engines: Collection[str] | None) -> tuple[list[str], bool]:
+    """Return the names of the files to read in *folder*, and True if it has more entries than are examined."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in islice(entries, ENTRIES + 1)]
+    wanted = (
+        name
+        for name in names[:ENTRIES]
+        if not name.startswith(".") and (engines is None or name.partition("-")[0] in engines)
+    )
+    return sorted(wanted), len(names) > ENTRIES
+
+
 def _read_folder(
     folder: int,
     path: Path,
     uid: int,
+    share: int,
     records: list[StoredRecord],
     problems: list[str],
     unreadable: list[Unreadable],
     engines: Collection[str] | None,
 ) -> int:
-    """Append the records in *folder* to *records*; return the number of files that it skipped."""
+    """Append to *records*, *problems* and *unreadable*; return the number of files that were skipped, at least.
+
+    At most *share* are read. Names beyond the first `ENTRIES` are not counted: together they are one file.
+    """
     wrong: list[tuple[str, str]] = []
-    with os.scandir(folder) as entries:
-        names = [
-            entry.name
-            for entry in islice(entries, ENTRIES)
-            if not entry.name.startswith(".") and (engines is None or entry.name.partition("-")[0] in engines)
-        ]
-    names.sort()
-    skipped = 0
-    for number, name in enumerate(names):
-        if len(records) + len(wrong) >= FILES:
-            skipped = len(names) - number
-            problems.append(f"{path_text(path)}: {skipped} files were skipped, since at most {FILES} are read")
-            break
+    names, has_more = _names(folder, engines)
+    skipped = max(len(names) - share, 0)
+    if skipped:
+        most = f"{FILES} are read" if share == FILES else f"{share} of it are read, and {FILES} of all folders"
+        problems.append(f"{path_text(path)}: {skipped} files were skipped, since at most {most}")
+    if has_more:
+        problems.append(f"{path_text(path)}: only its first {ENTRIES} entries were examined")
+    for name in names[:share]:
         try:
             records.append(_read_record(folder, path, name, uid))
         except FileNotFoundError:
@@ -156,7 +199,7 @@ def _read_folder(
     for name, reason in wrong:
         if parts := _FILE.fullmatch(name):
             unreadable.append(Unreadable(parts[1], parts[2], int(parts[3]), path / name, reason, _date(folder, name)))
-    return skipped
+    return skipped + has_more
 
 
 def _date(folder: int, name: str) -> float:

@@ -210,7 +210,10 @@ class Record(NamedTuple):
         }
 
     def encode(self) -> bytes:
-        """Return the bytes of the file: at most `LARGEST`, however long the texts, so that readers never refuse it."""
+        """Return the bytes of the file, its texts cut until they are at most `LARGEST`: readers refuse a larger one.
+
+        They are more if texts of `_LEAST_TEXT` characters still do not fit; `write` raises then.
+        """
         longest = LONGEST_TEXT
         while True:
             data = json.dumps(
@@ -239,17 +242,7 @@ class Record(NamedTuple):
         decision = JsonObject(fields.get("decision"), "decision")
         fixes = {name: JsonObject(fix, f"fixes.{name}") for name, fix in fields.named("fixes")}
         events = {name: JsonObject(counts, f"events.{name}") for name, counts in fields.named("events")}
-        wrong = (
-            [JsonObject(each, f"wrong.{name}") for name, each in fields.named("wrong")] if fields.has("wrong") else []
-        )
-        moved = (
-            [JsonObject(each, f"moved.{name}") for name, each in fields.named("moved")] if fields.has("moved") else []
-        )
-        overwritten = (
-            [JsonObject(each, f"overwritten.{name}") for name, each in fields.named("overwritten")]
-            if fields.has("overwritten")
-            else []
-        )
+        wrong, moved, overwritten = (_objects(fields, key) for key in ("wrong", "moved", "overwritten"))
         return cls(
             graphfix=fields.text("graphfix"),
             vllm=fields.text("vllm"),
@@ -334,6 +327,10 @@ class Record(NamedTuple):
         )
 
 
+def _objects(fields: JsonObject, key: str) -> list[JsonObject]:
+    return [JsonObject(each, f"{key}.{name}") for name, each in fields.named(key)] if fields.has(key) else []
+
+
 def _engines(fields: JsonObject, key: str) -> tuple[str, ...]:
     if not fields.has(key):
         return ()
@@ -366,13 +363,13 @@ def _code(fix: JsonObject) -> str:
     return code if code in _CODES else Code.NONE.value
 
 
-def _numbered(each: Sequence[Wrong | MovedTensor | OverwrittenBlock], longest: int) -> dict[str, dict[str, Any]]:
+def _numbered(findings: Sequence[Wrong | MovedTensor | OverwrittenBlock], longest: int) -> dict[str, dict[str, Any]]:
     return {
         str(number): {
             name: _cut_to_fit(value, longest) if isinstance(value, str) else value
             for name, value in one._asdict().items()
         }
-        for number, one in enumerate(each)
+        for number, one in enumerate(findings)
     }
 
 

@@ -37,7 +37,7 @@ class Reporter:
         self._base = base
         self._warn = warn
         self._reset()
-        afresh = weakref.WeakMethod(self._reset)
+        afresh = weakref.WeakMethod(self._reset)  # a hook at fork cannot be taken back
         os.register_at_fork(after_in_child=lambda: (method := afresh()) and method())
 
     def _reset(self) -> None:
@@ -47,6 +47,7 @@ class Reporter:
         """Records that were written, and that no touch has found missing since."""
         self._meter = OffsetMeter()
         self._tried: dict[str, Record] = {}
+        """Records that may be on disk, the oldest first: those to remove at the end."""
         self._newest: Record | None = None
         self._writer: threading.Thread | None = None
         self._busy_since: float | None = None

@@ -104,6 +104,7 @@ class JsonObject:
         return value
 
     def text(self, key: str) -> str:
+        """Return a text, made printable."""
         value = self._value.get(key)
         if not isinstance(value, str) or len(value) > LONGEST_TEXT:
             self.refuse(key, f"a text of at most {LONGEST_TEXT} characters")
