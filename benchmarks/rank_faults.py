@@ -69,8 +69,8 @@ def main() -> int:
         with ThreadPoolExecutor(options.together) as pool:
             if not engines.find_right_answers(pool):
                 return 2
-            for found in pool.map(engines.judged, options.only or CASES):
-                result.append(found)
+            for judged in pool.map(engines.judged, options.only or CASES):
+                result.append(judged)
                 (out / "result.json").write_text(json.dumps(result, indent=1))
     return int(not all(each["as expected"] for each in result))
 
@@ -90,11 +90,11 @@ class Engines:
         off = {settings.PREFIX: "off"}
         replay = {} if self._rehearse else {"wrong": AT}
         wanted = [(STOCK, {}, {}), (STOCK_EAGER, {}, {"enforce_eager": True}), (STOCK_WRONG, replay, {})]
-        found = list(pool.map(lambda each: self._run(each[0], each[1], off, each[2]), wanted))
-        if not all("answers" in each for each in found):
-            print(*(each.get("error") for each in found), sep="\n", file=sys.stderr)
+        runs = list(pool.map(lambda each: self._run(each[0], each[1], off, each[2]), wanted))
+        if not all("answers" in each for each in runs):
+            print(*(each.get("error") for each in runs), sep="\n", file=sys.stderr)
             return False
-        *right, wrong = (each["answers"][0] for each in found)
+        *right, wrong = (each["answers"][0] for each in runs)
         self._right, self._wrong = right, wrong
         if not self._rehearse and self._are_right(wrong):
             print("the wrong replay changes no token", file=sys.stderr)
@@ -104,26 +104,26 @@ class Engines:
     def judged(self, name: str) -> dict[str, Any]:
         """Run the engine of a case, and add what it came to and if that is as expected."""
         case = CASES[name]
-        found = self._run(name, case.fault, case.environment, {})
-        outcome = self._outcome(case, found)
-        fleet = found["fleet"]
-        said = [*fleet.get("wrong", ()), *fleet.get("notes", ()), *fleet.get("problems", ())]
-        as_said = any(case.words in each for each in said) if case.words else fleet.get("status") == "in order"
-        found |= {"outcome": outcome, "as expected": outcome in case.expected and as_said}
-        answers = found.pop("answers", ())
+        run = self._run(name, case.fault, case.environment, {})
+        outcome = self._outcome(case, run)
+        fleet = run["fleet"]
+        statements = [*fleet.get("wrong", ()), *fleet.get("notes", ()), *fleet.get("problems", ())]
+        is_stated = any(case.words in each for each in statements) if case.words else fleet.get("status") == "in order"
+        run |= {"outcome": outcome, "as expected": outcome in case.expected and is_stated}
+        answers = run.pop("answers", ())
         if outcome not in (RIGHT, STOP):
-            found["answers"] = answers
-        after = f" after {found['seconds']} s" if "seconds" in found else ""
-        flag = "" if found["as expected"] else f" (NOT EXPECTED): {found.get('error', '')} {said}"
+            run["answers"] = answers
+        after = f" after {run['seconds']} s" if "seconds" in run else ""
+        flag = "" if run["as expected"] else f" (NOT EXPECTED): {run.get('error', '')} {statements}"
         print(f"{self._runner} {name}: {outcome}{after}{flag}", file=sys.stderr, flush=True)
-        return found
+        return run
 
-    def _outcome(self, case: Case, found: Mapping[str, Any]) -> str:
-        if not found["faults"] and (case.fault or "error" in found):
-            return "not reached" if found["started"] else "not started"
-        if "error" in found:
-            return STOP if found.get("seconds", CLEAN + 1) <= CLEAN else "hang"
-        first, after = found["answers"]
+    def _outcome(self, case: Case, run: Mapping[str, Any]) -> str:
+        if not run["faults"] and (case.fault or "error" in run):
+            return "not reached" if run["started"] else "not started"
+        if "error" in run:
+            return STOP if run.get("seconds", CLEAN + 1) <= CLEAN else "hang"
+        first, after = run["answers"]
         if not self._are_right(after):
             return "wrong"
         if self._are_right(first):
@@ -146,31 +146,31 @@ class Engines:
         files = self._out / f"{self._runner} {name}".replace(",", "").replace(" ", "-")
         (files / "status").mkdir(parents=True)
         plant = {"folder": str(files), **fault}
-        found: dict[str, Any] = {"case": name, "runner": self._runner, "started": False}
+        run: dict[str, Any] = {"case": name, "runner": self._runner, "started": False}
         began = time.monotonic()
         engine = self._engine(files, plant, environment, more)
         try:
             ready = engine.ready(self._limit)
-            answers: dict[str, Any] = ready.told
-            found |= {"started": not answers, "start": round(ready.seconds, 1)}
-            given: list[Any] = []
-            while "died" not in answers and len(given) < 2:
+            answers: dict[str, Any] = ready.answer
+            run |= {"started": not answers, "start": round(ready.seconds, 1)}
+            collected: list[Any] = []
+            while "died" not in answers and len(collected) < 2:
                 answers = engine.ask({"prompts": self._prompts, "tokens": TOKENS}, self._limit)
                 if "died" not in answers:
-                    given.append(answers["answers"])
+                    collected.append(answers["answers"])
                     time.sleep(4 * rank_fault.BEAT)
-            found |= {"error": answers["died"], "gone": answers["gone"]} if "died" in answers else {"answers": given}
-            found["fleet"] = _fleet(files / "status")
+            run |= {"error": answers["died"], "gone": answers["gone"]} if "died" in answers else {"answers": collected}
+            run["fleet"] = _fleet(files / "status")
         except DiedError as error:
-            found |= {"error": str(error), "fleet": {}}
+            run |= {"error": str(error), "fleet": {}}
         finally:
             engine.end()
         at = files / "fault-at"
         faults = [float(line) for line in at.read_text().split()] if at.exists() else []
-        found |= {"faults": len(faults), "took": round(time.monotonic() - began, 1)}
-        if (gone := found.pop("gone", None)) is not None and faults:
-            found["seconds"] = round(gone - faults[0], 1)
-        return found
+        run |= {"faults": len(faults), "took": round(time.monotonic() - began, 1)}
+        if (gone := run.pop("gone", None)) is not None and faults:
+            run["seconds"] = round(gone - faults[0], 1)
+        return run
 
     def _engine(
         self, files: Path, fault: Mapping[str, Any], environment: Mapping[str, str], more: Mapping[str, Any]
@@ -235,11 +235,11 @@ def _fleet(status: Path) -> dict[str, Any]:
         for record in records
         if record["rank"] is not None
     }
-    found: dict[str, Any] = {key: engines[0][key] for key in ("status", "wrong", "notes")} if engines else {}
+    summary: dict[str, Any] = {key: engines[0][key] for key in ("status", "wrong", "notes")} if engines else {}
     processes = engines[0]["processes"] if engines else ()
-    found["problems"] = [each["problem"] for each in processes if each["problem"]]
-    found["outdated"] = [each["rank"] and each["rank"]["rank"] for each in processes if each["outdated"]]
-    return found | {"records": ranks}
+    summary["problems"] = [each["problem"] for each in processes if each["problem"]]
+    summary["outdated"] = [each["rank"] and each["rank"]["rank"] for each in processes if each["outdated"]]
+    return summary | {"records": ranks}
 
 
 if __name__ == "__main__":

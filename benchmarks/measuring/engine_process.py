@@ -43,7 +43,7 @@ class Ready:
 
     seconds: float
     """From the start of its process."""
-    told: dict[str, Any]
+    answer: dict[str, Any]
 
 
 class EngineProcess:

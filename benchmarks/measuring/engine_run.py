@@ -198,7 +198,7 @@ class Benchmark:
                             entry["failure"] = f"did not start: {error}"
                         continue
                     self._log(f"{made.case.name} {configuration.name}: ready after {ready.seconds:.0f} s")
-                    entry |= {"started_in": ready.seconds, "told": ready.told}
+                    entry |= {"started_in": ready.seconds, "told": ready.answer}
                     running[made.case.name][configuration.name] = engine
                 attempt += 1
             self._save()
@@ -336,7 +336,7 @@ class Benchmark:
         for name, engine in engines.items():
             self._end(engine)  # its memory is what becomes free
             remaining = used_gpu_memory()
-            facts = ready[name].told
+            facts = ready[name].answer
             pair[name] = {
                 "seconds": ready[name].seconds,
                 "cpu_seconds": facts["cpu_seconds"],

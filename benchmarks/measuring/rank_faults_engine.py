@@ -2,7 +2,7 @@
 
     python rank_faults_engine.py DESCRIPTOR
 
-As `engine_worker.py`, but for what is asked: each ``{"prompts": …, "tokens": …}`` is answered with how each request has
+As `engine_worker.py`, but for the orders: each ``{"prompts": …, "tokens": …}`` is answered with how each request has
 ended and its tokens. An engine that does not start, or ends, answers ``{"died": …, "gone": …}``: the error, and the
 moment at which no other process of it was left, in seconds of the epoch; None where one still was after `LONGEST`.
 """
@@ -29,9 +29,9 @@ def serve(parent: Any, order: dict[str, Any]) -> int:
     parent.send(time.monotonic())
     parent.send({})
     while True:
-        asked = parent.recv()
+        order = parent.recv()
         try:
-            answers = _answers(llm, **asked)
+            answers = _answers(llm, **order)
         except BaseException as error:
             return _tell_end(parent, error)
         parent.send({"answers": answers})
@@ -45,16 +45,16 @@ def _answers(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[Any]]
     llm.sleep(level=0, mode="keep")  # what is in a batch decides how its sums round
     llm.enqueue(given, sampling, use_tqdm=False)
     llm.wake_up(tags=["scheduling"])
-    told = llm.wait_for_completion(use_tqdm=False)
-    return [[each.outputs[0].finish_reason, list(each.outputs[0].token_ids)] for each in told]
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    return [[each.outputs[0].finish_reason, list(each.outputs[0].token_ids)] for each in outputs]
 
 
 def _tell_end(parent: Any, error: BaseException) -> int:
     traceback.print_exc()
     until = time.monotonic() + LONGEST
-    while (left := _others()) and time.monotonic() < until:
+    while (remaining := _others()) and time.monotonic() < until:
         time.sleep(0.1)
-    gone = None if left else time.time()
+    gone = None if remaining else time.time()
     parent.send({"died": importlib.import_module("asked_engine").in_one_line(error), "gone": gone})
     return 1
 
@@ -63,7 +63,7 @@ def _others() -> list[int]:
     """Return the processes of this session, without this one and those that wait for its end to clean up."""
     import psutil
 
-    found = []
+    others = []
     for process in psutil.process_iter(["status", "cmdline"]):
         try:
             mine = os.getsid(process.pid) == os.getpid() != process.pid
@@ -71,8 +71,8 @@ def _others() -> list[int]:
             continue
         words = " ".join(process.info["cmdline"] or ())
         if mine and process.info["status"] != psutil.STATUS_ZOMBIE and "resource_tracker" not in words:
-            found.append(process.pid)
-    return found
+            others.append(process.pid)
+    return others
 
 
 if __name__ == "__main__":
