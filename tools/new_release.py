@@ -189,7 +189,7 @@ class Run(NamedTuple):
 def run_new_code(root: Path) -> dict[str, str]:
     """Run ``verify --device cpu`` for each fix whose code no known release has; return outcomes by fix."""
     source = open_source(root)
-    names = [fix.name for fix in FIXES if not manifest.diagnose(fix, source).known]
+    names = [fix.name for fix in FIXES if not manifest.has_recorded_code(fix, source)]
     if not names:
         return {}
     command = [sys.executable, "-m", "vllm_graphfix", "verify", *names, "--vllm", str(root), "--device=cpu", "--json"]

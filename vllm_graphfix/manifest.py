@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 PATH = Path(__file__).with_name("manifest.json")
+_ENGINE = ("vllm/v1/", "vllm/compilation/", "vllm/forward_context.py")
+"""Paths of the code that decides which graphs are captured, and with what they are replayed."""
 
 
 class ManifestError(Exception):
@@ -95,6 +97,11 @@ def diagnose(fix: Patchable, source: Source) -> Diagnosis:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
 
 
+def has_recorded_code(fix: Patchable, source: Source) -> bool:
+    """Tell if a known release has the code that a verdict of *fix* rests on, whatever else is new in *source*."""
+    return (_by_files(fix, source) or _by_structure(fix, source)).known
+
+
 def _replaced_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) -> Diagnosis | None:
     """Refuse the all-clear *diagnosis* where a file of no known release may replace the code that it rests on."""
     if fix.name not in BY_NAME:
@@ -136,11 +143,10 @@ def _acted_on_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) ->
 
 
 def _is_edited(fix: Patchable, source: Source) -> bool:
-    """Tell if a file that *fix* reads is of no known release, or may not be what is imported."""
+    """Tell if a file that *fix* reads, or one of the engine, is of no known release or may not be what is imported."""
     search = _search(source)
-    inspected = (path for path in search.paths if path in fix.inspected_files)
-    edited = (path for path in inspected if not (search.has_known_code(path) or search.has_known_functions(path)))
-    return search.without_source is not None or any(edited)
+    relevant = (path for path in search.paths if path in fix.inspected_files or path.startswith(_ENGINE))
+    return search.without_source is not None or any(map(search.has_new_code, relevant))
 
 
 def _is_named_elsewhere(fix: Patchable, source: Source) -> bool:

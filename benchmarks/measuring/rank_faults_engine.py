@@ -29,9 +29,9 @@ def serve(parent: Any, order: dict[str, Any]) -> int:
     parent.send(time.monotonic())
     parent.send({})
     while True:
-        order = parent.recv()
+        batch = parent.recv()
         try:
-            answers = _answers(llm, **order)
+            answers = _answers(llm, **batch)
         except BaseException as error:
             return _tell_end(parent, error)
         parent.send({"answers": answers})
@@ -41,9 +41,9 @@ def _answers(llm: Any, prompts: list[list[int]], tokens: int) -> list[list[Any]]
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    given: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     llm.sleep(level=0, mode="keep")  # what is in a batch decides how its sums round
-    llm.enqueue(given, sampling, use_tqdm=False)
+    llm.enqueue(inputs, sampling, use_tqdm=False)
     llm.wake_up(tags=["scheduling"])
     outputs = llm.wait_for_completion(use_tqdm=False)
     return [[each.outputs[0].finish_reason, list(each.outputs[0].token_ids)] for each in outputs]

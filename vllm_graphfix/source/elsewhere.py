@@ -103,6 +103,7 @@ class Search:
         self.is_like_no_release = len(self.paths) > _MOST_NEW * len(source.sizes)
         self._trees: dict[str, ast.Module | None] = {}
         self._words: dict[str, frozenset[str]] = {}
+        self._new_code: dict[str, bool] = {}
 
     def _are_few(self) -> bool:
         return len(self.paths) * _FORK < len(self._source.sizes)
@@ -203,8 +204,13 @@ class Search:
             text = _DESCRIPTION.sub("", f"{owner}.{getattr(node, 'name', '')} {canonical(node)}")
             yield owner, node, hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
 
-    def has_known_functions(self, path: str) -> bool:
-        """Return True if known releases have each function and statement of the file, whatever its layout."""
+    def has_new_code(self, path: str) -> bool:
+        """Return True unless known releases have the file, or each of its functions and statements, in any layout."""
+        if path not in self._new_code:
+            self._new_code[path] = not (self.has_known_code(path) or self._has_known_functions(path))
+        return self._new_code[path]
+
+    def _has_known_functions(self, path: str) -> bool:
         known_functions = known(KNOWN_FUNCTIONS)
         return self._tree(path) is not None and all(value in known_functions for *_, value in self.units(path))
 
