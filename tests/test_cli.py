@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -171,6 +172,17 @@ def test_check_is_4_where_nothing_of_a_defect_was_seen_in_new_code(tmp_path: Pat
     row = next(row for row in status(root, check=True, code=4)["fixes"] if row["name"] == "roberta-positions")
     assert (row["diagnosis"], row["would_be"], row["defect_seen"]) == ("unrecognised", "unknown", False)
     assert "the nearest known release is 0.18.1, where it is affected" in row["reason"]
+
+
+def test_the_command_that_decides_is_quoted_and_without_control_characters(tmp_path: Path) -> None:
+    path = "vllm/model_executor/models/roberta.py"
+    renamed = {path: lambda text: text.replace("replace_roberta_positions", "shifted_positions")}
+    for name in ("a fork; of ours", "\x1b[31mred"):
+        root = edited(release_root("0.18.1"), tmp_path / name, renamed)
+        out, _ = call("status", "--vllm", str(root))
+        quoted = shlex.quote(str(root)).replace("\x1b", "\N{REPLACEMENT CHARACTER}")
+        assert f"verify --vllm {quoted} --device cpu" in out
+        assert "\x1b" not in out
 
 
 def notes(release: str, env: dict[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -430,3 +431,26 @@ def test_records_and_a_comparison_are_not_reported_together(tmp_path: Path) -> N
     done = CliRunner().invoke(app, ["report", "--dir", str(tmp_path), "--compared", str(tmp_path / "compared.json")])
     assert done.exit_code == 2
     assert "name one of them" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (b"[" * 200_000, "is not what `vllm-graphfix compare MODEL --json` prints"),
+        (b'{"schema": ' + b"[" * 200_000 + b"1" + b"]" * 200_000 + b"}", "is not what"),
+        (b" " * (16 * 1024 * 1024 + 1), "is larger than"),
+        (b"\xff\xfe", "is not what"),
+        (None, "cannot read "),
+    ],
+    ids=["deep", "deep within", "large", "no text", "a FIFO"],
+)
+def test_a_hostile_comparison_is_one_clear_error(tmp_path: Path, written: bytes | None, message: str) -> None:
+    file = tmp_path / "compared.json"
+    if written is None:
+        os.mkfifo(file)
+    else:
+        file.write_bytes(written)
+    done = CliRunner().invoke(app, ["report", "--compared", str(file)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert message in done.stderr
+    assert str(file) in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -325,6 +326,26 @@ def test_children_of_nvidia_smi_are_killed(smi: Path, tmp_path: Path) -> None:
             return
         time.sleep(0.05)
     pytest.fail("it still runs")
+
+
+@pytest.mark.parametrize("reaped", [False, True], ids=["by us", "by the kernel"])
+def test_no_process_group_is_killed_after_its_leader_was_reaped(
+    reaped: bool, smi: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(smi, "sleep 5 & echo 'a, b, c, d'")
+    killed = []
+
+    def kill(group: int, _: int) -> None:
+        os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it is no child of this process
+        killed.append(group)
+
+    monkeypatch.setattr(os, "killpg", kill)
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN if reaped else signal.SIG_DFL)
+    try:
+        assert examined()["gpu"]["nvidia-smi"] == "answered"
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert len(killed) == (0 if reaped else 1)
 
 
 def test_an_nvidia_smi_that_cannot_be_started_is_reported(smi: Path) -> None:

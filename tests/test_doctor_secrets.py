@@ -18,7 +18,7 @@ from records import leave, record
 from stock import release_root
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands import doctor
-from vllm_graphfix.commands.doctor.redaction import Mask, hosts_in
+from vllm_graphfix.commands.redaction import Mask, hosts_in
 from vllm_graphfix.engine import rank_agreement
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
 from vllm_graphfix.records import AgreementReport, FixReport, own_folder

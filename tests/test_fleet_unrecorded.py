@@ -273,3 +273,23 @@ def test_a_multiprocessing_child_is_listed_where_its_server_lacks_the_plugin(tmp
         parent.wait()
     assert {child, parent.pid} <= without
     assert not {child, parent.pid} & with_a_record
+
+
+@pytest.mark.parametrize(
+    ("flags", "hidden"),
+    [
+        (("--api-key", "k3y-of-us"), "--api-key (hidden)"),
+        (("--api-key", "k1", "k,2'x y", "-tp", "2"), "--api-key (hidden) (hidden) -tp 2"),
+        (("--api_key=k,1", "-tp", "2"), "--api_key=(hidden) -tp 2"),
+        (("--hf-token", "abc" * 80, "-tp", "2"), "--hf-token (hidden) -tp 2"),
+        (("--hf-overrides", '{"token": "s3cret"}'), '--hf-overrides {"token": "(hidden)"}'),
+        (("--max-num-batched-tokens", "8192"), "--max-num-batched-tokens 8192"),
+    ],
+)
+def test_secrets_in_a_command_line_are_hidden_from_fleet_and_its_json(
+    flags: tuple[str, ...], hidden: str, tmp_path: Path, serve: Start
+) -> None:
+    process = serve("serve", *flags, env=here(tmp_path))
+    reason(process, tmp_path)
+    (listed,) = [one for one in as_json(look(tmp_path))["unrecorded"] if one["pid"] == process.pid]
+    assert listed["command"].endswith(f"serve {hidden}")

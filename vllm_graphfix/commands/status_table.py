@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -167,7 +168,7 @@ class _Output:
         self._line(f"CANNOT BE TOLD: nothing of {these} was seen, in code that is new", "yellow")
         for row in rows:
             self._console.print(Text("  ") + fix_name(row.fix.name), linked(row.diagnosis.reason), sep=": ")
-        tree = f" --vllm {self._status.source.label}" if self._status.elsewhere else ""
+        tree = f" --vllm {printable(shlex.quote(self._status.source.label))}" if self._status.elsewhere else ""
         self._line(f"Run {them}: vllm-graphfix verify{tree} --device cpu", "yellow")
 
     def _print_rest(self, *, everything: bool) -> None:

@@ -67,25 +67,23 @@ def wrong_value(flag: str, value: str, source: Source) -> str | None:
 
 
 def _choices(flag: str, source: Source) -> frozenset[str]:
+    """Return the values that *flag* takes; empty if its file lists none, or in a form that is not evaluated here."""
     path, name = _CHOICES.get(flag, ("", ""))
     try:
         tree = ast.parse((source.read(path) if path else None) or b"")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return frozenset()
-    for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == name
-            and isinstance(node.value, ast.Subscript)
-        ):
-            return (
-                frozenset(ast.literal_eval(node.value.slice))
-                if isinstance(node.value.slice, ast.Tuple)
-                else frozenset()
-            )
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            targets = (each.targets[0] for each in node.body if isinstance(each, ast.Assign))
-            return frozenset(each.id for each in targets if isinstance(each, ast.Name))
+        for node in tree.body:
+            if (
+                isinstance(node, ast.Assign)
+                and ast.unparse(node.targets[0]) == name
+                and isinstance(node.value, ast.Subscript)
+            ):
+                members = ast.literal_eval(node.value.slice) if isinstance(node.value.slice, ast.Tuple) else ()
+                return frozenset(each for each in members if isinstance(each, str))
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                targets = (each.targets[0] for each in node.body if isinstance(each, ast.Assign))
+                return frozenset(each.id for each in targets if isinstance(each, ast.Name))
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        pass
     return frozenset()
 
 

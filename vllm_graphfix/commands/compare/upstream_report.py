@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import SCHEMA
-from vllm_graphfix.commands.doctor.redaction import Mask
+from vllm_graphfix.commands.redaction import Mask
+from vllm_graphfix.deployment.hardware import first_bytes
 from vllm_graphfix.verify.engine.poison_report import LISTED_PROMPTS, gap_text, listed_prompts, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
+_LARGEST = 16 * 1024 * 1024
+"""Bytes of a file; one of a thousand prompts has some hundred thousand."""
 _HEAD = """# {title}
 
 vLLM {vllm}, torch {torch}, {device}, driver {driver}, flags `{flags}`, vllm-graphfix {graphfix} (`{switches}`), a
@@ -40,17 +43,20 @@ def of_comparison(file: Path) -> str | None:
 
     Raises CompareError if *file* cannot be read or is not the output of `compare --json`.
     """
+    written = first_bytes(file, _LARGEST + 1)
+    if written is None:
+        raise CompareError(f"cannot read {file}: name a regular file that this user can read")
+    if len(written) > _LARGEST:
+        raise CompareError(f"{file} is larger than {_LARGEST} bytes: compare fewer prompts")
     try:
-        report = json.loads(file.read_text())
+        report = json.loads(written)
         if report["schema"] != SCHEMA:
             raise CompareError(
                 f"{file} has schema {report['schema']!r}, and not {SCHEMA}: another release has written it"
             )
         mask = Mask(os.environ, (), _names_of_model(report["model"], report["flags"]))
         return "\n".join(map(mask.whole_text, "\n".join(_parts(report)).split("\n"))) or None
-    except OSError as error:
-        raise CompareError(f"cannot read {file}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CompareError(f"{file} is not what `vllm-graphfix compare MODEL --json` prints") from error
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 
 from vllm_graphfix.commands.doctor.collect import Doctor, examine
-from vllm_graphfix.commands.doctor.redaction import VARIABLES
 from vllm_graphfix.commands.doctor.report import markdown, text
+from vllm_graphfix.commands.redaction import VARIABLES
 from vllm_graphfix.settings.environment import DECISION
 
 __all__ = ["VARIABLES", "Doctor", "beside_vllms_own", "examine", "markdown", "text"]

@@ -11,6 +11,7 @@ from contextlib import suppress
 _PATIENCE = 10.0
 """Seconds; nvidia-smi hangs if a GPU or its driver does."""
 _ANSWER = 64 * 1024
+_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _QUERY = ("--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv,noheader")
 
 
@@ -32,6 +33,7 @@ def ask(program: str) -> tuple[str, str]:
     except (OSError, ValueError) as error:
         return f"cannot be started: {error}", ""
     output = bytearray()
+    ended = False
     try:
         pipe = process.stdout.fileno() if process.stdout else -1
         os.set_blocking(pipe, False)
@@ -45,21 +47,30 @@ def ask(program: str) -> tuple[str, str]:
                     open_ = bool(more)
                     if more:
                         continue
-            if process.poll() is not None and (not open_ or not _read_rest(pipe, output)):
+            if _has_ended(process.pid) and (not open_ or not _read_rest(pipe, output)):
                 break
             time.sleep(0.02)
-        code = process.poll()
+        ended = _has_ended(process.pid)
     finally:
         with suppress(OSError):
+            os.waitid(os.P_PID, process.pid, _LOOK)  # raises if it was reaped: its id may be another group's by now
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         if process.stdout:
             process.stdout.close()
     text = bytes(output[:_ANSWER]).decode("utf-8", "replace")
-    if code is None:
+    if not ended:
         return f"did not answer within {_PATIENCE:g} s" if len(output) <= _ANSWER else "printed without end", text
-    return ("answered" if code == 0 else f"ended with {code}"), text
+    return ("answered" if process.returncode == 0 else f"ended with {process.returncode}"), text
+
+
+def _has_ended(pid: int) -> bool:
+    """Return True if the child *pid* has ended; it is not reaped, so that nothing else gets its id."""
+    try:
+        return os.waitid(os.P_PID, pid, _LOOK) is not None
+    except ChildProcessError:  # reaped by the kernel, as where SIGCHLD is ignored
+        return True
 
 
 def _read_rest(pipe: int, output: bytearray) -> bool:

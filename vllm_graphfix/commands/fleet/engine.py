@@ -199,5 +199,6 @@ class Engine:
             apart = split and member.record.agreement is None
             key = (member.world, rank.data_parallel_rank if apart else 0)
             members, size = worlds.get(key, ([], 0))
-            worlds[key] = ([*members, member], max(size, rank.world_size))
+            members.append(member)
+            worlds[key] = members, max(size, rank.world_size)
         return worlds

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.fleet.engine import YOUNG, user_name
 from vllm_graphfix.commands.fleet.member import Member
+from vllm_graphfix.commands.redaction import command_line
 from vllm_graphfix.records import Identity, base_folder
 from vllm_graphfix.settings.environment import STATUS_DIR
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 _TITLE = re.compile(r"(\w+)::(APIServer|EngineCore|Worker)|ray::(RayWorker|EngineCore)|VLLM::")
 """What vLLM calls its processes (VLLM_PROCESS_NAME_PREFIX is the word in front), and Ray the actors that vLLM makes."""
-_NO_PLUGINS = re.compile(r"\w+::DPCoordinator|multiprocessing\.(resource_tracker|forkserver)")
+# Searched in every user's command lines: `\w+` would take quadratic time, minutes for a long argument.
+_NO_PLUGINS = re.compile(r"\w::DPCoordinator|multiprocessing\.(resource_tracker|forkserver)")
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*|vllm")
 _JUST_STARTED = "it has just started and may not have loaded its plugins yet"
 
@@ -108,10 +110,10 @@ def without_record(
         if others:
             users = sorted({user_name(m.found.owner) for m in others if m.found.owner is not None})
             reason += f"; a record of {', '.join(users)} names it, and is not its own"
-        command_line = _printable_and_cut(" ".join(process.info["cmdline"]))
+        command_text = _printable_and_cut(command_line(process.info["cmdline"]))
         starting = reason.startswith(_JUST_STARTED)
         unrecorded.append(
-            Unrecorded(process.pid, _user(process), command_line, age, _printable_and_cut(reason), elsewhere, starting)
+            Unrecorded(process.pid, _user(process), command_text, age, _printable_and_cut(reason), elsewhere, starting)
         )
     return tuple(unrecorded), notes
 

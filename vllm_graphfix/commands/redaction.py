@@ -71,6 +71,7 @@ _SECRETS = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 """Secrets by their form. A long word with three digits is more often a key than something that a report needs."""
+_SECRET_FLAG = re.compile(r"--?[\w-]*(?:key|token|secret|password)", re.IGNORECASE)
 _PLACED = (
     re.compile(
         r"\b(?:ranks? [0-9][0-9, -]{0,200}(?: of DP [0-9]{1,6})? ?"
@@ -128,7 +129,7 @@ class Mask:
         """Mask *text* without cutting it; the result is one line."""
         for value in self._values:
             text = text.replace(value, HIDDEN)
-        text = _SECRETS.sub(_without_secret, text)
+        text = without_secrets(text)
         if len(self._home) > 1:
             text = re.sub(rf"{re.escape(self._home)}(?![\w.-])", "~", text)
         text = _HOMES.sub("~", text)
@@ -140,6 +141,10 @@ class Mask:
         for host, name in self._hosts:
             text = host.sub(name, text)
         return printable(text)
+
+    def code(self, text: str) -> str:
+        """Mask *text* and return it as code of Markdown, in which nothing is markup, a mention or a link."""
+        return "`{}`".format(self.whole_text(text).replace("`", "'") or " ")
 
     def _without_host(self, match: re.Match[str]) -> str:
         name = self._names.setdefault(match["host"], f"host-{len(self._names) + 1}")
@@ -165,6 +170,25 @@ class Mask:
 def hosts_in(text: str) -> set[str]:
     """Return the hosts of processes that *text* names."""
     return {match["host"] for placed in _PLACED for match in placed.finditer(text)}
+
+
+def without_secrets(text: str) -> str:
+    """Hide what has the form of a secret in *text*."""
+    return _SECRETS.sub(_without_secret, text)
+
+
+def command_line(words: Iterable[str]) -> str:
+    """Join the *words* of a command, without all values of flags that take secrets, and without other secrets."""
+    visible: list[str] = []
+    secret = False
+    for word in words:
+        if word.startswith("-"):
+            flag, equals, _ = word.partition("=")
+            secret = _SECRET_FLAG.fullmatch(flag) is not None
+            visible.append(f"{flag}={HIDDEN}" if secret and equals else word)
+        else:
+            visible.append(HIDDEN if secret else word)
+    return without_secrets(" ".join(visible)[: 4 * _LONGEST])
 
 
 def _without_secret(match: re.Match[str]) -> str:
