@@ -43,6 +43,15 @@ EDITS = (
         Verdict.UNRECOGNISED,
     ),
     Edit(
+        "cleared behind the padding",
+        "0.21.0",
+        _RUNNER,
+        line,
+        rf"\1num_reqs = num_reqs_padded\n\1\2\n\1{CLEARED}\n",
+        Verdict.AFFECTED,
+        shape="prefilling-over-padding",
+    ),
+    Edit(
         "cleared now and then",
         "0.21.0",
         _RUNNER,
