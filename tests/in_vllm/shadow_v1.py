@@ -399,13 +399,14 @@ def test_a_step_in_quarantine_that_finds_no_memory_is_replayed() -> None:
 def test_a_step_in_quarantine_is_replayed_by_all_ranks_if_one_cannot_run_it() -> None:
     unwatched, served = Served(Rate()), Served(action=Action.QUARANTINE)
     served.shadow.quarantined.add((id(served.run), BatchDescriptor(CAPTURED)))
-    answers = [(0.0,), (2.0,), (0.0,)]  # all are ready; another rank's run fails; nothing is left on any GPU
+    # All can read the call, and are ready; another rank's run fails; nothing is left on any GPU.
+    answers = [(0.0,), (0.0,), (2.0,), (0.0,)]
     with (
         mock.patch.object(ranks, "is_single_rank", return_value=False),
         mock.patch.object(ranks, "all_reduce_max", side_effect=answers) as agreements,
     ):
         assert torch.equal(served.step(), unwatched.step())
-    assert (agreements.call_count, served.model.eager_runs) == (3, 1)
+    assert (agreements.call_count, served.model.eager_runs) == (4, 1)
     (known,) = served.shadow._histories.values()
     assert known.quarantine_failures == 1
     assert all(map(torch.equal, served.caches(), unwatched.caches()))
@@ -460,6 +461,7 @@ def test_every_call_into_torch_and_the_ranks_may_fail() -> None:
         (runs.CheckedStep, "save_replay"),
     ):
         unwatched, served = Served(Rate(), stale=True), Served(stale=True)
+        served.shadow.memory.measuring = False
         with mock.patch.object(owner, name, side_effect=ValueError("planted")):
             assert torch.equal(served.step(), unwatched.step()), name
         assert "planted" in (served.shadow.stopped or ""), name

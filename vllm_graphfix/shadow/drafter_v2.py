@@ -28,6 +28,7 @@ from vllm_graphfix.shadow.drafter_shapes import BUILT_OF, SHAPES, DrafterGraphs,
 from vllm_graphfix.shadow.failures import StepNotCheckable, UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.lockstep import is_in_lockstep
+from vllm_graphfix.shadow.runner_v2 import stock_caller
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.snapshot import StateRows
 
@@ -134,8 +135,8 @@ def _maybe_check(shadow: Shadow, stock: Callable[[Any], Any], drafter: _Drafter,
     def replay() -> Any:
         return stock(desc)
 
-    key, frame = (id(drafter.manager), desc), sys._getframe(2)
-    call = shadow.read(type(drafter.speculator).__name__, lambda: _call_in_frames(drafter, desc, frame))
+    key = (id(drafter.manager), desc)
+    call = shadow.read("drafter", lambda: _call_in_frames(drafter, desc, stock_caller(_maybe_check)))
     if call is None:
         return replay()
     if key in shadow.quarantined:  # without padding, as a speculator drafts without graphs

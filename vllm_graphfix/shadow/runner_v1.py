@@ -199,18 +199,19 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
         return kind.__call__(wrapper, *args, **kwargs)
 
     shadow.plan_next()
-    context = sys.modules["vllm.forward_context"]._forward_context
 
-    def read() -> tuple[int, Any] | None:
+    def read() -> tuple[tuple[int, Any], Any] | None:
+        context = sys.modules["vllm.forward_context"]._forward_context
         if not _replays(wrapper, context):
             return None
         descriptor = context.batch_descriptor
-        return id(wrapper), descriptor if shadow.lockstep is None else shape_of(descriptor)
+        return (id(wrapper), descriptor if shadow.lockstep is None else shape_of(descriptor)), context
 
-    key = shadow.read(TARGET, read)
-    together = shadow.lockstep is None or shadow.all_ranks_replay(key[1] if key is not None else None)
-    if key is None or not together:
+    call = shadow.read(TARGET, read)
+    together = shadow.lockstep is None or shadow.all_ranks_replay(call[0][1] if call is not None else None)
+    if call is None or not together:
         return replay()
+    key, context = call
     return shadow.run(key, lambda: _step(shadow, wrapper, context, args, kwargs), replay)
 
 

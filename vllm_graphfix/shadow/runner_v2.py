@@ -241,13 +241,12 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
         return stock(manager, desc)
 
     shadow.plan_next()
-    frame = sys._getframe(2)
 
     def read() -> Mapping[str, Any] | None:
         if (reason := unsafe(manager.vllm_config)) is not None:
             process.refuse(reason)
             return None
-        caller = _variables_of_caller(frame)
+        caller = _variables_of_caller(stock_caller(_maybe_check))
         if caller is None or caller["dummy_run"] or not caller["attn_metadata"]:
             return None
         return caller
@@ -256,6 +255,14 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
     if caller is None:
         return replay()
     return shadow.run((id(manager), desc), lambda: _step(manager, desc, caller), replay)
+
+
+def stock_caller(function: Callable[..., Any]) -> FrameType | None:
+    """Return the frame of vLLM's function that called the wrapper that called *function*, which is being executed."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame and frame.f_back and frame.f_back.f_back
 
 
 def _variables_of_caller(frame: FrameType | None) -> Mapping[str, Any] | None:
