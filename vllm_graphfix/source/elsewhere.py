@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.source import slices
-from vllm_graphfix.source.files import SourceError
+from vllm_graphfix.source.files import SourceError, parse
 from vllm_graphfix.source.functions import DEFINITIONS, Function
 from vllm_graphfix.source.known_code import (
     DIGEST,
@@ -236,7 +236,7 @@ class Search:
     def _tree(self, path: str) -> ast.Module | None:
         if path not in self._trees:
             try:
-                self._trees[path] = ast.parse(self._source.read(path) or b"")
+                self._trees[path] = parse(self._source.read(path) or b"")
             except (SyntaxError, ValueError, RecursionError, MemoryError):
                 self._trees[path] = None
         return self._trees[path]

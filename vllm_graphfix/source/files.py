@@ -175,18 +175,26 @@ class Source:
         if content is None:
             return None
         try:
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-            if encoding not in _ENCODINGS:
-                raise SyntaxError(f"it is written in {encoding}, and vLLM in UTF-8")
-            if content.count(b"{") > _MOST_BRACES:
-                raise SyntaxError("it has more braces than any file of vLLM")
-            tree = ast.parse(content.decode(encoding))
+            tree = parse(content)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise SourceError(f"{path} of {self.label} is not readable Python source: {_reason(error)}") from error
         self._parsed += len(content)
         if self._parsed > _LARGEST_TREES:
             raise SourceError(f"the code of {self.label} is larger than that of any vLLM; is it the right one?")
         return tree
+
+
+def parse(content: bytes) -> ast.Module:
+    """Parse the content of a file.
+
+    Raises SyntaxError, also for what would keep the parser busy for minutes; ValueError, RecursionError, MemoryError.
+    """
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+    if encoding not in _ENCODINGS:
+        raise SyntaxError(f"it is written in {encoding}, and vLLM in UTF-8")
+    if content.count(b"{") > _MOST_BRACES:
+        raise SyntaxError("it has more braces than any file of vLLM")
+    return ast.parse(content.decode(encoding))
 
 
 def _is_class_in(body: list[ast.stmt], name: str) -> bool:
