@@ -66,6 +66,7 @@ def diagnose(source: Source) -> Diagnosis:
         if (
             shared is not None
             and factory is not None
+            and capture.used_only_in("full_cg_attn_states", _TAKEN)  # a copy of them could not be built again
             and all(map(factory.always, (_TAKEN, UNPACKED)))
             and not any(map(factory.contains_name, factory.parameters[1:]))
             and manager is not None
@@ -190,11 +191,7 @@ FIX = fix(
         Slice(EAGLE, "EagleCudaGraphManager.capture", "create_forward_fn attn_metadata", Verdict.ABSENT),
         # The draft's passes on states of the target
         *(
-            Slice(
-                EAGLE,
-                f"{kind}EagleCudaGraphManager.capture",
-                "attn_state attn_metadata create_forward_fn full_cg_attn_states",
-            )
+            Slice(EAGLE, f"{kind}EagleCudaGraphManager.capture", "attn_state attn_metadata create_forward_fn")
             for kind in ("Prefill", "Decode")
         ),
         Slice(
