@@ -194,12 +194,12 @@ class Prefills(NamedTuple):
     """The rows that a builder takes for prefills: a higher number means more rows. Several builders: the highest."""
 
     one_token: int
-    """Where each row has one token: 0 no row, 1 rows without a state, 2 rows in their prompt, 3 rows that compute any
-    known token."""
+    """In batches of one token a row. 0: no row; 1: rows without a state; 2: rows in their prompt; 3: rows that compute
+    any known token."""
     in_prompt: int
-    """Where rows have drafts: 0 no row, 1 rows in their prompt without state or placeholders, 2 each in its prompt."""
+    """In batches with drafts. 0: no row; 1: rows in their prompt without state and placeholders; 2: all in a prompt."""
     undrafted: int
-    """Rows without drafts, in decodes with drafts: 0 no row, 1 all of them if no row has drafts, 2 each."""
+    """Of rows without drafts, in decodes with drafts. 0: no row; 1: all of them if no row has drafts; 2: each."""
 
     def rows(self, length: int, computed: Any, prompt: Any, known: Any) -> Any:
         """Return the rows, (rows,) bool, of a step of *length* tokens each that a builder takes for prefills, or None.
