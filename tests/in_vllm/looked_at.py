@@ -291,6 +291,37 @@ def test_from_0_28_a_schedule_for_fewer_drafts_than_the_graphs_is_for_another_ke
     assert not any(wrong[first:])
 
 
+# -- draft lengths by batch size (issue 48494, PR 48329)
+
+
+@pytest.mark.skipif(RELEASE < (0, 25), reason="V2's graphs know of them from 0.25.0 on")
+@pytest.mark.parametrize("fewest", [2, 1])
+def test_graphs_of_a_drafts_decode_are_for_impossible_lengths_up_to_0_31(fewest: int) -> None:
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    drafts = SimpleNamespace(
+        uses_dynamic_speculative_decoding=lambda: True,
+        num_speculative_tokens_per_batch_size=[(1, 4, 3), (5, 8, fewest)],
+    )
+    config = mock.MagicMock(num_speculative_tokens=3, speculative_config=drafts)
+    config.scheduler_config.max_num_seqs = 8
+    config.compilation_config = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8], max_cudagraph_capture_size=8)
+
+    def graphs(query: int) -> list[tuple[int, int]]:
+        with cpu_cuda_graphs():
+            manager: Any = CudaGraphManager(config, CPU, CUDAGraphMode.FULL_AND_PIECEWISE, query)
+        return [(graph.num_reqs, graph.num_tokens) for graph in manager._capture_descs[CUDAGraphMode.FULL]]
+
+    assert all(0 < requests <= tokens for requests, tokens in graphs(4)), "the target's are right"
+    if RELEASE >= (0, 32):
+        assert all(0 < requests <= tokens for requests, tokens in graphs(1))
+    elif fewest == 2:
+        with pytest.raises(ZeroDivisionError):
+            graphs(1)
+    else:
+        assert any(requests <= 0 for requests, _ in graphs(1)), "which InputBatch.make_dummy refuses"
+
+
 # -- the workspace of FlashInfer's all-reduce (PR 45917)
 
 
