@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -129,6 +130,54 @@ def test_each_workspace_that_a_capture_outgrows_is_retained(memory: DeviceMemory
 def test_growth_inside_a_graph_keeps_the_one_before(memory: DeviceMemoryStandIn) -> None:
     captured(256, 512, warm_up=False)
     assert blocks(memory) == [256, 512]
+    assert OUTGROWN.count == 1
+
+
+def turboquant() -> Any:
+    """TurboQuant's attention where its decodes share a workspace that nobody reserves (0.21.0 to 0.23.0), else None."""
+    try:
+        module = importlib.import_module("vllm.v1.attention.backends.turboquant_attn")
+    except ImportError:
+        return None
+    reserved = hasattr(module.TurboQuantMetadataBuilder, "_reserve_workspace")
+    return module if hasattr(module, "current_workspace_manager") and not reserved else None
+
+
+@pytest.mark.skipif(turboquant() is None, reason="TurboQuant's decodes do not, or it is reserved")
+def test_turboquants_decodes_keep_their_scratch(memory: DeviceMemoryStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 45670: a prompt that is continued takes more of the workspace than a captured decode did."""
+    heads, width, splits = 2, 16, 4
+    implementation = object.__new__(turboquant().TurboQuantAttentionImpl)
+    implementation.__dict__.update(
+        num_heads=heads, head_size=width, max_num_kv_splits=splits, scale=1.0, tq_config=mock.MagicMock()
+    )
+    places = []
+
+    def kernel(*, mid_o_buf: torch.Tensor, output_buf: torch.Tensor, **_: Any) -> torch.Tensor:
+        places.append(mid_o_buf.data_ptr())
+        mid_o_buf.fill_(1)
+        return output_buf.fill_(2)
+
+    monkeypatch.setattr(turboquant(), "triton_turboquant_decode_attention", kernel)
+    runner, graph = RunnerStandIn(MixtureStandIn(), torch.empty(0)), torch.cuda.CUDAGraph()
+
+    def capture(*_: Any, **__: Any) -> dict[Any, Any]:
+        batch = (torch.zeros(3, heads, width), torch.empty(0), mock.MagicMock(), torch.empty(0), torch.empty(0))
+        implementation._decode_attention(*batch)
+        with torch.cuda.graph(graph):
+            implementation._decode_attention(*batch)
+        return {}
+
+    runner.capture = capture  # type: ignore[method-assign]
+    runner.capture_model()
+    (decodes,) = blocks(memory)
+    needs(2 * decodes)
+    taken = memory.empty((decodes,), torch.uint8)
+    assert blocks(memory) == [decodes, decodes, 2 * decodes]
+    before = taken.clone()
+    graph.replay()
+    assert len(set(places)) == 1
+    assert torch.equal(taken, before), "the replay wrote to memory that somebody else has"
     assert OUTGROWN.count == 1
 
 
