@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from vllm_graphfix.fixes import FIXES, about
+from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT, about
 from vllm_graphfix.fixes._about import NEWEST, read_about
 
 FOLDER = Path(__file__).parents[1] / "vllm_graphfix" / "fixes"
+EVIDENCE = Path(__file__).parents[1] / "docs" / "fixes"
 PAGE = (FOLDER / "mamba_padding.md").read_text()
 
 
@@ -18,6 +19,13 @@ def test_each_fix_has_a_page_and_each_page_a_fix() -> None:
     for fix in FIXES:
         assert (FOLDER / f"{fix.name.replace('-', '_')}.md").read_text().startswith(f"# {fix.name}\n\n")
         assert all(isinstance(value, str) and value for name, value in about(fix)._asdict().items() if name in REQUIRED)
+
+
+def test_a_fix_that_no_gpu_has_run_only_counts_by_default() -> None:
+    assert {fix.name for fix in FIXES if not about(fix).ran_on} <= OBSERVED_BY_DEFAULT
+    for fix in FIXES:
+        recorded = (EVIDENCE / f"{fix.name}.md").read_text().partition("## Evidence")[2]
+        assert all(gpu in recorded for gpu in about(fix).ran_on.split(", ")), fix.name
 
 
 REQUIRED = {"summary", "releases", "removable", "seen", "symptom", "cause", "remedy", "detect", "workaround"}

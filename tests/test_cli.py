@@ -73,6 +73,7 @@ def test_status_json_is_the_interface_that_the_design_gives() -> None:
         "defect_seen": None,
         "tree": None,
         "rests_on": "answers",
+        "ran_on": ["H100", "H200"],
         "mode": "auto",
         "would_be": "active",
         "notes": [],

@@ -226,6 +226,32 @@ def test_without_the_hubs_library_the_reason_says_why_its_cache_was_not_read(mon
     assert "is found where huggingface_hub is installed" in answer("0.18.1", "flashmla-fp8", line, HOPPER)[1]
 
 
+@pytest.mark.parametrize(
+    ("gpu", "sentence"),
+    [
+        ("NVIDIA H200", "The fixes were run on H100, H200; on NVIDIA H200: 10 of these 14."),
+        ("NVIDIA GH200 480GB", "The fixes were run on H100, H200; on NVIDIA GH200 480GB: none of these 14."),
+        ("NVIDIA B200", "The fixes were run on H100, H200; on NVIDIA B200: none of these 14."),
+        (None, None),
+    ],
+)
+def test_status_says_which_gpus_have_run_the_fixes(
+    gpu: str | None, sentence: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_graphfix.deployment.hardware.gpus", lambda: (gpu,) * 8 if gpu else ())
+    console = Console(file=io.StringIO(), width=400)
+    show(status(open_source(release_root("0.18.1")), {}), console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line for line in lines if line.startswith("The fixes were run")] == ([sentence] if sentence else [])
+
+
+def test_a_compute_capability_names_no_gpu_that_has_run_them() -> None:
+    source, line = open_source(release_root("0.18.1")), "./v3 --kv-cache-dtype fp8"
+    ran = {gpu: status(source, {}, read_deployment(line, source, gpu, {})).ran_on for gpu in ("9.0", "sm90", "H100")}
+    assert ran["9.0"] == ran["sm90"] == ""
+    assert "on H100:" in ran["H100"]
+
+
 def test_what_spares_a_deployment_is_not_its_model_runner_if_there_is_more_to_say() -> None:
     source = open_source(release_root("0.18.1"))
     console = Console(file=io.StringIO(), width=200)

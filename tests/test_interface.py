@@ -34,7 +34,7 @@ def test_status_tells_the_same(release: str) -> None:
     before = earlier_output("status")[release]
     del output["source"], output["default_runner"]  # the second is told since
     for row in output["fixes"]:
-        del row["rests_on"], row["defect_seen"], row["tree"]  # told since
+        del row["rests_on"], row["ran_on"], row["defect_seen"], row["tree"]  # told since
     now_applied = {row["name"] for row in before["fixes"] if row["mode"] == "observe"} - OBSERVED_BY_DEFAULT
     for row in (row for each in (output, before) for row in each["fixes"] if row["name"] in now_applied):
         for what in ("mode", "would_be", "notes"):

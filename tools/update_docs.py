@@ -320,6 +320,7 @@ def facts(fix: Fix) -> Iterator[str]:
         "Affected": record.releases,
         "First test": record.first_test,
         "How to tell": record.detect,
+        "Ran on": record.ran_on or "no GPU",
     }
     yield from _two_columns(rows)
     yield ""

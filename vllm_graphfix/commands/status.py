@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm_graphfix import manifest
 from vllm_graphfix._version import __version__
-from vllm_graphfix.deployment import Answer, Concern, Deployment, needs
+from vllm_graphfix.deployment import Answer, Concern, Deployment, hardware, needs
 from vllm_graphfix.deployment.runner import Default, default_runner
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
 from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT, about
@@ -17,7 +18,7 @@ from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.environment import Settings
 from vllm_graphfix.source.files import Source
-from vllm_graphfix.text import brief_repr
+from vllm_graphfix.text import brief_repr, printable
 
 SCHEMA = 1
 
@@ -34,6 +35,11 @@ class Row(NamedTuple):
     notes: tuple[str, ...]
     answer: Answer | None = None
     """The answer to whether the defect concerns the deployment of `--for`; None without one."""
+
+    @property
+    def ran_on(self) -> list[str]:
+        """Names of the GPUs on which engines ran with the fix: parts of the names that drivers have for them."""
+        return list(filter(None, about(self.fix).ran_on.split(", ")))
 
     @property
     def is_unapplied(self) -> bool:
@@ -62,8 +68,21 @@ class Status(NamedTuple):
     """Messages that call for action, besides the rows."""
     misconfigured: Mapping[str, str]
     """Variables with an invalid value, and unknown variables, each with its value."""
+    gpus: tuple[str, ...] = ()
+    """Names of the GPUs that serve: that of `--gpu`, or this machine's; none where they are not known."""
     elsewhere: bool = False
     """True for the vLLM of `--vllm`: the plugin may not be installed beside it."""
+
+    @property
+    def ran_on(self) -> str:
+        """Compare the GPUs on which the needed fixes ran with those that serve; empty if either is not known."""
+        needed = [row.ran_on for row in self.rows if row.diagnosis.needs_action and not row.is_ruled_out]
+        names = sorted({name for names in needed for name in names})
+        if not names or not self.gpus:
+            return ""
+        here = sum(all(_is_one_of(gpu, names) for gpu in self.gpus) for names in needed)
+        own = ", ".join(printable(gpu[:60]) for gpu in self.gpus)
+        return f"run on {', '.join(names)}; on {own}: {here or 'none'} of these {len(needed)}"
 
     @property
     def default_runner(self) -> Default:
@@ -126,6 +145,7 @@ class Status(NamedTuple):
                     "defect_seen": row.diagnosis.defect_seen if row.diagnosis.verdict is Verdict.UNRECOGNISED else None,
                     "tree": row.diagnosis.tree or None,
                     "rests_on": row.fix.default_rationale,
+                    "ran_on": row.ran_on,
                     "mode": row.mode.value,
                     "would_be": row.would_be.value,
                     "notes": list(row.notes),
@@ -169,7 +189,14 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
     unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
     if unneeded:
         notes.append(f"these settings are no longer needed with this vLLM: {', '.join(unneeded)}")
-    return Status(source, rows, tuple(notes), decision.misconfigured)
+    gpus = tuple(dict.fromkeys(hardware.gpus()))
+    if deployment is not None and (name := deployment.gpu[0]) is not None:
+        gpus = () if hardware.CAPABILITY.fullmatch(name) else (name,)  # several GPUs have one capability
+    return Status(source, rows, tuple(notes), decision.misconfigured, gpus)
+
+
+def _is_one_of(gpu: str, names: Sequence[str]) -> bool:
+    return any(re.search(rf"\b{name}\b", gpu, re.IGNORECASE) for name in names)
 
 
 def _may_be_needed(diagnosis: Diagnosis) -> bool:

@@ -88,6 +88,8 @@ class _Output:
             self._line(
                 f"{chosen} of these {len(needed)} {verb} a model runner or a mode that is not the default of this vLLM."
             )
+        if status.ran_on:
+            self._line(f"The fixes were {status.ran_on}.")
         for name, value in status.misconfigured.items():
             self._line(f"misconfigured: {name}={value}", "bold red")
         for note in status.notes:

@@ -21,6 +21,8 @@ _GENERATIONS = (
     (7, r"\b(V100\w*|T4|TITAN (V|RTX))\b|RTX 20\d\d|Quadro RTX"),
 )
 """Major compute capability by what is in the names that NVIDIA gives its GPUs."""
+CAPABILITY = re.compile(r"\s*(?:sm_?)?(\d{1,2})\.?\d[af]?\s*", re.IGNORECASE)
+"""A compute capability in place of a name: ``9.0``, ``sm90``."""
 _OTHERS = re.compile(r"\b(AMD|Instinct|Radeon|MI[2-4]\d\d\w*|Intel|Gaudi|TPU)\b", re.IGNORECASE)
 
 
@@ -67,7 +69,7 @@ def capability(name: str) -> int | None:
     *name* may also be a compute capability: ``9.0``, ``sm90``.
     """
     name = name[:200]
-    if plain := re.fullmatch(r"\s*(?:sm_?)?(\d{1,2})\.?\d[af]?\s*", name, re.IGNORECASE):
+    if plain := CAPABILITY.fullmatch(name):
         return int(plain[1])
     if _OTHERS.search(name):
         return 0

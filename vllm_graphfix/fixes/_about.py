@@ -54,6 +54,8 @@ class About(NamedTuple):
     """Possible damage in a KV cache that outlives the engine."""
     how_sure: str
     """The evidence for the record."""
+    ran_on: str = ""
+    """The GPUs on which engines ran with the fix, by name; empty if no GPU has run it."""
     absent: str = ""
     """Stock releases without the component, as in `releases`."""
     already_right: str = ""
@@ -61,7 +63,8 @@ class About(NamedTuple):
 
 
 _FIELD = re.compile(
-    r"^(?:## (?P<section>[A-Z][\w ]*)\n+|(?P<line>Summary|PR|References|Releases|Absent|Removable): )", re.MULTILINE
+    r"^(?:## (?P<section>[A-Z][\w ]*)\n+|(?P<line>Summary|PR|References|Releases|Absent|Removable|Ran on): )",
+    re.MULTILINE,
 )
 
 
