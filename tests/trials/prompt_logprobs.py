@@ -13,6 +13,7 @@ first = rf"\1\2\1scored = {_PROMPTS.removesuffix('(...)')}(hidden_states, schedu
 now_and_then = r"^( {8})scored = self\._get_prompt_logprobs_dict\("
 unknown, fixed = Verdict.UNRECOGNISED, Verdict.FIXED
 affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
+itself = '{"method": "draft_model", "model": "draft", "num_speculative_tokens": 3}'
 eagle = '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
 copied = r"\1\2\1hidden_states = hidden_states.clone()\n"
 
@@ -238,4 +239,6 @@ EDITS = (
 SERVED = (
     Served("0.21.0", f"./llama -sc '{eagle}'", affects, "eagle3"),
     Served("0.21.0", "./llama", does_not, "no speculator"),
+    Served("0.25.1", f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve ./llama -sc '{itself}'", does_not, "without graphs"),
+    Served("0.26.0", f"VLLM_USE_V2_MODEL_RUNNER=0 vllm serve ./llama -sc '{itself}'", affects, "draft_model"),
 )

@@ -9,6 +9,7 @@ from vllm_graphfix.deployment.line import json_or
 from vllm_graphfix.deployment.model import Model
 from vllm_graphfix.text import printable
 
+_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _NO_SPECULATOR = "there is no speculator (--speculative-config)"
 
 
@@ -59,6 +60,11 @@ class Speculation(Model):
         if several and tokens == 1:
             return Fact(False, "drafts have one token (num_speculative_tokens)")
         return Fact(True, source)
+
+    def draft_model_lacks_graphs(self) -> bool:
+        """Model runner V1 initialises no graphs of a draft model, as up to 0.25.1; False if that is not known."""
+        function = self._source.function(_RUNNER, "GPUModelRunner._check_and_update_cudagraph_mode")
+        return function is not None and not function.contains_name("uses_draft_model")
 
     def drafts(self) -> Fact:
         """There is a speculator, of whatever kind."""

@@ -12,6 +12,7 @@ from vllm_graphfix.fix import Activity, Diagnosis, Event, Patch, Slice, StockFun
 from vllm_graphfix.source.patterns import matches_any
 
 if TYPE_CHECKING:
+    from vllm_graphfix.deployment import Deployment, Fact
     from vllm_graphfix.deployment.needs import Need
     from vllm_graphfix.source.files import Source
     from vllm_graphfix.source.functions import Function
@@ -198,14 +199,23 @@ def needs() -> tuple[Need, ...]:
     from vllm_graphfix.deployment import needs
     from vllm_graphfix.deployment.needs import Need, unseen
 
-    methods = ("eagle", "eagle3", "mtp", "dflash", "draft_model", "extract_hidden_states")
-    drafters = "eagle, eagle3, mtp, dflash, dspark, a draft model or extract_hidden_states"
+    drafters = "eagle, eagle3, mtp, dflash, dspark, extract_hidden_states, or from 0.26.0 on a draft model"
     return (
         needs.RUNNER_V1,
-        Need("speculative decoding", lambda deployment, _: deployment.speculator(*methods), drafters),
+        Need("speculative decoding", _may_draft_in_graphs, drafters),
         needs.PROMPTS_IN_GRAPHS,
         unseen("requests with prompt_logprobs"),
     )
+
+
+def _may_draft_in_graphs(deployment: Deployment, _: str) -> Fact:
+    """Tell if the drafter is a model that model runner V1 gives graphs to."""
+    from vllm_graphfix.deployment import Fact
+
+    drafted = deployment.speculator("eagle", "eagle3", "mtp", "dflash", "draft_model", "extract_hidden_states")
+    if drafted.holds and deployment.speculator("draft_model").holds and deployment.draft_model_lacks_graphs():
+        return Fact(False, "this vLLM runs draft models without graphs")
+    return drafted
 
 
 FIX = fix(
