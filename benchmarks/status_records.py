@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from measuring import Times, console, machine, table, verdict
 from vllm_graphfix import records
-from vllm_graphfix.engine.metrics import Exposition, ServedEngine, Watcher
+from vllm_graphfix.engine.metrics import Exposition, Watcher
+from vllm_graphfix.engine.metrics_snapshot import ServedEngine
 from vllm_graphfix.fixes import FIXES
 
 RANKS = 64

@@ -21,7 +21,7 @@ from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import addresses, rank_addresses
 from vllm_graphfix.engine.addresses import WATCHED, AddressWatch
 from vllm_graphfix.engine.inventory import LASTING, Inventory, Kind
-from vllm_graphfix.engine.metrics import snapshot_of
+from vllm_graphfix.engine.metrics_snapshot import snapshot_of
 from vllm_graphfix.engine.rank_addresses import RankAddresses
 from vllm_graphfix.records import MovedTensor, Record, RecordError, write
 from vllm_graphfix.records.record import SHORT

@@ -25,7 +25,7 @@ from stock import ALL_RELEASES, release_root
 from table import SAMPLE, slow_but_for
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine.abort import Aborts, DetectorAborts
-from vllm_graphfix.engine.metrics import snapshot_of
+from vllm_graphfix.engine.metrics_snapshot import snapshot_of
 from vllm_graphfix.engine.verdict import Verdict
 from vllm_graphfix.marks.budget import Budget
 from vllm_graphfix.marks.turns import CheckQueue

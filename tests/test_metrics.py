@@ -19,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from records import ENGINE, elsewhere, leave, of, record
 from vllm_graphfix.engine import metrics
-from vllm_graphfix.engine.metrics import DEPRECATED, NAMES, Exposition, ServedEngine, Watcher
+from vllm_graphfix.engine.metrics import DEPRECATED, NAMES, Exposition, Watcher
+from vllm_graphfix.engine.metrics_snapshot import ServedEngine
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.records import AgreementReport, FixReport, Identity, Record, identity, own_folder, touch_outdated
 
@@ -453,7 +454,8 @@ def test_several_api_servers_tell_of_one_engine_once(tmp_path: Path) -> None:
     import multiprocessing, sys
     from pathlib import Path
     from prometheus_client import REGISTRY
-    from vllm_graphfix.engine.metrics import Exposition, ServedEngine, Watcher
+    from vllm_graphfix.engine.metrics import Exposition, Watcher
+    from vllm_graphfix.engine.metrics_snapshot import ServedEngine
     multiprocessing.current_process().name = sys.argv[2]
     from vllm_graphfix.engine import metrics
     metrics.EVERY = 0.05
@@ -661,7 +663,8 @@ def test_numbers_of_an_earlier_engine_are_none_where_prometheus_client_removes_n
     from pathlib import Path
     from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
     from prometheus_client.multiprocess import MultiProcessCollector
-    from vllm_graphfix.engine.metrics import Exposition, ServedEngine, Watcher
+    from vllm_graphfix.engine.metrics import Exposition, Watcher
+    from vllm_graphfix.engine.metrics_snapshot import ServedEngine
     engine = ServedEngine({ENGINE!r}, True, 25.0, 2)
     watcher = Watcher(Path(sys.argv[1]), engine, Exposition(REGISTRY))
     watcher.look()

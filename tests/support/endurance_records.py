@@ -45,7 +45,8 @@ def watcher(*, others: int = 0) -> Case:
     """The records of 64 ranks read and told; beside so many of another engine."""
     from prometheus_client import CollectorRegistry
 
-    from vllm_graphfix.engine.metrics import Exposition, ServedEngine, Watcher
+    from vllm_graphfix.engine.metrics import Exposition, Watcher
+    from vllm_graphfix.engine.metrics_snapshot import ServedEngine
 
     base = _folder()
     for rank in range(RANKS):

@@ -27,7 +27,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from vllm_graphfix.engine import metrics
+from vllm_graphfix.engine import metrics, metrics_snapshot
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
 AFFECTED = ("capture-state", "draft-prefill-state", "mamba-padding")
@@ -62,7 +62,7 @@ class WatcherDouble:
     """In place of `metrics.Watcher`: made-up snapshots instead of records that were read."""
 
     def __init__(self, role: Role) -> None:
-        self.engine = metrics.ServedEngine(f"{id(role):016x}", role.canary, 25.0, RANKS, {}, "0.1.0", "0.21.0")
+        self.engine = metrics_snapshot.ServedEngine(f"{id(role):016x}", role.canary, 25.0, RANKS, {}, "0.1.0", "0.21.0")
         self._role = role
         self.events: dict[tuple[str, ...], int] = (
             {(fix, event): 12 if fix in ONCE else 0 for fix, event in EVENTS} if role.canary else {}
@@ -70,7 +70,7 @@ class WatcherDouble:
         self.checks: dict[tuple[str, ...], int] = {("shadow", event): 0 for event in SHADOW} if role.canary else {}
 
     @property
-    def snapshot(self) -> metrics.Snapshot:
+    def snapshot(self) -> metrics_snapshot.Snapshot:
         states: dict[tuple[str, ...], int] = {
             (fix, "auto", "not-needed", "upstream has it", "0.21.0", "0.1.0"): RANKS
             for fix in BY_NAME
@@ -90,8 +90,8 @@ class WatcherDouble:
             for (fix, mode, state, *_), ranks in states.items()
             if state != "not-needed"
         }
-        events = {metrics.Process("ranks", 0, 0): self.events | self.checks}
-        return metrics.Snapshot(time.time(), fixes, states, events, RANKS)
+        events = {metrics_snapshot.Process("ranks", 0, 0): self.events | self.checks}
+        return metrics_snapshot.Snapshot(time.time(), fixes, states, events, RANKS)
 
 
 class EngineDouble:

@@ -24,7 +24,7 @@ from vllm_graphfix.fixes import BY_NAME, FIXES
 WATCHED = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules that the plugin hooks besides the targets; others, such as the engine core's, are there before the plugin
 is."""
-_ONLY_TELLS = ("engine/status_record.py", "records/", "engine/metrics.py", "log.py")
+_ONLY_TELLS = ("engine/status_record.py", "records/", "engine/metrics.py", "engine/metrics_snapshot.py", "log.py")
 """Beginnings of paths. What fails there must leave every fix as it is."""
 ENDS = ("active", "stock", "stopped", "interrupted", "not made")
 """What came of a fault: all fixes as without it; vLLM as without the plugin, wholly or for some fix; an engine that did
