@@ -78,7 +78,7 @@ def process_double(environment: dict[str, str]) -> EngineProcess:
     vars(me.manager)["unapplied"] = lambda **_: ()
     nothing = {name: lambda: None for name in ("publish", "publish_started", "start_heartbeat", "flush")}
     record = SimpleNamespace(rank=None, agreement=None, problem=None, unchecked=None, **nothing)
-    me.gate._status_record = record  # type: ignore[assignment]  # a double
+    me.gate.status_record = record  # type: ignore[assignment]  # a double
     return me
 
 
@@ -271,7 +271,7 @@ def test_a_gate_that_fails_stops_who_insists_and_else_says_so_in_the_record(
     me, worker = process_double(environment), worker_of(0)
     break_step(step, me, worker, alike)
     guarded(me.gate.publish_report, "profiling")
-    record: Any = me.gate._status_record
+    record: Any = me.gate.status_record
     if insists:
         for stage in ("profile_cudagraph_memory", "compile_or_warm_up_model"):
             with pytest.raises(GraphfixError, match=rf"^{STOPS} before it .*\(AttributeError: .*=off on all nodes\."):
@@ -280,7 +280,7 @@ def test_a_gate_that_fails_stops_who_insists_and_else_says_so_in_the_record(
         return
     me.gate.before_capture(worker, "compile_or_warm_up_model")
     assert record.problem is None
-    assert me.gate._has_graphs, "what watches graphs must not miss them"
+    assert me.gate.has_graphs, "what watches graphs must not miss them"
     assert "AttributeError: " in record.unchecked if mode == "auto" else record.unchecked is None
 
 
@@ -290,7 +290,7 @@ def test_fleet_calls_an_engine_with_a_gate_that_failed_not_in_order(
 ) -> None:
     """Also where the error has kept the rank from knowing which it is."""
     me, worker = process_double({STATUS_DIR: str(tmp_path)}), worker_of(0)
-    me.role, me.gate._status_record = Role.WORKER, me.status_record
+    me.role, me.gate.status_record = Role.WORKER, me.status_record
     break_step(step, me, worker, alike)
     me.gate.before_capture(worker, "compile_or_warm_up_model")
     me.status_record.flush()
@@ -305,7 +305,7 @@ def test_fleet_calls_an_engine_with_a_gate_that_failed_not_in_order(
 @pytest.mark.usefixtures("alike")
 def test_a_front_end_that_runs_the_model_itself_is_heard_of_from_the_gate_on(tmp_path: Path) -> None:
     me, worker = process_double({STATUS_DIR: str(tmp_path)}), worker_of(0)
-    me.gate._status_record = me.status_record
+    me.gate.status_record = me.status_record
     me.gate.before_capture(worker, "compile_or_warm_up_model")
     recorded = eventually(lambda: any(one.record.kept and one.record.rank for one in read(tmp_path).found))
     me.status_record._reporter_here().close()
@@ -318,13 +318,13 @@ def test_a_gate_that_fails_stops_no_engine_without_graphs(step: str, alike: pyte
     worker.vllm_config.model_config.enforce_eager = True
     break_step(step, me, worker, alike)
     me.gate.before_capture(worker, "compile_or_warm_up_model")
-    record: Any = me.gate._status_record
+    record: Any = me.gate.status_record
     assert (record.problem, record.unchecked) == (None, None)
 
 
 def test_a_rank_that_could_not_compare_at_first_is_checked_once_it_has_compared(alike: pytest.MonkeyPatch) -> None:
     me, worker = process_double({}), worker_of(0)
-    record: Any = me.gate._status_record
+    record: Any = me.gate.status_record
     with alike.context() as patch:
         break_step("compare", me, worker, patch)
         me.gate.before_capture(worker, "compile_or_warm_up_model")
@@ -346,7 +346,7 @@ def test_an_error_of_another_rank_that_goes_on_unchecked_counts_as_one_s_own(
             me.gate.before_capture(worker, "compile_or_warm_up_model")
         return
     me.gate.before_capture(worker, "compile_or_warm_up_model")
-    record: Any = me.gate._status_record
+    record: Any = me.gate.status_record
     assert "rank 1: OSError: injected" in record.unchecked if mode == "auto" else record.unchecked is None
     assert (me.gate._post_capture_group is not None) == (mode == "auto")
 
@@ -369,7 +369,7 @@ def test_where_nobody_knows_what_failed_in_a_capture_who_insists_stops(mode: str
     alike.setattr(capture_gate, "world", lambda: (0, 1))
     me.gate.before_capture(worker, "compile_or_warm_up_model")
     vars(me)["failures_in_capture"] = fail
-    record: Any = me.gate._status_record
+    record: Any = me.gate.status_record
     if insists:
         with pytest.raises(GraphfixError, match=rf"^{STOPS} before it serves: .*=off on all nodes\."):
             me.gate.after_capture(worker)
@@ -389,7 +389,7 @@ def test_a_node_that_cannot_leave_its_later_report_still_follows_rank_0(monkeypa
     me, worker = process_double({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "5"}), worker_of(0)
     states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, State.ACTIVE, "") for fix in FIXES}
     vars(me.manager)["states"] = lambda **_: states_double
-    record: Any = me.gate._status_record
+    record: Any = me.gate.status_record
     other = me.gate.report()._replace(host="node-b", engine="b" * 16)
     me.gate.publish_report("profiling")
     publish(store, "profiling", 1, other)

@@ -22,13 +22,14 @@ from test_gate_faults import process_double, worker_of
 from vllm_graphfix import ranks
 from vllm_graphfix.engine import capture_gate, failed_graphs, graph_dispatch, own_report, rank_agreement, rank_report
 from vllm_graphfix.engine.capture_gate import STOPS
+from vllm_graphfix.engine.capture_hooks import CaptureHooks
 from vllm_graphfix.engine.graph_dispatch import Graph
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import FixState
 
 MODULES = (capture_gate, rank_agreement, rank_report, own_report, failed_graphs, graph_dispatch, ranks)
-NOT_OF_THE_GATE = frozenset({"around", "world", "watch", "_watch_start", "_watch_profiling", "_watch_capture"})
+NOT_OF_THE_GATE = frozenset({"world"})
 """What puts it around vLLM's functions, and what a double replaces."""
 MODES: Mapping[str, Mapping[str, str]] = {
     "auto": {},
@@ -186,9 +187,10 @@ def started(
             compile_or_warm_up_model = staticmethod(lambda _: meet("after"))
 
         module_double = SimpleNamespace(WorkerDouble=WorkerDouble)
-        me.gate._watch_profiling("WorkerDouble", module_double)
+        hooks = CaptureHooks(me.gate)
+        hooks.watch_profiling("WorkerDouble", module_double)
         for method in ("profile_cudagraph_memory", "compile_or_warm_up_model"):
-            me.gate._watch_capture("WorkerDouble", method, module_double)
+            hooks.watch_capture("WorkerDouble", method, module_double)
         try:
             fault.here.phase = "profiling"
             WorkerDouble.determine_available_memory(worker_double)
@@ -200,7 +202,7 @@ def started(
         except threading.BrokenBarrierError:
             what = "is ended" if stopped.is_set() else "hangs"
         except ProcessEndedError:
-            what = f"GraphfixError: {me.gate._status_record.problem}"
+            what = f"GraphfixError: {me.gate.status_record.problem}"
             end_the_engine()
         except Exception as error:
             timed_out = "No report within" in str(error)
@@ -209,7 +211,7 @@ def started(
             if rank == 0:
                 end_the_engine()
         fault.here.phase = None
-        record: Any = me.gate._status_record
+        record: Any = me.gate.status_record
         tokens = frozenset(key.num_tokens for key in keys)
         outcomes[rank] = Outcome(
             what, tokens, tuple(settled), tuple(watched), frozenset(checks), record.unchecked or record.problem

@@ -28,6 +28,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from vllm_graphfix.engine.capture_hooks import CaptureHooks
 from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.fix import Activity
 from vllm_graphfix.patching.manager import FixManager, Policy
@@ -483,7 +484,7 @@ def test_stages_count_from_the_end_of_their_start_on(monkeypatch: pytest.MonkeyP
     member = EngineProcess((), {})
     member.component("shadow").manager = FixManager((), Policy(Master.ON, {}))
     worker: Any = SimpleNamespace(Worker=WorkerStandIn)
-    member.gate._watch_capture("Worker", "compile_or_warm_up_model", worker)
+    CaptureHooks(member.gate).watch_capture("Worker", "compile_or_warm_up_model", worker)
     assert worker.Worker().compile_or_warm_up_model() == "warm"
     assert (begun.schedule.count, begun.schedule.step, begun._pipeline is None) == (
         (17, 17, True) if size == 1 else (0, 0, False)

@@ -17,6 +17,7 @@ import vllm_graphfix
 from activities import activity_of
 from vllm_graphfix import _this_process
 from vllm_graphfix.engine.capture_gate import GraphfixError
+from vllm_graphfix.engine.capture_hooks import CaptureHooks
 from vllm_graphfix.engine.graph_dispatch import graph_being_captured
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
@@ -77,7 +78,7 @@ class WorkerDouble:
 
 
 GATE = _this_process().gate
-GATE._watch_capture("WorkerDouble", "compile_or_warm_up_model", SimpleNamespace(WorkerDouble=WorkerDouble))
+CaptureHooks(GATE).watch_capture("WorkerDouble", "compile_or_warm_up_model", SimpleNamespace(WorkerDouble=WorkerDouble))
 
 
 def started(captured: Capturing, *, failing: int | None = None, has_manager: bool = True) -> WorkerDouble:

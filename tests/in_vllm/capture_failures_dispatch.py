@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu import cudagraph_utils as v2
 import vllm_graphfix
 from activities import activity_of
 from vllm_graphfix import _this_process
+from vllm_graphfix.engine.capture_hooks import CaptureHooks
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 
 FIX = next(name for name, status in vllm_graphfix.states().items() if status.state == "active")
@@ -57,7 +58,7 @@ class WorkerDouble:
         return self._capture()
 
 
-_this_process().gate._watch_capture(
+CaptureHooks(_this_process().gate).watch_capture(
     "WorkerDouble", "compile_or_warm_up_model", SimpleNamespace(WorkerDouble=WorkerDouble)
 )
 

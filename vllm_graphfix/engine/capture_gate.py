@@ -1,8 +1,7 @@
 """The gate around a capture: it lets a rank pass if all ranks will do the same and every required fix is applied.
 
-Wraps the functions of vLLM before which ranks publish their reports, in which they capture, and in which an engine core
-shuts down what the gate has stopped. These wrappers change vLLM in two ways: the gate may raise, and graphs in which a
-fix failed are not dispatched to. An error of the gate itself is logged, or stops the engine if the user requires a fix.
+It changes vLLM in two ways: it may raise, and graphs in which a fix failed are not dispatched to. An error of the gate
+itself is logged, or stops the engine if the user requires a fix. `capture_hooks` calls it from vLLM's functions.
 
 A captured graph cannot be repaired: if a fix fails during the capture, the graph holds stock's defect. A rank that
 aborted its capture would leave the others waiting in a collective. So every rank finishes the capture as stock does,
@@ -18,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.log import logger
-from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
+from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.ranks import common_store, host_in, world
 from vllm_graphfix.settings import environment
 
@@ -30,11 +29,10 @@ if TYPE_CHECKING:
 STOPS = "vllm-graphfix stops this engine"
 """The beginning of each message that stops an engine."""
 _BEFORE, _AFTER = f"{STOPS} before it captures its CUDA graphs", f"{STOPS} before it serves"
-_WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
-_RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-_CAPTURE, _CAPTURED = "compile_or_warm_up_model", "captured"
+RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+CAPTURE, _CAPTURED = "compile_or_warm_up_model", "captured"
 """The method of a worker that captures the graphs which serve, and the stage of the comparison after it."""
-_PROFILING, _WARM_UP = "profiling", "warm-up"
+PROFILING, _WARM_UP = "profiling", "warm-up"
 """The stages of the comparisons before a capture: the one that measures graphs, and the one whose graphs serve."""
 _NOT_COMPARED = "whether its ranks agree is not known"
 _EXIT_CODE = 70
@@ -51,100 +49,27 @@ class GraphfixError(RuntimeError):
     """The engine must not capture or serve: a required fix is not applied, or the ranks do not agree."""
 
 
+_Published = tuple[Any, str, Any]
+"""A report in the ranks' store: that store, its place in it, and the report."""
+
+
 class CaptureGate:
     """The gate of one process, which is a rank of an engine or hosts one."""
 
     def __init__(self, context: EngineContext, status_record: StatusRecord) -> None:
-        self._context, self._status_record = context, status_record
-        self._pending: tuple[Any, str, Any] | None = None
-        """Store, stage and report that this rank has published and not compared yet."""
+        self.context, self.status_record = context, status_record
+        self._pending: _Published | None = None
+        """The report that this rank has published and not compared yet."""
         self._publish_error: Exception | None = None
         """The error for which this rank could not publish its last report."""
         self.captures_here = False
         """This process has reached a capture."""
-        self._has_graphs = False
+        self.has_graphs = False
         """The engine of this process uses graphs, or may use them."""
         self._has_captured = False
         """This process has captured graphs that serve. Elastic expert parallelism captures again."""
         self._post_capture_group: tuple[Any, int, int] | None = None
         """Store, rank and world size of the ranks that are compared again after this capture."""
-
-    def watch(self) -> None:
-        """Hook the imports of the modules whose functions are wrapped."""
-        when_imported("vllm.v1.engine.core", self._watch_start)
-        for worker, owner in _WORKERS.items():
-            when_imported(worker, functools.partial(self._watch_profiling, owner))
-            when_imported(worker, functools.partial(self._watch_capture, owner, _CAPTURE))
-        for runner in _RUNNERS:
-            # V1 captures graphs to measure their size and discards them (0.18.0 and later), before the worker captures
-            # those that serve.
-            when_imported(runner, functools.partial(self._watch_capture, "GPUModelRunner", "profile_cudagraph_memory"))
-
-    def _watch_start(self, core: Any) -> None:
-        """Wrap the part of an engine core's start in which ranks may stop it, to shut its executor down then.
-
-        A rank that does not report may be in a collective with ranks that have stopped. At its end, the core would wait
-        for that rank without limit; the executor's `shutdown` ends the rank's process.
-        """
-
-        def around(stock: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                result = stock(engine, *args, **kwargs)
-            except Exception as error:
-                if STOPS in str(error):
-                    guarded(engine.model_executor.shutdown)
-                raise
-            guarded(self._status_record.publish_started)
-            guarded(self._status_record.start_heartbeat)  # from now on it may be stuck in a step
-            return result
-
-        if "_initialize_kv_caches" in vars(core.EngineCore):
-            wrap(core.EngineCore, "_initialize_kv_caches", around)
-
-    def _watch_profiling(self, owner: str, module: Any) -> None:
-        """Wrap the method that every rank calls before the first of them may capture, to publish its report.
-
-        Some ranks capture while they measure memory, and others do not (a start-up plan, 0.30.0 and later; a later
-        pipeline stage that is still compiling): a rank that waits for the others' reports must not depend on that.
-        """
-
-        def around(stock: Callable[..., Any], worker_or_runner: Any, *args: Any, **kwargs: Any) -> Any:
-            guarded(self.publish_report, _PROFILING)
-            return stock(worker_or_runner, *args, **kwargs)
-
-        if "determine_available_memory" in vars(getattr(module, owner)):
-            wrap(getattr(module, owner), "determine_available_memory", around)
-
-    def _watch_capture(self, owner: str, method: str, module: Any) -> None:
-        """Wrap a method that captures graphs: by then all fixes are applied or have failed.
-
-        Whoever else has patched the method: the gate does not change its result, and a conflict must not disable it.
-        """
-
-        def around(stock: Callable[..., Any], worker_or_runner: Any, *args: Any, **kwargs: Any) -> Any:
-            self.before_capture(worker_or_runner, method)
-            if self._has_graphs:
-                guarded(self._context.begin_capture)
-            try:
-                result = stock(worker_or_runner, *args, **kwargs)
-                if self._has_graphs and method == _CAPTURE:
-                    self.after_capture(worker_or_runner)
-            except GraphfixError:
-                raise
-            except BaseException:  # vLLM reports it; the other ranks must not wait for this one's report
-                guarded(self._publish_end)
-                raise
-            finally:
-                guarded(self._context.forget_capture)
-            if method == _CAPTURE:
-                guarded(self._status_record.publish_started)
-                guarded(self._status_record.start_heartbeat)
-                guarded(self._context.on_captured, worker_or_runner, self._has_graphs)
-            return result
-
-        kind = getattr(module, owner, None)
-        if kind is not None and method in vars(kind):  # before 0.18.0 no runner measures its graphs
-            wrap(kind, method, around)
 
     def before_capture(self, worker_or_runner: Any, stage: str) -> None:
         """Raise GraphfixError if the engine must not capture.
@@ -157,10 +82,10 @@ class CaptureGate:
         consequence = _NOT_COMPARED
         try:
             self.captures_here = True
-            self._post_capture_group = self._status_record.unchecked = None
-            self._has_graphs = self._status_record.graphs = _uses_graphs(worker_or_runner)
+            self._post_capture_group = self.status_record.unchecked = None
+            self.has_graphs = self.status_record.graphs = _uses_graphs(worker_or_runner)
         except Exception as error:
-            failure, self._has_graphs = error, True  # detectors must not miss a graph
+            failure, self.has_graphs = error, True  # detectors must not miss a graph
         try:
             # A rank that is about to stop publishes no report: the others would go on, into a collective with it.
             if failure is None or not self._requires_a_fix():
@@ -175,10 +100,10 @@ class CaptureGate:
         if failure is not None and problem is None:
             problem = self._stop_or_go_on(_BEFORE, consequence, failure)
             if problem is not None:
-                guarded(self._publish_end)  # or the others would wait for this rank's report after the capture
-                guarded(self._publish_stop, _WARM_UP if stage == _CAPTURE else _PROFILING, failure)
-            elif self._status_record.unchecked is not None and not _is_elastic(worker_or_runner):
-                guarded(self._publish_unchecked, _WARM_UP if stage == _CAPTURE else _PROFILING, failure)
+                guarded(self.publish_end)  # or the others would wait for this rank's report after the capture
+                guarded(self._publish_stop, _WARM_UP if stage == CAPTURE else PROFILING, failure)
+            elif self.status_record.unchecked is not None and not _is_elastic(worker_or_runner):
+                guarded(self._publish_unchecked, _WARM_UP if stage == CAPTURE else PROFILING, failure)
         guarded(self._publish_outcome, problem)
         if problem is not None:
             if failure is not None:
@@ -198,7 +123,7 @@ class CaptureGate:
 
     def _publish_outcome(self, problem: str | None) -> None:
         """Publish the *problem* for which this rank stops, or None if the gate lets it pass."""
-        status_record = self._status_record
+        status_record = self.status_record
         status_record.problem = problem
         status_record.publish()
         if problem is not None:
@@ -212,20 +137,20 @@ class CaptureGate:
         """
         logger.warning("graphfix: %s", consequence, exc_info=error)
         reason = f"{consequence} ({type(error).__name__}: {error})"
-        decision = self._context.decision
-        if not self._has_graphs or (decision is not None and decision.is_off):
+        decision = self.context.decision
+        if not self.has_graphs or (decision is not None and decision.is_off):
             return None
         if self._requires_a_fix():
             return f"{stops}: {reason}. {_UNCHECKED} {_STOCK}"
         if together:
             return f"{stops}: {reason}. {_STOCK}"
-        self._status_record.unchecked = reason
+        self.status_record.unchecked = reason
         return None
 
     def _requires_a_fix(self) -> bool:
         """Tell if the user requires a fix, by the environment if the modes cannot be determined."""
         try:
-            return self._context.manager.requires_any()
+            return self.context.manager.requires_any()
         except Exception:
             logger.exception("graphfix: could not determine the modes of the fixes")
             import vllm_graphfix
@@ -237,13 +162,13 @@ class CaptureGate:
         config = getattr(worker_or_runner, "vllm_config", None)
         model = getattr(config, "model_config", None) or getattr(worker_or_runner, "model_config", None)
         if getattr(model, "enforce_eager", False):
-            if self._context.manager.requires_any() and not self._has_captured:
+            if self.context.manager.requires_any() and not self._has_captured:
                 logger.info("graphfix: this engine runs without CUDA graphs: no fix is needed, whatever is insisted on")
             return None
         v2 = getattr(worker_or_runner, "use_v2_model_runner", None)
-        if v2 is None and type(worker_or_runner).__module__ in _RUNNERS:
-            v2 = type(worker_or_runner).__module__ == _RUNNERS[1]
-        undone = self._context.manager.unapplied(v2=v2, again=self._has_captured)
+        if v2 is None and type(worker_or_runner).__module__ in RUNNERS:
+            v2 = type(worker_or_runner).__module__ == RUNNERS[1]
+        undone = self.context.manager.unapplied(v2=v2, again=self._has_captured)
         if not undone:
             return None
         return (
@@ -264,7 +189,7 @@ class CaptureGate:
                 self._pending = store, rank_agreement.publish(store, stage, rank, report), report
         except Exception as error:
             self._pending, self._publish_error = None, error
-            if stage == _PROFILING:  # another rank may already wait for this one at the gate
+            if stage == PROFILING:  # another rank may already wait for this one at the gate
                 guarded(self._publish_unchecked, stage, error)
             raise
 
@@ -296,45 +221,69 @@ class CaptureGate:
         from vllm_graphfix.engine import rank_agreement
 
         early = self._pending  # published before profiling and not compared
-        if stage == _CAPTURE:
+        if stage == CAPTURE:
             with suppress(Exception):  # `_publish_error` is raised below, if this rank is compared at all
                 self.publish_report(_WARM_UP)  # first, before anything may fail: the others wait for it
-        decision, status_record = self._context.decision, self._status_record
-        parallel = worker_or_runner.vllm_config.parallel_config
-        # A worker knows its local rank, a runner its device.
-        local_rank = getattr(
-            worker_or_runner, "local_rank", getattr(getattr(worker_or_runner, "device", None), "index", None)
-        )
-        rank, world_size = world()
-        status_record.rank = (rank, local_rank, world_size, int(getattr(parallel, "data_parallel_rank", 0) or 0))
+        rank, world_size = self._record_rank(worker_or_runner)
         if world_size == 1:
-            report = self.report()
-            status_record.agreement = report and rank_agreement.Agreement(
-                report.token, report.engine, 1, 1, None, all_off=False
-            )
+            self._agree_alone()
             return None
         if _is_elastic(worker_or_runner):
             logger.info(
                 "graphfix: with --enable-elastic-ep ranks come and go, so they are not compared with each other"
             )
             return None
-        stops = self._has_graphs and decision is not None and not decision.is_off
-        if stage == _CAPTURE and not stops and status_record.agreement is not None:
+        decision = self.context.decision
+        stops = self.has_graphs and decision is not None and not decision.is_off
+        if stage == CAPTURE and not stops and self.status_record.agreement is not None:
             return None
+        pending = self._take_report(early, stops=stops)
+        if pending is None:
+            return None
+        store, place, report = pending
+        if stops and stage == CAPTURE:
+            # Before the comparison, which may fail here: the others will wait for this rank's next report.
+            self._post_capture_group = store, rank, world_size
+        # A warning is not worth minutes: the kill switch must bring a server up, also beside a rank without the plugin.
+        timeout = decision.agreement_timeout if decision and stops else rank_agreement.TIMEOUT_FOR_A_WARNING
+        compare = functools.partial(rank_agreement.with_one_retry, rank_agreement.compare)
+        return self._difference(self._agree(compare, (store, rank, world_size), place, report, timeout))
+
+    def _record_rank(self, worker_or_runner: Any) -> tuple[int, int]:
+        """Put this process's place among the ranks into its record; return its rank and the world size."""
+        parallel = worker_or_runner.vllm_config.parallel_config
+        # A worker knows its local rank, a runner its device.
+        local_rank = getattr(
+            worker_or_runner, "local_rank", getattr(getattr(worker_or_runner, "device", None), "index", None)
+        )
+        rank, world_size = world()
+        data_parallel_rank = int(getattr(parallel, "data_parallel_rank", 0) or 0)
+        self.status_record.rank = (rank, local_rank, world_size, data_parallel_rank)
+        return rank, world_size
+
+    def _agree_alone(self) -> None:
+        """Record that the only rank agrees with itself."""
+        from vllm_graphfix.engine.rank_agreement import Agreement
+
+        report = self.report()
+        self.status_record.agreement = report and Agreement(report.token, report.engine, 1, 1, None, all_off=False)
+
+    def _take_report(self, early: _Published | None, *, stops: bool) -> _Published | None:
+        """Return the published report by which this rank is compared; None if there is none, and no error either."""
         # Since profiling, hosts may have drifted apart by minutes. If a difference is only a warning, the early reports
         # are compared: they are in the store already.
         pending = early if early is not None and not stops else self._pending
         self._pending = None
-        if pending is None:
-            if self._publish_error is not None:
-                raise self._publish_error
-            return None
-        store, place, report = pending
-        if stops and stage == _CAPTURE:
-            # Before the comparison, which may fail here: the others will wait for this rank's next report.
-            self._post_capture_group = store, rank, world_size
-        agreement = rank_agreement.with_one_retry(
-            rank_agreement.compare,
+        if pending is None and self._publish_error is not None:
+            raise self._publish_error
+        return pending
+
+    def _agree(
+        self, compare: Callable[..., Agreement], group: tuple[Any, int, int], place: str, report: Any, timeout: float
+    ) -> Agreement:
+        """Compare the ranks of *group* (store, rank, world size), and record the result."""
+        store, rank, world_size = group
+        agreement = compare(
             store,
             place,
             rank,
@@ -342,17 +291,19 @@ class CaptureGate:
             report,
             lambda text: logger.warning("graphfix: %s", text),
             host_of=lambda unresponsive: host_in(store, unresponsive, world_size),
-            # A warning is not worth minutes: the kill switch must bring a server up, also beside a rank without the
-            # plugin.
-            timeout=decision.agreement_timeout if decision and stops else rank_agreement.TIMEOUT_FOR_A_WARNING,
+            timeout=timeout,
         )
-        status_record.agreement = _with_earlier_followers(agreement, status_record.agreement)
+        self.status_record.agreement = _with_earlier_followers(agreement, self.status_record.agreement)
+        return agreement
+
+    def _difference(self, agreement: Agreement) -> str | None:
+        """Return the message by which a difference stops the engine; None if there is none, or if it is a warning."""
         if agreement.difference is None:
             if agreement.unchecked:  # handled like an error of this rank: all ranks go on unchecked, or stop
                 raise RuntimeError("; ".join(f"rank {other}: {why}" for other, why in agreement.unchecked.items()))
             return None
         message = f"the ranks of this engine do not agree. {agreement.difference}"
-        if not self._has_graphs or agreement.all_off:
+        if not self.has_graphs or agreement.all_off:
             logger.warning(
                 "graphfix: %s The engine starts all the same, "
                 "because it uses no CUDA graphs or because every fix is off.",
@@ -370,7 +321,7 @@ class CaptureGate:
             problem = self._settle_capture(worker_or_runner) or self._unapplied_fixes(worker_or_runner, _AFTER)
             self._has_captured = True
         except Exception as error:
-            guarded(self._publish_end)  # or the others would wait for this rank's report
+            guarded(self.publish_end)  # or the others would wait for this rank's report
             # The others may take graphs out of dispatch without this rank, and would then wait for it in a collective.
             together = self._post_capture_group is not None
             consequence = "what failed while CUDA graphs were captured is not known"
@@ -389,7 +340,7 @@ class CaptureGate:
         from vllm_graphfix.engine.own_report import report_after_capture
 
         dispatch = Dispatch(getattr(worker_or_runner, "model_runner", None))
-        failed = self._context.failures_in_capture()
+        failed = self.context.failures_in_capture()
         # Ranks that are not compared must not take graphs out of dispatch: all have to dispatch alike.
         together = self._post_capture_group is not None or (world()[1] == 1 and not _is_elastic(worker_or_runner))
         graphs = [
@@ -398,30 +349,22 @@ class CaptureGate:
             for graph in reasons
         ]
         first_errors = {fix: next(iter(errors.values())) for fix, errors in failed.items()}
-        report = report_after_capture(self._context, first_errors, graphs, can_leave_out=dispatch.can_leave_out)
-        decision = self._context.decision
+        report = report_after_capture(self.context, first_errors, graphs, can_leave_out=dispatch.can_leave_out)
+        decision = self.context.decision
         if self._post_capture_group is None or report is None or decision is None:
             return self._act_on_failures({world()[0]: report} if report and failed else {}, dispatch)
-        store, rank, world_size = self._post_capture_group
-        agreement = rank_agreement.compare(
-            store,
-            rank_agreement.publish(store, _CAPTURED, rank, report),
-            rank,
-            world_size,
-            report,
-            lambda text: logger.warning("graphfix: %s", text),
-            host_of=lambda unresponsive: host_in(store, unresponsive, world_size),
-            timeout=decision.agreement_timeout,
-        )
-        self._status_record.agreement = _with_earlier_followers(agreement, self._status_record.agreement)
-        self._status_record.unchecked = None  # compared after all
+        store, rank, _ = self._post_capture_group
+        place = rank_agreement.publish(store, _CAPTURED, rank, report)
+        timeout = decision.agreement_timeout
+        agreement = self._agree(rank_agreement.compare, self._post_capture_group, place, report, timeout)
+        self.status_record.unchecked = None  # compared after all
         if any(each.ended for each in agreement.failing.values()):
             return None  # an error of vLLM has ended the capture there, and will end the engine
         if agreement.difference is not None:
             return f"{_AFTER}: the ranks of this engine no longer agree. {agreement.difference} {_WHAT_TO_DO}"
         return self._act_on_failures(agreement.failing, dispatch)
 
-    def _publish_end(self) -> None:
+    def publish_end(self) -> None:
         """Publish that the capture of this rank has ended in an error, for the ranks that wait for its report."""
         from vllm_graphfix.engine import rank_agreement
 
@@ -439,7 +382,7 @@ class CaptureGate:
         from vllm_graphfix.engine.failed_graphs import settle_failures
 
         several_ranks = world()[1] > 1
-        reasons = settle_failures(failing, dispatch, self._context.manager, several_ranks=several_ranks)
+        reasons = settle_failures(failing, dispatch, self.context.manager, several_ranks=several_ranks)
         if not reasons:
             return None
         return (
@@ -452,7 +395,7 @@ class CaptureGate:
         """Return the report of this rank; None before there is a decision."""
         from vllm_graphfix.engine.own_report import own_report
 
-        return own_report(self._context)
+        return own_report(self.context)
 
 
 def exit_process() -> None:

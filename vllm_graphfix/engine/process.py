@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm_graphfix.engine.capture_gate import CaptureGate
+from vllm_graphfix.engine.capture_hooks import CaptureHooks
 from vllm_graphfix.engine.components import Component
 from vllm_graphfix.engine.context import EngineContext
 from vllm_graphfix.engine.role import (
@@ -90,7 +91,7 @@ class EngineProcess(EngineContext):
             return
         when_imported("vllm.plugins", self._watch_plugins)
         when_imported("vllm.engine.arg_utils", self._watch_engines)
-        self.gate.watch()
+        CaptureHooks(self.gate).watch()
         when_imported("vllm.entrypoints.serve.instrumentator.metrics", self._watch_metrics)
         if self._report is not None and self.role is Role.FRONT_END:
             when_imported("vllm.collect_env", self._watch_report)
