@@ -73,16 +73,16 @@ class Worker:
 
 def measure(requests: int, every: int, batches: int, apart: bool, rounds: int) -> list[float]:
     """Return microseconds a step: minimum and median with warm caches, and with cold ones."""
-    from vllm_graphfix.marks import watch
+    from vllm_graphfix.marks import checks, watch
 
-    watch.SHARE = watch.IDLE_SHARE = watch.TRACKING = 0.0
+    checks.SHARE = checks.IDLE_SHARE = watch.TRACKING = 0.0
     cool = elsewhere()
     figures: list[float] = []
     for cold in (False, True):
         marks = marks_of(every)
         if batches:
             with_batches(marks, batches)
-        marks._mark_budget._credit = marks._check_budget._credit = -1.0
+        marks._checks.mark_budget._credit = marks._checks.check_budget._credit = -1.0
         worker = Worker()
         execute_model = marks._around_steps(marks._tracker, weakref.ref(worker))
         taken: list[float] = []
@@ -108,7 +108,7 @@ def marks_of(every: int) -> Any:
     marks._tracker, marks._checksums = ledger.BlockTracker({0: TOKENS}, every), sums.BlockChecksums(torch.device("cpu"))
     marks._counts = {"marks": 0, "looks": 0, "changed": 0, "passed-over": 0}
     cache = torch.zeros(POOL + 1, TOKENS, dtype=torch.int64)
-    marks._groups = {0: groups.Group(TOKENS, (groups.LayerCache("layer", cache, 0, 1),))}
+    marks._checks.groups = {0: groups.Group(TOKENS, (groups.LayerCache("layer", cache, 0, 1),))}
     return marks
 
 
@@ -118,11 +118,11 @@ def with_batches(marks: Any, batches: int) -> None:
 
     for number in range(batches):
         block = Block(POOL + 1 + number, 0, 0, "ended", TOKENS)
-        batch = marks._checksums.mark([block._replace(number=POOL)], marks._groups[0], 0)
+        batch = marks._checksums.mark([block._replace(number=POOL)], marks._checks.groups[0], 0)
         batch.blocks = (block,)
         marks._tracker._tracked[block.number] = marks._tracker.marked[block.number] = block
-        marks._queue.where[block.number] = batch, 0
-        marks._queue.others.append(batch)
+        marks._checks.queue.where[block.number] = batch, 0
+        marks._checks.queue.others.append(batch)
 
 
 def outputs(requests: int, rounds: int, apart: bool) -> Iterator[bytes]:

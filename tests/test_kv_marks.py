@@ -28,8 +28,9 @@ from vllm_graphfix.engine.abort import Aborts, DetectorAborts
 from vllm_graphfix.engine.metrics_snapshot import snapshot_of
 from vllm_graphfix.engine.verdict import Verdict
 from vllm_graphfix.marks.budget import Budget
+from vllm_graphfix.marks.checks import MAX_CREDIT
 from vllm_graphfix.marks.turns import CheckQueue
-from vllm_graphfix.marks.watch import MAX_CREDIT, ChecksumMonitor
+from vllm_graphfix.marks.watch import ChecksumMonitor
 from vllm_graphfix.records import OverwrittenBlock, Record, RecordError, write
 from vllm_graphfix.settings.decision import decide, decode
 from vllm_graphfix.settings.environment import read
@@ -276,7 +277,7 @@ def test_blocks_in_danger_are_checked_before_all_others() -> None:
     for name in ("a", "b"):  # five full blocks of each
         first = {"a": 1, "b": 11}[name]
         marks._before(step(new=((name, (list(range(first, first + 5)),), 0, 20),)))
-    marks._check_budget._credit = -0.02  # all that looks may cost is spent
+    marks._checks.check_budget._credit = -0.02  # all that looks may cost is spent
     marks._before(None)
     for _ in range(20):
         marks._before(None)
@@ -488,14 +489,14 @@ def test_a_wrapper_on_top_of_ours_stays_and_ours_only_passes_calls_on(monkeypatc
     for engine in (None, second):
         if engine is not None:
             marks.on_captured(engine)
-            marks._queue = queue = CheckQueue()
+            marks._checks.queue = queue = CheckQueue()
         for name in ("execute_model", "execute_dummy_batch"):
             assert getattr(worker, name) is wrappers[name]
         ran = len(worker.ran)
         assert (worker.execute_model(output), worker.execute_model("not a step")) == (ran + 1, ran + 2)
         assert (worker.execute_dummy_batch(), held_by_somebody(2)) == ("idle", 2)
         assert (last.output, marks._last_step.output, marks._step, list(marks._idle)) == (None, None, 0, [])
-    assert marks._queue is queue
+    assert marks._checks.queue is queue
     assert (marks.stopped, len(calls)) == ("RuntimeError: planted", 7)
     second.execute_dummy_batch()
     assert marks._step == 1
@@ -508,18 +509,18 @@ def test_a_batch_that_cannot_be_checked_stays_where_it_is(monkeypatch: pytest.Mo
     marks, sums = watched()
     batches: list[Any] = [Batch([Block(number, 0, 0, "a", 4)], (), None, 0) for number in (1, 2, 3, 4)]  # type: ignore[arg-type]
     for batch in batches:
-        marks._queue.add(batch)
+        marks._checks.queue.add(batch)
     for batch in batches[:2]:
-        marks._queue.put_last(batch)
+        marks._checks.queue.put_last(batch)
     marks._step = 5
     with monkeypatch.context() as under_way:
         under_way.setattr(sums, "check", lambda *_: False)
         for _ in range(3):
-            marks._check_next(sums)  # type: ignore[arg-type]
-            assert ([*marks._queue.others], [*marks._queue.fresh]) == (batches[:2], batches[2:])
-    assert marks._check_budget.spent == 0
+            marks._checks.check_next(sums, marks._step)  # type: ignore[arg-type]
+            assert ([*marks._checks.queue.others], [*marks._checks.queue.fresh]) == (batches[:2], batches[2:])
+    assert marks._checks.check_budget.spent == 0
     for _ in range(5):
-        marks._check_next(sums)  # type: ignore[arg-type]
+        marks._checks.check_next(sums, marks._step)  # type: ignore[arg-type]
     assert sums.seen == [4, 1, 3, 2]
 
 

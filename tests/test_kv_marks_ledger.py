@@ -75,10 +75,10 @@ def test_a_rank_whose_steps_wait_knows_what_one_knows_that_follows_each_at_once(
     ranks = []
     for most in (0, _MAX_DEFERRED):
         marks, _ = watched()
-        marks._mark_budget.allows = marks._check_budget.allows = lambda **_: False  # type: ignore[method-assign]
+        marks._checks.mark_budget.allows = marks._checks.check_budget.allows = lambda **_: False  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("vllm_graphfix.marks.watch._MAX_DEFERRED", most)
-            patch.setattr("vllm_graphfix.marks.watch.BATCH", 10_000)  # or some would be passed over, sooner or later
+            patch.setattr("vllm_graphfix.marks.checks.BATCH", 10_000)  # or some would be passed over, sooner or later
             for output in outputs:
                 marks._before(output)
         assert marks._tracker is not None
@@ -91,14 +91,14 @@ def test_what_came_of_a_look_is_read_before_the_next_step() -> None:
     """Whoever has the block is ended before it has an answer; so no step waits while one is under way."""
     marks, sums = watched()
     marks._before(step(new=(("a", ([1, 2],), 0, 8),)))
-    marks._check_budget.allows = lambda **_: False  # type: ignore[method-assign]
+    marks._checks.check_budget.allows = lambda **_: False  # type: ignore[method-assign]
     marks._before(None)  # marks them
     decodes(marks, 8, 1)
     decodes(marks, 9, 5)
     assert marks._tracker is not None
     assert len(marks._tracker.deferred) == 1 + 5  # the one that was followed, too: nobody has told how far it got
     sums.changed = {0: ["layer"]}
-    marks._check_budget.allows = lambda **_: True  # type: ignore[method-assign]
+    marks._checks.check_budget.allows = lambda **_: True  # type: ignore[method-assign]
     decodes(marks, 14, _MAX_DEFERRED + 1 - 5)  # the last of them is followed, with those that wait, and looks
     assert (len(sums.seen), marks.foreign_writes) == (1, [])
     decodes(marks, 25, 1)
@@ -109,7 +109,7 @@ def test_what_came_of_a_look_is_read_before_the_next_step() -> None:
 
 def test_of_steps_that_wait_one_is_timed_for_all() -> None:
     marks, _ = watched()
-    marks._mark_budget.allows = marks._check_budget.allows = lambda **_: False  # type: ignore[method-assign]
+    marks._checks.mark_budget.allows = marks._checks.check_budget.allows = lambda **_: False  # type: ignore[method-assign]
     marks._before(step(new=(("a", ([1, 2, 3],), 0, 9),)))
     decodes(marks, 9, 1)
     marks._seconds_each, before = 100.0, marks._seconds

@@ -237,8 +237,8 @@ def test_a_block_of_the_last_step_is_full_and_unmarked_on_reallocation(seed: int
     scheduler, (marks, _, worker) = Scheduler(chance), pausing(every=3)
     ledger = marks._tracker
     assert isinstance(ledger, BlockTracker)
-    marks._mark_budget.allows = lambda **_: True  # type: ignore[method-assign]
-    marks._check_budget.allows = lambda **_: chance.random() < 0.5  # type: ignore[method-assign]
+    marks._checks.mark_budget.allows = lambda **_: True  # type: ignore[method-assign]
+    marks._checks.check_budget.allows = lambda **_: chance.random() < 0.5  # type: ignore[method-assign]
     full: set[tuple[str, int, int]] = set()
     idle = 0
     for _ in range(150):

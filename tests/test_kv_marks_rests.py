@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from marked_steps import Scheduler, SumsStandIn, decodes, step, watched
 from vllm_graphfix.fix import Code, State
+from vllm_graphfix.marks.checks import IDLE_SHARE
 from vllm_graphfix.marks.ledger import BlockTracker
 from vllm_graphfix.marks.process import Marks
-from vllm_graphfix.marks.watch import _MAX_DEFERRED, _PAUSE_STEPS, IDLE_SHARE, MAX_TRACKING, TRACKING, ChecksumMonitor
+from vllm_graphfix.marks.watch import _MAX_DEFERRED, _PAUSE_STEPS, MAX_TRACKING, TRACKING, ChecksumMonitor
 
 
 class Clock:
@@ -86,7 +87,7 @@ def test_following_takes_its_share_of_the_time_and_goes_on_again_and_again(clock
         execute_model(output)
         followed += not marks._paused
     counts = marks.counts()
-    spent = marks.seconds() - marks._mark_budget.spent - marks._check_budget.spent
+    spent = marks.seconds() - marks._checks.mark_budget.spent - marks._checks.check_budget.spent
     assert spent <= TRACKING * (clock.now - began) + 2 * MAX_TRACKING + 0.001
     assert counts["rests"] > 3
     assert counts["marks"] > 20
@@ -158,7 +159,7 @@ def test_what_steps_without_work_may_have_written_is_looked_at_before_a_rest() -
     marks, sums = resting_at_times()
     marks._before(step(new=(("a", (list(range(1, 9)),), 0, 32),)))
     marks._tracking_budget._credit = -0.001
-    marks._check_budget._credit = -0.02  # nor may a look in turn be made
+    marks._checks.check_budget._credit = -0.02  # nor may a look in turn be made
     for _ in range(9):
         marks._before(None)
     assert not rests(marks)
@@ -210,7 +211,7 @@ def test_waiting_checks_do_not_read_the_clock_in_each_idle_step(clock: Clock) ->
     marks._before(step(new=(("a", (list(range(1, 9)),), 0, 32),)))
     marks._before(None)
     assert marks.counts()["marks"] == 8
-    marks._check_budget._credit = -0.025  # 5 s without work pay that
+    marks._checks.check_budget._credit = -0.025  # 5 s without work pay that
     clock.asking, seen, reads = 30e-6, len(sums.seen), 0
     for _ in range(2000):
         clock.now += 0.005
@@ -260,8 +261,8 @@ def test_a_reallocated_block_is_unmarked_whenever_there_was_a_pause(seed: int) -
     ledger = marks._tracker
     assert isinstance(ledger, BlockTracker)
     known: set[str] = set()
-    marks._mark_budget.allows = lambda **_: True  # type: ignore[method-assign]
-    marks._check_budget.allows = lambda **_: chance.random() < 0.5  # type: ignore[method-assign]
+    marks._checks.mark_budget.allows = lambda **_: True  # type: ignore[method-assign]
+    marks._checks.check_budget.allows = lambda **_: chance.random() < 0.5  # type: ignore[method-assign]
     tired, saved_up = False, True
 
     def allows(*, debt: bool = False) -> bool:
@@ -279,7 +280,7 @@ def test_a_reallocated_block_is_unmarked_whenever_there_was_a_pause(seed: int) -
         marks._before(output)
         if marks._paused:
             known.clear()
-            assert not any((ledger._tracked, ledger.marked, ledger.finished, marks._queue.where))
+            assert not any((ledger._tracked, ledger.marked, ledger.finished, marks._checks.queue.where))
             continue
         if output is None:
             continue

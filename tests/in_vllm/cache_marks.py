@@ -99,7 +99,7 @@ def decode_and_idle(rank: Any, *, spent: bool = False) -> ChecksumMonitor:
         rank.capture()
     watch = marked(rank)
     if spent:
-        watch._mark_budget._credit = watch._check_budget._credit = -0.02
+        watch._checks.mark_budget._credit = watch._checks.check_budget._credit = -0.02
     watch._before(scheduled(rank, new=BOTH))
     rank.cache.hidden.copy_(torch.arange(rank.cache.hidden.numel()).view_as(rank.cache.hidden))
     rank.step(BOTH)  # the fourth token: the first block of each is full
@@ -207,7 +207,7 @@ def test_a_verdict_that_does_not_reach_the_scheduler_is_reported() -> None:
 def test_a_recurrent_state_is_not_marked_and_the_worker_is_stock_again_afterwards() -> None:
     rank = _Rank()
     watch = marked(rank)
-    assert set(watch._groups) == {1}
+    assert set(watch._checks.groups) == {1}
     assert "execute_model" in vars(rank.worker)
     watch.start(None)
     assert not {"execute_model", "execute_dummy_batch", "sleep"} & vars(rank.worker).keys()

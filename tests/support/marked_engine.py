@@ -78,11 +78,11 @@ def main(model: str, plant: str, executor: str = "uni", graphs: str = "") -> Non
 
 def hurry(worker: Any) -> None:
     """The machine is slow, and every mark and look is wanted."""
-    from vllm_graphfix.marks import watch
+    from vllm_graphfix.marks import checks
 
-    watch._PATIENCE = 0.0
+    checks._PATIENCE = 0.0
     serving = _marks()._monitor
-    serving._mark_budget.share = serving._check_budget.share = 0.5
+    serving._checks.mark_budget.share = serving._checks.check_budget.share = 0.5
 
 
 def messages(worker: Any) -> dict[str, Any]:
@@ -103,14 +103,14 @@ def overwrite_finished(worker: Any, unused: int) -> Any:
     ledger = watch._tracker
     first = [number for number, block in ledger.marked.items() if block.place == 0]
     number = max(first, key=lambda each: len(ledger._readers.get(each, ())))
-    layer = watch._queue.where[number][0].layers[-1]
+    layer = watch._checks.queue.where[number][0].layers[-1]
     layer.memory.select(layer.axis, number)[(-1,) * (layer.memory.dim() - 1)] ^= 1
     return {"block": number, "layer": layer.layer}
 
 
 def overwrite_unused(worker: Any, unused: int) -> Any:
     """All of a block that no request had."""
-    for layer in next(iter(_marks()._monitor._groups.values())).caches:
+    for layer in next(iter(_marks()._monitor._checks.groups.values())).caches:
         layer.memory.select(layer.axis, unused).fill_(5)
 
 

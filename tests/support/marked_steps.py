@@ -182,7 +182,7 @@ def watched(every: int = 1) -> tuple[ChecksumMonitor, SumsStandIn]:
     marks._tracker, marks._counts = BlockTracker({0: 4}, every), dict.fromkeys(COUNTED, 0)
     marks._last_step = LastStep({0: 4}, 64, 0)
     marks._checksums = sums  # type: ignore[assignment]
-    marks._groups = {0: None}  # type: ignore[dict-item]
+    marks._checks.groups = {0: None}  # type: ignore[dict-item]
     return marks, sums
 
 

@@ -138,7 +138,7 @@ def overwrite(worker: Any) -> None:
 
 def begin_rank(worker: Any, wrong: str) -> None:
     """As if the engine had just started on this rank, with all that watches it."""
-    from vllm_graphfix.marks import watch
+    from vllm_graphfix.marks import checks, watch
     from vllm_graphfix.shadow import process as shadow
 
     process, runner = plugin(), worker.model_runner
@@ -152,9 +152,9 @@ def begin_rank(worker: Any, wrong: str) -> None:
     aborted_engine.replay(worker, WRONG if wrong == STOCK else wrong)
     if wrong != STOCK:
         process.on_captured(worker, True)
-        watch._PATIENCE, watch._MAX_DEFERRED = 0.0, 2
+        checks._PATIENCE, watch._MAX_DEFERRED = 0.0, 2
         serving = process.component("kv-marks").marks._monitor
-        serving._mark_budget.share = serving._check_budget.share = 0.5
+        serving._checks.mark_budget.share = serving._checks.check_budget.share = 0.5
     beat()
     Faults.log.clear()
 

@@ -15,13 +15,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice, repeat
+from itertools import repeat
 from typing import Any
 
 from vllm_graphfix.log import logger
+from vllm_graphfix.marks import checks
 from vllm_graphfix.marks.budget import Budget
 from vllm_graphfix.marks.foreign_writes import ForeignWrite
-from vllm_graphfix.marks.groups import Group, UnsafeCacheError, groups, slack_and_doubt, unsafe
+from vllm_graphfix.marks.groups import UnsafeCacheError, groups, slack_and_doubt, unsafe
 from vllm_graphfix.marks.last_step import LastStep
 from vllm_graphfix.marks.ledger import Block, BlockTracker
 from vllm_graphfix.marks.sums import BATCH, BlockChecksums, ChecksumResult
@@ -29,13 +30,6 @@ from vllm_graphfix.marks.turns import CheckQueue
 from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.settings.shadow_rate import Abort
 
-SHARE = 0.001
-"""The share of the host's time for making checksums: one half for marks, the other for checks."""
-IDLE_SHARE = 0.01
-"""The share of its time by which a rank without work pays debts for checksums, and half as much again for tracking: it
-has no inputs to prepare."""
-MAX_CREDIT = 0.025
-"""Seconds of credit in each half or, around the steps of a rank without work, of debt."""
 TRACKING = 0.0008
 """The share of the host's time for tracking blocks, where not all requests are marked.
 
@@ -43,13 +37,6 @@ If it takes more, nothing is tracked for some time: a defect that writes to bloc
 """
 MAX_TRACKING = 0.012
 """Seconds of credit or debt for it: a pause is over after 15 s, and after 45 s with the largest debt."""
-_FEW = BATCH // 2
-"""Blocks that are worth a batch at once; fewer wait for more."""
-_PATIENCE = 0.1
-"""Seconds that they wait; the budget sees to it that few batches are small. There may be less than a second between two
-pauses."""
-_RECENT = 16
-"""Steps after a check in which its batch is not checked again because one of its blocks is reallocated."""
 _MAX_DEFERRED = 15
 """Steps that change little, which are tracked together with the next one: Python that runs once in some milliseconds
 finds the processor's caches cold, and takes ten times as long."""
@@ -59,8 +46,6 @@ _PAUSE_STEPS = 256
 """Steps of a pause between two looks at the budget, which are most of the cost of a pause."""
 _MANY = 10_000
 """Steps in which something should have been marked."""
-_MAX_BATCHES = 256
-"""Beyond that the oldest are dropped."""
 _REMEMBERED = 4096
 """Steps of which it is known whether they had requests."""
 _MAX_LOGGED, _MAX_RECORDED = 20, 5
@@ -104,21 +89,17 @@ class ChecksumMonitor:
         self._tracker: BlockTracker | None = None
         self._last_step = LastStep({}, BATCH, 0)
         self._checksums: BlockChecksums | None = None
-        self._groups: dict[int, Group] = {}
-        self._queue = CheckQueue()
+        self._checks = checks.BlockChecks(self._count)
         self._idle: deque[bool] = deque(maxlen=_REMEMBERED)
         self._step = 0
         self._idle_run = 0
         """The number of steps without work since the last one of requests."""
-        self._mark_budget = Budget(SHARE / 2, MAX_CREDIT, IDLE_SHARE / 2)
-        self._check_budget = Budget(SHARE / 2, MAX_CREDIT, IDLE_SHARE / 2)
-        self._tracking_budget = Budget(TRACKING, MAX_TRACKING, IDLE_SHARE / 2)
+        self._tracking_budget = Budget(TRACKING, MAX_TRACKING, checks.IDLE_SHARE / 2)
         self._tracking_budget.spent = self._seconds  # by earlier engines
         self._paused = False
         """Nothing is tracked, since that has cost its share."""
         self._pause_remaining = self._pause_length = 0
         """Steps until the next look whether the pause is over, and their number at the last look."""
-        self._waiting_since: float | None = None
         self._to_defer = self._allowed = 0
         """Steps that may be deferred from the next one on, and those that could be since the last tracked one."""
         self._timed_steps, self._seconds_each = 0, 0.0
@@ -143,19 +124,19 @@ class ChecksumMonitor:
         if reason is None and device.type not in ("cuda", "cpu"):
             reason = f"a device of the kind {device.type} is not known"
         try:
-            self._groups = groups(worker) if reason is None else {}
+            self._checks.groups = groups(worker) if reason is None else {}
         except UnsafeCacheError as error:
             reason = str(error)
         if reason is not None:
             self.refused = reason
             logger.warning("graphfix: no cache block of this engine is marked: %s", reason)
             return
-        tokens = {number: group.tokens for number, group in self._groups.items()}
+        tokens = {number: group.tokens for number, group in self._checks.groups.items()}
         slack, doubt = slack_and_doubt(worker.vllm_config)
         self._tracker = BlockTracker(tokens, self.every or 1, slack, doubt)
         self._last_step = LastStep(tokens, BATCH, doubt)
         self._checksums = BlockChecksums(device)
-        self._checksums.warm_up(self._groups)
+        self._checksums.warm_up(self._checks.groups)
         # The scheduler's process counts aborted requests, where they end: `engine.abort`.
         counted = ("marks", "looks", "changed", "aborted", "passed-over", "rests", "rested", "failures")
         self._counts = dict.fromkeys(counted, 0)
@@ -188,6 +169,7 @@ class ChecksumMonitor:
                     elif not tracker.try_defer(output):
                         self._before(output)
                 except Exception as error:
+                    # Whatever fails in here, the step runs.
                     self._stop(error)
             return type(worker).execute_model(worker, *args, **kwargs)
 
@@ -233,7 +215,7 @@ class ChecksumMonitor:
             self._tracker.clear()
             self._checksums.forget()
             self._allowed = self._to_defer = self._timed_steps = self._idle_run = 0
-            self._queue = CheckQueue()
+            self._checks.queue = CheckQueue()
 
     def _new_cache(self) -> None:
         self._clear()
@@ -263,7 +245,7 @@ class ChecksumMonitor:
         if not (self._paused and self._pause_continues()):
             self._track(tracker, checksums, output)
         self._seconds += time.perf_counter() - begun
-        self._tracking_budget.charge(self._seconds - self._mark_budget.spent - self._check_budget.spent)
+        self._tracking_budget.charge(self._seconds - self._checks.spent)
 
     def _idle_step_matters(self, checksums: BlockChecksums) -> bool:
         """Tell whether to mark, check or read a result before a step without work; before most there is nothing to do.
@@ -272,7 +254,9 @@ class ChecksumMonitor:
         checks wait because their budget is in debt.
         """
         run = self._idle_run
-        return not run or bool(checksums.checks) or _is_long(run) or bool(self._queue.urgent and run % _LONG == 0)
+        return (
+            not run or bool(checksums.checks) or _is_long(run) or bool(self._checks.queue.urgent and run % _LONG == 0)
+        )
 
     def _count_step(self, *, idle: bool) -> None:
         self._idle.append(idle)
@@ -296,7 +280,7 @@ class ChecksumMonitor:
             self._note(result)
         idle, run = output is None, self._idle_run
         if run:
-            for budget in (self._mark_budget, self._check_budget, self._tracking_budget):
+            for budget in (self._checks.mark_budget, self._checks.check_budget, self._tracking_budget):
                 budget.repay()
         exhausted = (self.every or 1) > 1 and not self._tracking_budget.allows()
         if exhausted and not checksums.checks and self._may_pause(idle=idle):
@@ -312,20 +296,17 @@ class ChecksumMonitor:
                 tracker.adopt(self._last_step.take())
         else:
             dropped = tracker.step(output)
-        if tracker.finished:
-            self._mark_finished(tracker, checksums, at_once=idle and not run)
-        else:
-            self._waiting_since = None
+        blocks, step = self._checks, self._step
+        blocks.mark_finished(tracker, checksums, step, at_once=idle and not run)
         if idle and not run:
-            self._queue.note_danger(tracker.newest, self._step)
+            blocks.queue.note_danger(tracker.newest, step)
         elif (run and not idle) or _is_long(run):
-            self._queue.put_danger_first()
-        if self._queue.urgent:
-            self._check_urgent(checksums, debt=not idle)
+            blocks.queue.put_danger_first()
+        blocks.check_urgent(checksums, step, debt=not idle)
         if dropped:
-            self._check_dropped(checksums, dropped)
-        if not exhausted and self._queue and self._check_budget.allows():
-            self._check_next(checksums)
+            blocks.check_dropped(tracker, checksums, dropped, step)
+        if not exhausted and blocks.queue and blocks.check_budget.allows():
+            blocks.check_next(checksums, step)
         if not idle:
             self._idle_run = 0
         self._count_step(idle=idle)
@@ -338,7 +319,7 @@ class ChecksumMonitor:
 
         With a large debt it does not matter: a rank may be without work again and again.
         """
-        return not (idle or self._idle_run or self._queue.urgent) or not self._tracking_budget.allows(debt=True)
+        return not (idle or self._idle_run or self._checks.queue.urgent) or not self._tracking_budget.allows(debt=True)
 
     def _pause(self) -> None:
         """Forget all marks, and track nothing until the budget is full again.
@@ -367,91 +348,6 @@ class ChecksumMonitor:
         self._pause_remaining = self._pause_length = 0
         self._paused = False
 
-    def _mark_finished(self, tracker: BlockTracker, checksums: BlockChecksums, *, at_once: bool) -> None:
-        """Mark a batch of finished blocks if there are enough or they have waited long enough; with *at_once* all.
-
-        Blocks in danger have to be marked before the step that may write to them: a later mark would include what that
-        step wrote. So their marks may go into debt.
-        """
-        now = time.perf_counter()
-        if self._waiting_since is None:
-            self._waiting_since = now
-        if at_once or len(tracker.finished) >= _FEW or now - self._waiting_since > _PATIENCE:
-            more = self._mark_budget.allows(debt=at_once)
-            while more:
-                marked = self._mark(tracker, checksums)
-                self._mark_budget.spend()
-                if not marked:
-                    break
-                self._waiting_since = None
-                more = at_once and bool(tracker.finished) and self._mark_budget.allows(debt=True)
-        while len(self._queue) > _MAX_BATCHES:
-            self._forget_marks(self._queue.drop_oldest())
-        if len(tracker.finished) > 2 * BATCH:
-            self._skip_oldest(tracker)
-
-    def _mark(self, tracker: BlockTracker, checksums: BlockChecksums) -> bool:
-        """Mark a batch of finished blocks of each group, the newest first; False if too much is under way."""
-        by_group: dict[int, list[Block]] = {}
-        for block in reversed(tracker.finished.values()):
-            by_group.setdefault(block.group, []).append(block)
-        for group, blocks in by_group.items():
-            batch = checksums.mark(blocks, self._groups[group], self._step)
-            if batch is None:
-                return False
-            for block in batch.blocks:
-                del tracker.finished[block.number]
-                tracker.marked[block.number] = block
-            self._queue.add(batch)
-            self._count("marks", len(batch.blocks))
-        return True
-
-    def _skip_oldest(self, tracker: BlockTracker) -> None:
-        """Skip all but the newest finished blocks: one that waits long may change before it is marked, unnoticed."""
-        for number in [*islice(tracker.finished, len(tracker.finished) - 2 * BATCH)]:
-            tracker.forget(number)
-            self._count("passed-over", 1)
-
-    def _check_urgent(self, checksums: BlockChecksums, *, debt: bool) -> None:
-        """Check batches that were in danger, before one of their blocks is reallocated and before other batches.
-
-        With *debt* they may do so although other checks, which can wait, have used up the budget.
-        """
-        queue = self._queue
-        while queue.urgent:
-            batch = queue.urgent[0]
-            if batch.alive and batch.checked_at < self._step:
-                if not (self._check_budget.allows(debt=debt) and checksums.check(batch, self._step)):
-                    return
-                queue.put_last(batch)
-                self._check_budget.spend()
-            queue.urgent.popleft()
-
-    def _check_dropped(self, checksums: BlockChecksums, dropped: Sequence[Block]) -> None:
-        """Check the marks of reallocated blocks a last time, and drop them."""
-        for batch in self._queue.of(dropped):
-            if batch.checked_at < self._step - _RECENT and self._check_budget.allows():
-                if checksums.check(batch, self._step):
-                    self._check_budget.spend()
-                else:
-                    self._count("passed-over", sum(self._queue.of([block]) == [batch] for block in dropped))
-        self._forget_marks(dropped)
-
-    def _check_next(self, checksums: BlockChecksums) -> None:
-        if (batch := self._queue.next(self._step)) is None:
-            return
-        if checksums.check(batch, self._step):
-            self._queue.others.append(batch)
-            self._check_budget.spend()
-        else:
-            self._queue.put_back(batch)
-
-    def _forget_marks(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            ours = self._queue.drop(block)
-            if ours and self._tracker is not None and self._tracker.marked.get(block.number) is block:
-                self._tracker.forget(block.number)
-
     # -- results -------------------------------------------------------------------------------------------
 
     def _note(self, result: ChecksumResult) -> None:
@@ -466,7 +362,9 @@ class ChecksumMonitor:
             fresh.append(ForeignWrite(batch.blocks[at], tuple(layers), batch.since, result.step, *ran))
         batch.since = max(batch.since, result.step)
         users = [name for each in fresh for name in (self._tracker.users(each.block) if self._tracker else ())]
-        self._forget_marks([each.block for each in fresh if self._queue.of([each.block]) == [batch]])
+        if self._tracker is not None:
+            ours = [each.block for each in fresh if self._checks.queue.of([each.block]) == [batch]]
+            self._checks.forget(self._tracker, ours)
         for each in fresh:
             self._count("changed", 1)
             if len(self.foreign_writes) < _MAX_LOGGED:
