@@ -98,6 +98,7 @@ class Receiver:
 
     def forked(self) -> None:
         """Close the copies of the sockets in a forked child, which has no such thread."""
+        # Not `shutdown`, which would end the parent's connections.
         for each in (self._listener, *(rank for rank, _ in self._ranks.values())):
             each.close()
 
@@ -224,6 +225,7 @@ class Sender:
             self.closed = True
         except BlockingIOError:
             pass
+        # Whatever is wrong at the other end, the next verdict connects anew.
         except (OSError, ValueError):
             self.closed = True
         if self.read == self.sent:

@@ -86,6 +86,7 @@ class CaptureGate:
             self.has_graphs = self.status_record.graphs = _uses_graphs(worker_or_runner)
         except Exception as error:
             failure, self.has_graphs = error, True  # detectors must not miss a graph
+        # Each step has its own handler: an error in one must not hide what another one finds.
         try:
             # A rank that is about to stop publishes no report: the others would go on, into a collective with it.
             if failure is None or not self._requires_a_fix():
@@ -153,6 +154,7 @@ class CaptureGate:
             return self.context.manager.requires_any()
         except Exception:
             logger.exception("graphfix: could not determine the modes of the fixes")
+            # Not False: an engine that must not run without a fix would start.
             import vllm_graphfix
 
             return vllm_graphfix._requires_a_fix()
@@ -181,6 +183,7 @@ class CaptureGate:
         try:
             from vllm_graphfix.engine import rank_agreement
 
+            # First: after an error below, the report of an earlier stage must not be compared.
             self._pending = self._publish_error = None
             rank, world_size = world()
             report = self.report() if world_size > 1 else None
@@ -293,6 +296,7 @@ class CaptureGate:
             host_of=lambda unresponsive: host_in(store, unresponsive, world_size),
             timeout=timeout,
         )
+        # Before it is judged: the record has to show a difference that stops the engine.
         self.status_record.agreement = _with_earlier_followers(agreement, self.status_record.agreement)
         return agreement
 

@@ -91,6 +91,7 @@ class CaptureHooks:
                 guarded(self._gate.publish_end)
                 raise
             finally:
+                # After an error, too: a wrapper that fails later fails in no graph.
                 guarded(self._gate.context.forget_capture)
             if method == CAPTURE:
                 guarded(self._gate.status_record.publish_started)

@@ -205,6 +205,7 @@ class Inventory:
                 why[each.entry.name] = reason
         good = [each for each in moved if each.entry.name not in why]
         with torch.inference_mode(), _no_subclass_functions():
+            # All copies before the first tensor is put back: two may share the memory that they have moved to.
             for each in good:
                 each.entry.held.copy_(each.now)
             for each in good:

@@ -226,6 +226,7 @@ class Watcher:
 
     def serve(self, engine: ServedEngine) -> None:
         """Read the records of another engine from now on."""
+        # Without a lock: a reading under way may mix two engines once, and the next one is right seconds later.
         self.engine, self._followers = engine, frozenset()
 
     def start(self) -> None:

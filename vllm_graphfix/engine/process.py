@@ -83,6 +83,7 @@ class EngineProcess(EngineContext):
             if self._started:
                 return
             self._started = True
+        # Not under the lock: what follows imports, and a thread that imports may call this.
         self.role, config = detect_role()
         self.model = served_model(config)
         self._join(config)
@@ -265,6 +266,7 @@ class EngineProcess(EngineContext):
         wrap(plugins, "load_general_plugins", around)
 
     def _reset_in_child(self) -> None:
+        # Runs in the forked child: the parent's locks may be held by threads that are not here.
         self._lock = threading.Lock()
         self.forked()
         self.status_record.reset_in_child()

@@ -66,6 +66,7 @@ class RankAddresses:
         self._forget()
 
     def _forget(self) -> None:
+        # Held to note tensors: the heartbeat does so in a thread of its own.
         self._lock = threading.Lock()
         self._depth = self._operations = 0
         self._counts: dict[str, int] | None = None
@@ -114,9 +115,11 @@ class RankAddresses:
         for _, model in models(worker.model_runner):
             self._hook_model(model)
         self._hook_others(type(worker))
+        # Last: from here on calls and the heartbeat compare.
         self._inventory = inventory
 
     def _drop(self) -> None:
+        # One assignment: as a callback of garbage collection it may run in any thread, under any lock.
         self._inventory = None
 
     def _hook_model(self, model: Any) -> None:

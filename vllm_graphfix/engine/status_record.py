@@ -38,6 +38,7 @@ class StatusRecord:
 
     def reset_in_child(self) -> None:
         """Discard the parent's state; called in a forked child."""
+        # With the reporter, whose threads are not in the child.
         self._reset()
         self.forked = True
 
@@ -111,6 +112,7 @@ class StatusRecord:
             return None
         agreed = self.agreement
         here = records.identity()
+        # Only a rank reads the source: other processes may import no code that a fix concerns.
         captures = self.rank is not None
         return records.Record(
             graphfix=decision.graphfix,

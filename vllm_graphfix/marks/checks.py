@@ -82,6 +82,7 @@ class BlockChecks:
             batch = checksums.mark(blocks, self.groups[group], step)
             if batch is None:
                 return False
+            # Only those of the batch, and only now: where there is no room, blocks wait for the next step.
             for block in batch.blocks:
                 del tracker.finished[block.number]
                 tracker.marked[block.number] = block

@@ -140,6 +140,7 @@ class BlockChecksums:
         with torch.inference_mode():
             flags = self._checksums(batch).ne(batch.checksums)
             transfer.flags[: flags.numel()].copy_(flags.flatten(), non_blocking=True)
+            # A copy: blocks may be dropped from the batch before the result arrives.
             transfer.check = batch, step, frozenset(batch.alive)
             transfer.start()
             self.checks.append(transfer)
@@ -169,6 +170,7 @@ class BlockChecksums:
     def forget(self) -> None:
         """Drop the results under way: they are of caches that do not exist any more."""
         for transfer in self.checks:
+            # The device may still write to it: `_free_transfer` asks the event, too.
             transfer.check = None
         self.checks.clear()
 

@@ -168,6 +168,7 @@ class AppliedFix:
             return False
         files.refuse_others(self.fix)
         self.sites += sites.apply(self.fix.name, patches, self.activity, files.text)
+        # Read back from the module: callers may get something else than what was set on its class.
         for site in self.sites:
             if reason := site.lost():
                 raise sites.ConflictError(reason)
@@ -183,6 +184,7 @@ class AppliedFix:
             sites.revert(self.fix.name, self.sites)
             sites.drop_copies(self._patches or ())
         except Exception as error:
+            # vLLM may be in an import or a step: the failure becomes the state.
             foreign = isinstance(error, sites.ConflictError)
             state, code = (State.CONFLICT, Code.FOREIGN_PATCH) if foreign else (State.FAILED, Code.ERROR)
             self.set_state(state, f"{reason}; and {error}", code)

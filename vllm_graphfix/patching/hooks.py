@@ -63,6 +63,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(wrapper.__wrapped__, *args, **kwargs)
 
+    # Before it is installed: a fix applied in another thread would take it for somebody else's patch.
     own_wrappers.add(wrapper)
     setattr(owner, name, wrapper)
 

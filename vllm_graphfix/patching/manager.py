@@ -185,6 +185,7 @@ class FixManager:
         """Diagnose all fixes, once, at the first import of a target: most processes of a server import none."""
         if self._diagnosed:
             return
+        # First: after an error below, not each import of vLLM's is to read the source again.
         self._diagnosed = True
         source = None
         for applied in self._applied.values():
@@ -293,6 +294,7 @@ class FixManager:
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Return the number of times that each event occurred, by fix and event."""
+        # Without the lock: steps add to these numbers without it, too.
         return {name: applied.activity.counts for name, applied in self._applied.items()}
 
     def activity(self, name: str) -> Activity:
@@ -327,6 +329,7 @@ class FixManager:
 
     def forget_capture(self) -> None:
         """End the capture: its failures were settled, or concern no graph that is served."""
+        # Without the lock: whole objects are assigned, and a thread that imports may hold it.
         Activity.capturing = None
         for applied in self._applied.values():
             applied.activity.graphs = {}

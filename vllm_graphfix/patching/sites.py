@@ -186,6 +186,7 @@ def apply(fix: str, patches: Iterable[Patch], activity: Activity, diagnosed: Rea
         for site, wrap in sites:
             site.set_layer(fix, _layer(wrap, activity))
     except BaseException:
+        # After an interrupt, too: part of a fix may be worse than none.
         revert(fix, [site for site, _ in sites])
         raise
     return [site for site, _ in sites]
@@ -241,6 +242,7 @@ def _site(patch: Patch, diagnosed: bytes | None) -> Site:
     stock = _stock_of.get(function, function) if type(function) is FunctionType else function
     _refuse_another_text(sys.modules[patch.module], diagnosed)
     _refuse_foreign_function(owner, patch, stock)
+    # By id, since an owner need not be hashable; the site refers to it, so that no other object gets its id.
     site = _sites[id(owner), attribute] = Site(patch, owner, stock)
     return site
 

@@ -163,6 +163,7 @@ class Reporter:
                 self._warn_once(getattr(error, "strerror", None) or f"{type(error).__name__}: {error}")
 
     def _write_record(self, name: str, record: Record) -> None:
+        # Before the attempt: one that fails half-way may leave a file, which has to be removed at the end.
         self._tried[name] = record
         before = self._on_disk.pop(name, None)
         if before is not None and before._replace(written=record.written) == record:

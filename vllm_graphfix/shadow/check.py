@@ -51,6 +51,7 @@ class Shadow:
         self.action = action
         self.results = Results()
         self.judge = Judge(self.results, self.stop)
+        # Changed in place: wrappers hold this very set.
         self.quarantined: set[Hashable] = set()
         self.memory = Memory()
         self._histories: dict[Hashable, GraphHistory] = {}

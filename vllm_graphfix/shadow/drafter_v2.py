@@ -179,6 +179,7 @@ def _call_of(
         raise UnsafeError(f"{graphs.caller} has no {', '.join(missing)}")
     if propose["dummy_run"] or (graphs.builds and variables[graphs.metadata] is None):
         return None
+    # A copy, as in `runner_v2`.
     return _Call(drafter.speculator, desc, graphs, dict(variables), propose["input_batch"])
 
 

@@ -37,6 +37,7 @@ class Memory:
 
     def begin(self) -> int | None:
         """Return the bytes allocated before a run; None where nothing can be measured."""
+        # vLLM is about to capture: a measurement must not end that.
         with suppress(Exception):
             return _reset_peak()
         return None

@@ -36,6 +36,7 @@ def start(
     *publish* takes the reason if the check ends this process; *abort* ends requests, if that is the action.
     """
     global SHADOW, REFUSED  # noqa: PLW0603 - one a process
+    # First: if what follows fails, wrappers must not go on with the check of an earlier engine.
     REFUSED = SHADOW = None
     if rate:
         from vllm_graphfix.shadow import watchdog

@@ -179,6 +179,7 @@ def _warm_up() -> int | None:
 
 
 def _checking_class(kind: Any, shadow: Shadow) -> Any:
+    # Looked up once, not in each step: they stay the same for as long as the check lives.
     schedule, quarantined, timed = shadow.schedule, shadow.quarantined, shadow.schedule.timed
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

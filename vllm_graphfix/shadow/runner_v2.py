@@ -277,6 +277,7 @@ def _variables_of_caller(frame: FrameType | None) -> Mapping[str, Any] | None:
             variables = frame.f_locals
             if missing := [name for name in ("self", *_VARIABLES) if name not in variables]:
                 raise UnsafeError(f"execute_model has no {', '.join(missing)}")
+            # A copy: from Python 3.13 on `f_locals` follows what the frame does with its variables later.
             return {name: variables[name] for name in ("self", *_VARIABLES)}
         frame = frame.f_back
     return None
