@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -157,33 +158,16 @@ def _plan_shape(cache_seqlens: torch.Tensor, block_size: int) -> tuple[torch.Ten
 
 
 @torch.library.impl(_bf16, "decode_stand_in", "CPU")
-def _decode(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    head_dim_v: int,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    plan: torch.Tensor,
-    num_splits: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return attend(q, k_cache, head_dim_v, cache_seqlens, block_table, softmax_scale, causal, plan)
+def _decode(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    *without_splits, _ = arguments
+    return attend(*without_splits)
 
 
 @torch.library.impl(_bf16, "decode_stand_in", "Meta")
 def _decode_shape(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    head_dim_v: int,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    plan: torch.Tensor,
-    num_splits: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, head_dim_v: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    requests, query_tokens, heads, _ = q.shape
+    requests, query_tokens, heads, _width = q.shape
     return (
         q.new_empty((requests, query_tokens, heads, head_dim_v)),
         q.new_empty((requests, heads, query_tokens), dtype=torch.float32),
@@ -284,20 +268,6 @@ def _decode_fp8(
 
 @torch.library.impl(_fp8, "fwd_kvcache_mla_fp8", "Meta")
 def _decode_fp8_shape(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    head_dim_v: int,
-    cache_seqlens: torch.Tensor,
-    block_table: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    tile_scheduler_metadata: torch.Tensor,
-    num_splits: torch.Tensor,
-    descale_q: torch.Tensor,
-    descale_k: torch.Tensor,
+    q: torch.Tensor, k_cache: torch.Tensor, head_dim_v: int, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    requests, query_tokens, heads, _ = q.shape
-    return (
-        q.new_empty((requests, query_tokens, heads, head_dim_v), dtype=torch.float32),
-        q.new_empty((requests, heads, query_tokens), dtype=torch.float32),
-    )
+    return _decode_shape(q.float(), k_cache, head_dim_v)

@@ -26,3 +26,17 @@ class ProbeVerdict(NamedTuple):
 
 
 Judge = Callable[[Observed], ProbeVerdict]
+
+
+def none_may_be(probe: str, numbers: str, summary: str, unseen: str) -> Judge:
+    """Judge by *probe*, which counts the wrong ones and all of them: none may be wrong.
+
+    *summary* is formatted with `wrong` and `all`; *unseen* says that there were none at all.
+    """
+
+    def judge(observed: Observed) -> ProbeVerdict:
+        wrong, of = observed.get(probe, (0.0, 0.0))
+        line = summary.format(wrong=f"{wrong:.0f}", all=f"{of:.0f}")
+        return ProbeVerdict(numbers, right=(0.0,), observed=(wrong,), summary=line, unseen=None if of else unseen)
+
+    return judge

@@ -5,24 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_graphfix.verify.engine.cases import DEEPSEEK_V4
-from vllm_graphfix.verify.engine.probe_verdict import Observed, ProbeVerdict
+from vllm_graphfix.verify.engine.probe_verdict import none_may_be
 from vllm_graphfix.verify.trial import Trial
 
-
-def judge(observed: Observed) -> ProbeVerdict:
-    unwritten, completed = observed.get("unwritten-entries", (0.0, 0.0))
-    return ProbeVerdict(
-        "entries of completed groups that were not written",
-        right=(0.0,),
-        observed=(unwritten,),
-        summary=f"{unwritten:.0f} of {completed:.0f} entries of groups that steps completed were not written",
-        unseen=None if completed else "no step completed a group of 128 tokens",
-    )
-
-
+JUDGE = none_may_be(
+    "unwritten-entries",
+    "entries of completed groups that were not written",
+    "{wrong} of {all} entries of groups that steps completed were not written",
+    "no step completed a group of 128 tokens",
+)
 CASE = replace(
     DEEPSEEK_V4,
-    judge=judge,
+    judge=JUDGE,
     shows_with=(
         "vllm/models/deepseek_v4/compressor.py",
         "seq_lens_cpu_upper_bound",
