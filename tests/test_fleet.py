@@ -26,8 +26,9 @@ from vllm_graphfix.records import (
     touch_outdated,
 )
 
+pytestmark = pytest.mark.usefixtures("alone")
 
-@pytest.mark.usefixtures("alone")
+
 def test_an_engine_whose_ranks_agree_is_in_order(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
     leave(tmp_path, record(), *ranks(two))
     engine = only(tmp_path)
@@ -57,7 +58,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("changes", "sentence"), WRONG, ids=[sentence[:45] for _, sentence in WRONG])
 def test_what_is_wrong_in_an_engine_names_the_ranks_and_is_exit_1(
     tmp_path: Path, two: tuple[Identity, Identity], changes: dict[str, Any], sentence: str
@@ -69,7 +69,6 @@ def test_what_is_wrong_in_an_engine_names_the_ranks_and_is_exit_1(
     assert look(tmp_path).exit_code == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_engine_with_a_value_that_means_nothing_is_not_in_order(
     tmp_path: Path, two: tuple[Identity, Identity]
 ) -> None:
@@ -89,7 +88,6 @@ def test_an_engine_with_a_value_that_means_nothing_is_not_in_order(
     assert message.split(":")[1].strip() in text(tmp_path)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("state", ["off", "not-in-canary", "observing", "not-needed"])
 def test_an_engine_that_does_as_it_is_set_up_is_in_order(
     tmp_path: Path, two: tuple[Identity, Identity], state: str
@@ -99,7 +97,6 @@ def test_an_engine_that_does_as_it_is_set_up_is_in_order(
     assert look(tmp_path).exit_code == 0
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_rank_that_does_not_run_what_a_fix_concerns_differs_from_nothing(
     tmp_path: Path, two: tuple[Identity, Identity]
 ) -> None:
@@ -109,7 +106,6 @@ def test_a_rank_that_does_not_run_what_a_fix_concerns_differs_from_nothing(
     assert "waiting (rank 1)" in text(tmp_path)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_rank_that_was_killed_in_a_live_engine_is_exit_1(tmp_path: Path, start: Start) -> None:
     one, other = start(), start()
     leave(tmp_path, record(), *ranks((of(one.pid), of(other.pid))))
@@ -121,7 +117,6 @@ def test_a_rank_that_was_killed_in_a_live_engine_is_exit_1(tmp_path: Path, start
     assert look(tmp_path).exit_code == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_rank_that_is_silent_in_a_live_engine_is_exit_1(tmp_path: Path) -> None:
     leave(tmp_path, record(), record(elsewhere(1), 0, 2))
     leave(tmp_path, record(elsewhere(2), 1, 2), age=75.0)
@@ -129,7 +124,6 @@ def test_a_rank_that_is_silent_in_a_live_engine_is_exit_1(tmp_path: Path) -> Non
     assert look(tmp_path).exit_code == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_rank_that_lives_and_cannot_write_its_record_is_exit_1(
     tmp_path: Path, two: tuple[Identity, Identity]
 ) -> None:
@@ -147,7 +141,6 @@ def test_a_rank_that_lives_and_cannot_write_its_record_is_exit_1(
     assert look(tmp_path).exit_code == 0
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("code", "exit_code"), [("cannot-abort", 1), ("undelivered", 1), ("graph-left-out", 0)])
 def test_an_active_detector_that_does_not_do_all_shows(
     tmp_path: Path, two: tuple[Identity, Identity], code: str, exit_code: int
@@ -160,7 +153,6 @@ def test_an_active_detector_that_does_not_do_all_shows(
     assert lines[0].endswith(": one reason")
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_engine_that_serves_no_metrics_is_noted(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
     for serves, noted in ((True, 0), (False, 1)):
         leave(tmp_path, record(written=time.time() - 600, serves_metrics=serves), *ranks(two))
@@ -168,7 +160,6 @@ def test_an_engine_that_serves_no_metrics_is_noted(tmp_path: Path, two: tuple[Id
         assert (sum("no process of it serves graphfix_*" in note for note in engine.notes), engine.wrong) == (noted, ())
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_rank_that_does_not_come_out_of_a_step_is_exit_1(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
     """It has a heartbeat, which is a thread."""
     began = time.time() - 600
@@ -182,7 +173,6 @@ def test_a_rank_that_does_not_come_out_of_a_step_is_exit_1(tmp_path: Path, two: 
     ]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("lifted", "wording"),
     [
@@ -206,7 +196,6 @@ def test_a_graph_that_is_replayed_again_is_not_among_those_that_are_not(
 HANGS = "What exists and is not heard from hangs, is stopped (SIGSTOP), or cannot write its record"
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_rank_that_is_stopped_is_exit_1_until_it_goes_on(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +215,6 @@ def test_a_rank_that_is_stopped_is_exit_1_until_it_goes_on(
     assert only(tmp_path).status == "in order"
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_engine_that_is_stopped_as_a_whole_is_exit_1_and_ended_when_it_is_killed(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +233,6 @@ def test_an_engine_that_is_stopped_as_a_whole_is_exit_1_and_ended_when_it_is_kil
         assert (only(tmp_path).status, look(tmp_path).exit_code) == expected
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_engine_elsewhere_that_is_not_heard_of_any_more_is_no_fault_here(tmp_path: Path) -> None:
     """A machine that was switched off removes no record."""
     leave(tmp_path, record(elsewhere(1), kept=True), record(elsewhere(2), rank=0, kept=True), age=75.0)
@@ -282,7 +269,6 @@ STARTING: dict[str, tuple[Record, ...]] = {
 }
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("records", STARTING.values(), ids=STARTING)
 def test_an_engine_that_starts_is_no_fault_and_exit_4(tmp_path: Path, records: tuple[Record, ...]) -> None:
     leave(tmp_path, *records)
@@ -292,7 +278,6 @@ def test_an_engine_that_starts_is_no_fault_and_exit_4(tmp_path: Path, records: t
     assert f"engine {ENGINE}  starting" in text(tmp_path)
 
 
-@pytest.mark.usefixtures("alone")
 def test_what_starts_is_named_with_the_time_that_it_takes(tmp_path: Path) -> None:
     leave(tmp_path, FRONT_END, *(one._replace(written=time.time() - 400) for one in starting(CORE, *WORKERS)))
     assert only(tmp_path).notes == ("starting for 7 min: engine-core 2 on node-b",)
@@ -301,7 +286,6 @@ def test_what_starts_is_named_with_the_time_that_it_takes(tmp_path: Path) -> Non
     assert (report["engines"][0]["status"], report["exit_code"]) == ("starting", 4)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("who", [1, 2], ids=["the engine core", "a worker"])
 def test_a_process_that_is_silent_while_it_starts_is_exit_1(tmp_path: Path, who: int) -> None:
     records = [FRONT_END, *starting(CORE, *WORKERS)]
@@ -312,7 +296,6 @@ def test_a_process_that_is_silent_while_it_starts_is_exit_1(tmp_path: Path, who:
     assert engine.wrong[0].startswith("not heard from for 75 s: ")
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_process_that_died_or_failed_while_it_started_is_exit_1(tmp_path: Path, start: Start) -> None:
     leave(tmp_path, FRONT_END, *starting(CORE, WORKERS[0]._replace(**failed("failed"))))
     assert only(tmp_path).wrong[0] == "capture-state is failed on worker 3 on node-b: the reason"
@@ -323,7 +306,6 @@ def test_a_process_that_died_or_failed_while_it_started_is_exit_1(tmp_path: Path
     assert only(tmp_path).wrong[0].startswith("dead: worker ")
 
 
-@pytest.mark.usefixtures("alone")
 def test_workers_that_never_come_to_a_capture_do_not_start_for_ever(tmp_path: Path) -> None:
     """Another platform's workers have other functions than those that are wrapped.
 
@@ -333,7 +315,6 @@ def test_workers_that_never_come_to_a_capture_do_not_start_for_ever(tmp_path: Pa
     assert only(tmp_path).wrong[0].startswith("no rank has reported")
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_fleet_of_which_one_engine_starts_is_exit_4_unless_another_is_not_in_order(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0), *(one._replace(engine=OTHER_ENGINE) for one in starting(CORE, *WORKERS)))
     assert [engine.status for engine in look(tmp_path).engines] == ["in order", "starting"]
@@ -342,7 +323,6 @@ def test_a_fleet_of_which_one_engine_starts_is_exit_4_unless_another_is_not_in_o
     assert look(tmp_path).exit_code == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_engine_that_was_killed_as_a_whole_has_ended_and_is_not_wrong(tmp_path: Path, start: Start) -> None:
     processes = start(), start()
     leave(tmp_path, *ranks((of(processes[0].pid), of(processes[1].pid))))
@@ -359,7 +339,6 @@ def test_an_engine_that_was_killed_as_a_whole_has_ended_and_is_not_wrong(tmp_pat
     assert "dead: ranks 0-1, last heard from 0 s ago" in text(tmp_path)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("age", "code"), [(0.0, 1), (AN_HOUR - 10, 1), (AN_HOUR + 10, 3)])
 def test_an_engine_that_was_stopped_by_us_is_exit_1_for_an_hour(
     tmp_path: Path, start: Start, age: float, code: int
@@ -373,7 +352,6 @@ def test_an_engine_that_was_stopped_by_us_is_exit_1_for_an_hour(
     assert "according to rank 0: the ranks of this engine do not agree" in text(tmp_path)
 
 
-@pytest.mark.usefixtures("alone")
 def test_ranks_that_agreed_on_machines_that_are_not_seen_are_a_note_and_not_wrong(tmp_path: Path) -> None:
     leave(tmp_path, record(), *(record(elsewhere(rank), rank, 8) for rank in range(4)))
     engine = only(tmp_path)
@@ -403,7 +381,6 @@ def test_a_worker_that_could_not_be_checked_before_it_knew_its_rank_is_exit_1(
     assert look(tmp_path).exit_code == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_ranks_that_are_missing_before_they_agreed_are_exit_1(tmp_path: Path, two: tuple[Identity, Identity]) -> None:
     leave(tmp_path, record(), ranks(two)[1]._replace(agreement=None))
     engine = only(tmp_path)
@@ -412,7 +389,6 @@ def test_ranks_that_are_missing_before_they_agreed_are_exit_1(tmp_path: Path, tw
     assert look(tmp_path).exit_code == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_ranks_of_this_host_without_a_record_are_exit_1_also_if_the_others_agreed(
     tmp_path: Path, two: tuple[Identity, Identity]
 ) -> None:
@@ -431,14 +407,12 @@ def test_ranks_of_this_host_without_a_record_are_exit_1_also_if_the_others_agree
     assert look(tmp_path).exit_code == 0
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_engine_no_rank_of_which_has_reported_is_exit_1(tmp_path: Path) -> None:
     leave(tmp_path, record(), age=121.0)
     assert only(tmp_path).wrong[0].startswith("no rank has reported: they are starting, or run on machines")
     assert look(tmp_path).exit_code == 1
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_program_that_makes_one_engine_after_the_other_is_in_order(
     tmp_path: Path, two: tuple[Identity, Identity]
 ) -> None:
@@ -451,7 +425,6 @@ def test_a_program_that_makes_one_engine_after_the_other_is_in_order(
 
 
 @needs_root
-@pytest.mark.usefixtures("alone")
 def test_a_record_of_another_user_makes_no_engine_of_this_one_an_abandoned_one(tmp_path: Path) -> None:
     mine = record(written=time.time())
     leave(tmp_path, mine._replace(engine=OTHER_ENGINE, written=time.time() + 60))
@@ -480,7 +453,6 @@ def test_nodes_that_started_on_their_own_are_joined_by_the_leader(tmp_path: Path
     assert set(engine.values_of("host")) == {"node-a", "node-b"}
 
 
-@pytest.mark.usefixtures("alone")
 def test_leaders_that_name_each_other_are_two_engines(tmp_path: Path) -> None:
     leave(tmp_path, record(elsewhere(1), 0, leader=OTHER_ENGINE))
     leave(tmp_path, record(elsewhere(2), 0, engine=OTHER_ENGINE, leader=ENGINE))
@@ -488,7 +460,6 @@ def test_leaders_that_name_each_other_are_two_engines(tmp_path: Path) -> None:
 
 
 @needs_root
-@pytest.mark.usefixtures("alone")
 def test_records_of_another_user_do_not_join_an_engine(tmp_path: Path) -> None:
     leave(tmp_path, record(elsewhere(1), 0))
     mine = own_folder(tmp_path)
@@ -500,7 +471,6 @@ def test_records_of_another_user_do_not_join_an_engine(tmp_path: Path) -> None:
     assert [len(engine.members) for engine in look(tmp_path).engines] == [1, 1]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("compared", [True, False])
 def test_worlds_of_data_parallelism_are_counted_each_for_itself(tmp_path: Path, compared: bool) -> None:
     for replica in range(2):
@@ -520,7 +490,6 @@ def test_worlds_of_data_parallelism_are_counted_each_for_itself(tmp_path: Path, 
         assert engine.several(engine.members) == "ranks 0-1 of DP 0, ranks 0-1 of DP 1"
 
 
-@pytest.mark.usefixtures("alone")
 def test_one_world_over_all_data_parallel_replicas_is_one(tmp_path: Path) -> None:
     for rank in range(4):
         leave(tmp_path, record(elsewhere(rank), rank, 4)._replace(rank=Rank(rank, rank % 2, 4, rank // 2)))
@@ -529,7 +498,6 @@ def test_one_world_over_all_data_parallel_replicas_is_one(tmp_path: Path) -> Non
     assert engine.several(engine.members) == "ranks 0-3"
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_world_of_any_claimed_size_is_printed_in_time(tmp_path: Path) -> None:
     leave(tmp_path, record(elsewhere(1), 0, 2**62, agreement=None))
     started = time.monotonic()
@@ -537,7 +505,6 @@ def test_a_world_of_any_claimed_size_is_printed_in_time(tmp_path: Path) -> None:
     assert time.monotonic() - started < 5.0
 
 
-@pytest.mark.usefixtures("alone")
 def test_the_output_on_a_terminal_is_text_and_no_markup(tmp_path: Path) -> None:
     hostile = "[bold]x[/nothing] [link=http://x]"
     leave(tmp_path, record(rank=0, model=hostile, problem=hostile, vllm=hostile, **failed("failed")))
@@ -549,7 +516,6 @@ def unreadable(one: Record, content: str, base: Path) -> None:
     (own_folder(base) / one.file_name).write_text(content)
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -576,7 +542,6 @@ def test_a_rank_whose_record_cannot_be_read_is_exit_1_and_not_elsewhere(
     ]
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_unreadable_record_stands_for_no_other_rank_that_is_elsewhere(tmp_path: Path) -> None:
     leave(tmp_path, *(record(elsewhere(rank), rank, 8) for rank in range(4)))
     unreadable(record(elsewhere(4), 4, 8), "", tmp_path)
@@ -585,7 +550,6 @@ def test_an_unreadable_record_stands_for_no_other_rank_that_is_elsewhere(tmp_pat
     assert "ranks 4-7 run on machines whose records are not here" in engine.notes[0]
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_unreadable_record_of_an_ended_process_or_another_engine_is_no_fault(
     tmp_path: Path, two: tuple[Identity, Identity]
 ) -> None:
@@ -596,7 +560,6 @@ def test_an_unreadable_record_of_an_ended_process_or_another_engine_is_no_fault(
     assert only(tmp_path).wrong == ()
 
 
-@pytest.mark.usefixtures("alone")
 def test_files_that_are_no_records_are_named_and_change_nothing(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0))
     (own_folder(tmp_path) / "x.json").touch()
@@ -612,7 +575,6 @@ def of_fixes(**states: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("alone")
 def test_events_are_printed_of_the_fixes_that_count_them(tmp_path: Path) -> None:
     leave(
         tmp_path, record(rank=0, **of_fixes(first="active", second="observing", third="not-needed", fourth="waiting"))
@@ -620,7 +582,6 @@ def test_events_are_printed_of_the_fixes_that_count_them(tmp_path: Path) -> None
     assert re.findall(r"event-of-(\w+) 0", text(tmp_path)) == ["first", "second"]
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_event_that_happened_is_printed_whatever_became_of_its_fix(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0, fixes={"capture-state": FixReport("auto", "failed", "the reason")}))
     assert "state-consumed 12" in text(tmp_path)
@@ -647,14 +608,12 @@ def test_marks_that_have_marked_nothing_are_worth_knowing(
     assert notes == [f"no cache block is watched: {NONE_MARKED}. docs/kv-marks.md says what is not marked"] * noted
 
 
-@pytest.mark.usefixtures("alone")
 def test_fixes_with_the_same_report_share_a_row(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0, **of_fixes(first="off", second="off", third="not-needed")))
     assert text(tmp_path).count("the reason") == 2
     assert all(name in text(tmp_path) for name in ("first", "second", "third"))
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_rollout_is_named_where_there_is_one(tmp_path: Path) -> None:
     leave(tmp_path, record(rank=0))
     assert "in the rollout of 25 % (bucket 1234 of 10,000)" in text(tmp_path)
@@ -664,7 +623,6 @@ def test_a_rollout_is_named_where_there_is_one(tmp_path: Path) -> None:
     assert "not in the rollout" in text(tmp_path)
 
 
-@pytest.mark.usefixtures("alone")
 def test_a_process_that_writes_once_is_not_called_silent(tmp_path: Path, start: Start) -> None:
     leave(tmp_path, record(), age=500.0)
     leave(tmp_path, record(of(start().pid), 0))

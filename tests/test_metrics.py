@@ -56,9 +56,17 @@ class Scraped:
     def samples(self, name: str) -> list[Sample]:
         return samples_of(generate_latest(self.registry), name)
 
+    def values(self, name: str) -> list[float]:
+        return [sample.value for sample in self.samples(name)]
+
     def value(self, name: str) -> float:
-        (sample,) = self.samples(name)
-        return sample.value
+        (value,) = self.values(name)
+        return value
+
+    def now(self, name: str) -> float:
+        """Its value when the records have been read once more."""
+        self.look()
+        return self.value(name)
 
 
 @pytest.fixture
@@ -197,43 +205,37 @@ def test_events_of_all_ranks_are_added_up_and_those_of_a_rank_that_has_ended_sta
         for path in own_folder(tmp_path).glob("*.json"):
             path.unlink()
         ranks(tmp_path, *counts)
-        scraped.look()
-        assert scraped.value("graphfix_events_total") == total
+        assert scraped.now("graphfix_events_total") == total
 
 
 def test_a_rank_that_is_not_heard_of_shows_and_stays_in_its_last_report(scraped: Scraped, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         one = record(of(process.pid), rank=1, world_size=2, kept=True)
         leave(tmp_path, record(rank=0, world_size=2, kept=True), one)
-        scraped.look()
-        assert scraped.value("graphfix_ranks_silent") == 0
+        assert scraped.now("graphfix_ranks_silent") == 0
         leave(tmp_path, one, age=75.0)
-        scraped.look()
-        assert scraped.value("graphfix_ranks_silent") == 1
+        assert scraped.now("graphfix_ranks_silent") == 1
         assert scraped.value("graphfix_ranks_agreeing") == 2
-        assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [2]
+        assert scraped.values("graphfix_fix_state") == [2]
         process.communicate()
 
 
 def test_ranks_that_could_not_be_checked_show_until_they_are(scraped: Scraped, tmp_path: Path) -> None:
     for why, number in (("whether its ranks agree is not known (OSError: no store)", 2), (None, 0)):
         ranks(tmp_path, 0, 0, unchecked=why)
-        scraped.look()
-        assert scraped.value("graphfix_ranks_unchecked") == number
+        assert scraped.now("graphfix_ranks_unchecked") == number
 
 
 def test_a_worker_that_could_not_be_checked_before_it_knew_its_rank_shows(scraped: Scraped, tmp_path: Path) -> None:
     leave(tmp_path, record(kept=True)._replace(role="worker", unchecked="AttributeError: no parallel_config"))
-    scraped.look()
-    assert scraped.value("graphfix_ranks_unchecked") == 1
+    assert scraped.now("graphfix_ranks_unchecked") == 1
 
 
 def test_a_rank_that_cannot_write_its_record_shows_until_it_can(scraped: Scraped, tmp_path: Path) -> None:
     ranks(tmp_path, 3, 4)
     touch_outdated(tmp_path, record(elsewhere(101), rank=1, world_size=2))
     for expected in (1, 0):
-        scraped.look()
-        assert scraped.value("graphfix_ranks_outdated") == expected
+        assert scraped.now("graphfix_ranks_outdated") == expected
         assert scraped.value("graphfix_ranks_silent") == 0
         ranks(tmp_path, 3, 5)
 
@@ -243,8 +245,7 @@ def test_a_step_that_does_not_end_shows_of_an_engine_core_too(scraped: Scraped, 
     core = record(elsewhere(99), role="engine-core", in_step_since=time.time() - 400)
     leave(tmp_path, core, record(elsewhere(98), role="engine-core", engine="f" * 16, in_step_since=time.time() - 400))
     ranks(tmp_path, 3, in_step_since=time.time() - 400)
-    scraped.look()
-    assert scraped.value("graphfix_steps_stuck") == 2
+    assert scraped.now("graphfix_steps_stuck") == 2
     ranks(tmp_path, 3)
     leave(tmp_path, core, age=75.0)  # it has no heartbeat any more, which is another number
     scraped.look()
@@ -257,20 +258,16 @@ def test_a_rank_that_has_ended_shows_while_another_one_runs(scraped: Scraped, tm
         leave(
             tmp_path, record(rank=0, world_size=2, kept=True), record(of(process.pid), rank=1, world_size=2, kept=True)
         )
-        scraped.look()
-        assert scraped.value("graphfix_ranks_silent") == 0
+        assert scraped.now("graphfix_ranks_silent") == 0
         process.communicate()
-    scraped.look()
-    assert scraped.value("graphfix_ranks_silent") == 1
+    assert scraped.now("graphfix_ranks_silent") == 1
     scraped.watcher.engine = scraped.watcher.engine._replace(ranks=None)  # elastic: ranks come and go
-    scraped.look()
-    assert scraped.value("graphfix_ranks_silent") == 0
+    assert scraped.now("graphfix_ranks_silent") == 0
 
 
 def test_a_worker_in_one_step_that_never_knew_its_rank_counts_once(scraped: Scraped, tmp_path: Path) -> None:
     leave(tmp_path, record(role="worker", unchecked="OSError: no store", in_step_since=time.time() - 400))
-    scraped.look()
-    assert scraped.value("graphfix_steps_stuck") == 1
+    assert scraped.now("graphfix_steps_stuck") == 1
 
 
 def test_records_that_cannot_be_read_show_also_where_there_is_no_other(scraped: Scraped, tmp_path: Path) -> None:
@@ -280,23 +277,19 @@ def test_records_that_cannot_be_read_show_also_where_there_is_no_other(scraped: 
     damaged.write_text(content[:100])
     damaged.with_name(f"{'f' * 16}-node-b-7.json").write_text("{}")  # another engine's
     damaged.with_name(f"{ENGINE}-{identity().host}-{2**22 + 1}.json").write_text("{}")  # of a process that is gone
-    scraped.look()
-    assert scraped.value("graphfix_records_unreadable") == 1
+    assert scraped.now("graphfix_records_unreadable") == 1
     assert scraped.samples("graphfix_fix_state") == []
     own_folder(tmp_path).rename(tmp_path / "away")
-    scraped.look()
-    assert scraped.value("graphfix_records_unreadable") == 1  # nobody knows better
+    assert scraped.now("graphfix_records_unreadable") == 1  # nobody knows better
     (tmp_path / "away").rename(own_folder(tmp_path))
     damaged.write_text(content)
-    scraped.look()
-    assert scraped.value("graphfix_records_unreadable") == 0
+    assert scraped.now("graphfix_records_unreadable") == 0
 
 
 def test_a_rank_that_is_heard_of_is_not_silent_by_a_clock_that_is_behind(scraped: Scraped, tmp_path: Path) -> None:
     for behind, silent in ((70.0, 1), (69.9, 0)):  # that a date changes is known from the second one on
         leave(tmp_path, record(rank=0, kept=True), age=behind)
-        scraped.look()
-        assert scraped.value("graphfix_ranks_silent") == silent
+        assert scraped.now("graphfix_ranks_silent") == silent
 
 
 HERE, BESIDE = identity(), of(os.getppid())
@@ -333,9 +326,7 @@ def test_ranks_that_should_have_a_record_and_have_none_show_where_that_is_known(
     scraped = Scraped(tmp_path, SERVED._replace(ranks=size, ranks_here=here))
     leave(tmp_path, there[0]._replace(followers=("f" * 16,)), *there[1:])
     scraped.look()
-    assert [each.value for each in scraped.samples("graphfix_ranks_unrecorded")] == [
-        *([] if number is None else [number])
-    ]
+    assert scraped.values("graphfix_ranks_unrecorded") == [*([] if number is None else [number])]
 
 
 def test_a_rank_whose_record_cannot_be_read_has_one(tmp_path: Path) -> None:
@@ -353,8 +344,7 @@ def test_ranks_of_which_nothing_is_known_do_not_count_as_ranks_that_differ(tmp_p
     scraped.look()
     assert scraped.samples("graphfix_ranks_agreeing") == []
     leave(tmp_path, one_of(1, 0, BESIDE, "another-token"))
-    scraped.look()
-    assert scraped.value("graphfix_ranks_agreeing") == 2
+    assert scraped.now("graphfix_ranks_agreeing") == 2
 
 
 def test_ranks_all_on_other_hosts_are_not_expected_before_one_has_a_record_here(tmp_path: Path) -> None:
@@ -375,14 +365,12 @@ def test_a_disagreement_shows(scraped: Scraped, tmp_path: Path) -> None:
         0,
         agreement=AgreementReport("a-token", 2, 1, "capture-state is 'active' on rank 0; 'off' on rank 1."),
     )
-    scraped.look()
-    assert scraped.value("graphfix_ranks_agreeing") == 1
+    assert scraped.now("graphfix_ranks_agreeing") == 1
 
 
 def test_before_a_rank_has_reported_there_is_no_sample_of_ranks_that_agree(scraped: Scraped, tmp_path: Path) -> None:
     leave(tmp_path, record())
-    scraped.look()
-    assert scraped.value("graphfix_ranks_expected") == 2
+    assert scraped.now("graphfix_ranks_expected") == 2
     assert scraped.samples("graphfix_ranks_agreeing") == []
     assert scraped.samples("graphfix_fix_state") == []
 
@@ -400,13 +388,11 @@ def test_events_of_a_rank_that_has_ended_are_counted_though_it_is_in_no_state(sc
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         one = record(of(process.pid), rank=1, world_size=2)
         leave(tmp_path, record(rank=0, world_size=2, events={}), one._replace(events=counted(3)))
-        scraped.look()
-        assert scraped.value("graphfix_events_total") == 3
+        assert scraped.now("graphfix_events_total") == 3
         leave(tmp_path, one._replace(events=counted(7)))
         process.communicate()
-    scraped.look()
-    assert scraped.value("graphfix_events_total") == 7
-    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [1]
+    assert scraped.now("graphfix_events_total") == 7
+    assert scraped.values("graphfix_fix_state") == [1]
 
 
 def test_a_process_that_serves_another_engine_later_goes_on_counting(scraped: Scraped, tmp_path: Path) -> None:
@@ -415,8 +401,7 @@ def test_a_process_that_serves_another_engine_later_goes_on_counting(scraped: Sc
     scraped.look()
     leave(tmp_path, one._replace(engine="e" * 16, events=counted(15)))
     scraped.watcher.serve(scraped.watcher.engine._replace(id="e" * 16))
-    scraped.look()
-    assert scraped.value("graphfix_events_total") == 15
+    assert scraped.now("graphfix_events_total") == 15
 
 
 def test_ranks_of_nodes_that_started_on_their_own_belong_to_the_engine_of_rank_0(
@@ -426,10 +411,10 @@ def test_ranks_of_nodes_that_started_on_their_own_belong_to_the_engine_of_rank_0
     first = record(rank=0, world_size=2, leader=ENGINE, followers=("f" * 16,))
     leave(tmp_path, first)
     scraped.look()
-    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [2]
+    assert scraped.values("graphfix_fix_state") == [2]
     (own_folder(tmp_path) / first.file_name).write_text("{}")
     scraped.look()
-    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [1]
+    assert scraped.values("graphfix_fix_state") == [1]
     assert scraped.value("graphfix_records_unreadable") == 1
 
 
@@ -442,7 +427,7 @@ def test_the_last_samples_stay_with_their_time_when_the_folder_is_gone(scraped: 
     assert samples_of(generate_latest(scraped.registry), "graphfix_records_read_timestamp_seconds") == samples_of(
         before, "graphfix_records_read_timestamp_seconds"
     )
-    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [1]
+    assert scraped.values("graphfix_fix_state") == [1]
 
 
 def test_several_api_servers_tell_of_one_engine_once(tmp_path: Path) -> None:
@@ -544,8 +529,7 @@ def test_who_has_the_fixes_shows(
     scraped.look()  # of another engine, whose process serves this one now
     decision = rollout.decide(settings.read(environment, ["capture-state", "flashmla-fp8"]), "0.21.0")
     metrics.expose(tmp_path, decision, 2)
-    scraped.look()
-    assert scraped.value("graphfix_canary") == canary
+    assert scraped.now("graphfix_canary") == canary
     assert scraped.value("graphfix_rollout_percent") == percentage
     assert scraped.value("graphfix_rollout_ratio") == percentage / 100
     assert {each.labels["variable"] for each in scraped.samples("graphfix_misconfigured_variable")} == wrong.keys()
@@ -579,7 +563,7 @@ def test_records_of_other_engines_are_never_opened(
     assert read == [record(elsewhere(100)).file_name]
     scraped.watcher.serve(SERVED._replace(id="f" * 16))
     scraped.look()
-    assert sum(sample.value for sample in scraped.samples("graphfix_fix_state")) == 5
+    assert sum(scraped.values("graphfix_fix_state")) == 5
 
 
 def test_a_rank_that_is_compared_later_is_counted_from_then_on(scraped: Scraped, tmp_path: Path) -> None:
@@ -589,7 +573,7 @@ def test_a_rank_that_is_compared_later_is_counted_from_then_on(scraped: Scraped,
     assert scraped.samples("graphfix_fix_state") == []
     leave(tmp_path, follower._replace(leader=ENGINE), record(rank=0, world_size=2, followers=("f" * 16,)))
     scraped.look()
-    assert [sample.value for sample in scraped.samples("graphfix_fix_state")] == [2]
+    assert scraped.values("graphfix_fix_state") == [2]
 
 
 def test_ranks_whose_own_front_end_serves_metrics_are_counted_there_only(scraped: Scraped, tmp_path: Path) -> None:
@@ -598,9 +582,8 @@ def test_ranks_whose_own_front_end_serves_metrics_are_counted_there_only(scraped
     follower = record(elsewhere(7), rank=1, world_size=2, engine="f" * 16, leader=ENGINE)
     leave(tmp_path, follower, record(elsewhere(8), engine="f" * 16, serves_metrics=True))
     (own_folder(tmp_path) / f"{'f' * 16}-node-b-9.json").write_text("{}")
-    scraped.look()
-    assert scraped.value("graphfix_records_unreadable") == 0
-    assert sum(sample.value for sample in scraped.samples("graphfix_fix_state")) == 1
+    assert scraped.now("graphfix_records_unreadable") == 0
+    assert sum(scraped.values("graphfix_fix_state")) == 1
 
 
 def test_where_ranks_come_and_go_none_are_expected(tmp_path: Path) -> None:
@@ -647,13 +630,11 @@ def test_numbers_of_ranks_end_with_their_engine(scraped: Scraped, tmp_path: Path
     scraped.look()
     assert [name for name in OF_ONE_ENGINE if scraped.samples(name)] == []
     leave(tmp_path, record(rank=0, engine=engine))
-    scraped.look()
-    assert scraped.value("graphfix_ranks_agreeing") == 1
+    assert scraped.now("graphfix_ranks_agreeing") == 1
     unknown = {"graphfix_ranks_expected", "graphfix_ranks_unrecorded"}
     assert {name for name in OF_ONE_ENGINE if not scraped.samples(name)} == unknown
     scraped.watcher.serve(SERVED._replace(id=engine, ranks=1))
-    scraped.look()
-    assert scraped.value("graphfix_ranks_expected") == 1
+    assert scraped.now("graphfix_ranks_expected") == 1
 
 
 def test_numbers_of_an_earlier_engine_are_none_where_prometheus_client_removes_no_series(tmp_path: Path) -> None:

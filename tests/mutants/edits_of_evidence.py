@@ -9,7 +9,7 @@ Each with the verdicts that are right, where vLLM's own classes decide (`mutants
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -132,6 +132,11 @@ def edit(fix: str, base: Base, right: set[Verdict], name: str, **changes: Change
     return _case(fix, base, right, name, {files[path]: change for path, change in changes.items()})
 
 
+def edits(fix: str, base: Base, right: set[Verdict], by_name: Mapping[str, Mapping[str, Change]]) -> Iterator[Case]:
+    """The edits of one vLLM that have the same right verdicts, by name: changes as those of `edit`."""
+    return (edit(fix, base, right, name, **changes) for name, changes in by_name.items())
+
+
 def _case(fix: str, base: Base, right: set[Verdict], name: str, changes: dict[str, Change]) -> Case:
     paths = tuple(dict.fromkeys([*changes, *(path for path, _ in base.remedy)]))
     return Case(Mutant(fix, base, paths, (), tuple(changes.items()), name=name, kind="evidence"), right)
@@ -139,55 +144,50 @@ def _case(fix: str, base: Base, right: set[Verdict], name: str, changes: dict[st
 
 def capture_state() -> Iterator[Case]:
     fix = "capture-state"
-    yield edit(fix, V22, UNTOUCHED, "one state for each size", CUDAGRAPHS=BUILT_ONCE)
-    yield edit(fix, V22, UNTOUCHED, "one state for each size, by a decorator", CUDAGRAPHS=CACHED_BY_A_DECORATOR)
-    yield edit(fix, V22, UNTOUCHED, "one state for each size, by its name", CUDAGRAPHS=CACHED_BY_ITS_NAME)
-    yield edit(
+    yield from edits(
         fix,
         V22,
         UNTOUCHED,
-        "one state for each descriptor, in the factory",
-        CUDAGRAPHS=both(
-            swap(
-                r"attn_metadata, slot_mappings = prepare_inputs_to_capture\(((?:\n {16}.*)+)\n {12}\)",
-                (
-                    r"if desc not in built:\n                built[desc] = prepare_inputs_to_capture(\1\n"
-                    r"                )\n            attn_metadata, slot_mappings = built[desc]"
-                ),
-            ),
-            before(r"def create_forward_fn\(\n", "built = {}", ""),
-        ),
-    )
-    yield edit(
-        fix,
-        V22,
-        UNTOUCHED,
-        "one state for each size, by the model's state",
-        MODEL_STATE=both(
-            before(
-                r"if cudagraph_mode == CUDAGraphMode\.FULL:\n +# Use padded",
-                "built = vars(self).setdefault('built', {})",
-                "if for_capture and input_batch.num_tokens in built:",
-                "    return built[input_batch.num_tokens]",
-            ),
-            swap(
-                r"( +)return attn_metadata\n",
-                r"\1if for_capture:\n\1    built[num_tokens] = attn_metadata\n\1return attn_metadata\n",
-            ),
-        ),
-    )
-    yield edit(
-        fix,
-        V22,
-        UNTOUCHED,
-        "one plan for all, in the builder",
-        FLASHMLA=swap(
-            r"scheduler_metadata, _ = get_mla_metadata\(((?:\n {12}.*)+)\n {8}\)",
-            (
-                r"if getattr(self, 'plan', None) is None:\n            self.plan, _ = get_mla_metadata(\1\n"
-                r"            )\n        scheduler_metadata = self.plan"
-            ),
-        ),
+        {
+            "one state for each size": {"CUDAGRAPHS": BUILT_ONCE},
+            "one state for each size, by a decorator": {"CUDAGRAPHS": CACHED_BY_A_DECORATOR},
+            "one state for each size, by its name": {"CUDAGRAPHS": CACHED_BY_ITS_NAME},
+            "one state for each descriptor, in the factory": {
+                "CUDAGRAPHS": both(
+                    swap(
+                        r"attn_metadata, slot_mappings = prepare_inputs_to_capture\(((?:\n {16}.*)+)\n {12}\)",
+                        (
+                            r"if desc not in built:\n                built[desc] = prepare_inputs_to_capture(\1\n"
+                            r"                )\n            attn_metadata, slot_mappings = built[desc]"
+                        ),
+                    ),
+                    before(r"def create_forward_fn\(\n", "built = {}", ""),
+                )
+            },
+            "one state for each size, by the model's state": {
+                "MODEL_STATE": both(
+                    before(
+                        r"if cudagraph_mode == CUDAGraphMode\.FULL:\n +# Use padded",
+                        "built = vars(self).setdefault('built', {})",
+                        "if for_capture and input_batch.num_tokens in built:",
+                        "    return built[input_batch.num_tokens]",
+                    ),
+                    swap(
+                        r"( +)return attn_metadata\n",
+                        r"\1if for_capture:\n\1    built[num_tokens] = attn_metadata\n\1return attn_metadata\n",
+                    ),
+                )
+            },
+            "one plan for all, in the builder": {
+                "FLASHMLA": swap(
+                    r"scheduler_metadata, _ = get_mla_metadata\(((?:\n {12}.*)+)\n {8}\)",
+                    (
+                        r"if getattr(self, 'plan', None) is None:\n            self.plan, _ = get_mla_metadata(\1\n"
+                        r"            )\n        scheduler_metadata = self.plan"
+                    ),
+                )
+            },
+        },
     )
     renamed = swap(r"\bFlashMLASchedMeta\b", "FlashMLASchedulerMetadata")
     yield _case(fix, V21, UNTOUCHED, "the lazy plan's class renamed", dict.fromkeys(LAZY_PLANS, renamed))
@@ -202,76 +202,61 @@ def capture_state() -> Iterator[Case]:
         ),
     }.items():
         yield edit(fix, V21, NOT_NEEDED, f"plans reset between the passes, {how}", CUDAGRAPHS=before(GRAPH, *lines))
-    yield edit(
+    yield from edits(
         fix,
         V18,
         NOT_NEEDED,
-        "plans reset between the passes",
-        CUDAGRAPHS=before(GRAPH, "forward_fn.reset_plans()"),
+        {
+            "plans reset between the passes": {"CUDAGRAPHS": before(GRAPH, "forward_fn.reset_plans()")},
+            "a warm-up without attention": {
+                "CUDAGRAPHS": both(
+                    swap(
+                        r"attn_metadata if cg_mode != CUDAGraphMode\.PIECEWISE else None,",
+                        "attn_metadata if torch.cuda.is_current_stream_capturing() else None,",
+                    ),
+                )
+            },
+            "a state of its own for each call of the forward function": {
+                "CUDAGRAPHS": before(
+                    r"with set_forward_context\(\n +attn_metadata if",
+                    "attn_metadata, slot_mappings = self._state(num_reqs, num_tokens)",
+                )
+            },
+        },
     )
-    yield edit(
-        fix,
-        V18,
-        NOT_NEEDED,
-        "a warm-up without attention",
-        CUDAGRAPHS=both(
-            swap(
-                r"attn_metadata if cg_mode != CUDAGraphMode\.PIECEWISE else None,",
-                "attn_metadata if torch.cuda.is_current_stream_capturing() else None,",
-            ),
-        ),
-    )
-    yield edit(
-        fix,
-        V18,
-        NOT_NEEDED,
-        "a state of its own for each call of the forward function",
-        CUDAGRAPHS=before(
-            r"with set_forward_context\(\n +attn_metadata if",
-            "attn_metadata, slot_mappings = self._state(num_reqs, num_tokens)",
-        ),
-    )
-    yield edit(
+    yield from edits(
         fix,
         V17,
         NOT_NEEDED,
-        "own metadata for the graph",
-        CUDAGRAPHS=after(
-            r"assert attn_metadata is not None$", "attn_metadata, slot_mappings = self._state_for_the_graph(num_reqs)"
-        ),
-    )
-    yield edit(
-        fix,
-        V17,
-        NOT_NEEDED,
-        "own metadata for the graph, handed on",
-        CUDAGRAPHS=swap(
-            r"( +)attn_metadata=attn_metadata,\n( +)slot_mappings=slot_mappings,\n( +)has_lora",
-            r"\1attn_metadata=self._metadata_for_the_graph(num_reqs),\n\2slot_mappings=slot_mappings,\n\3has_lora",
-        ),
-    )
-    yield edit(
-        fix,
-        V17,
-        NOT_NEEDED,
-        "no attention in the warm-up",
-        CUDAGRAPHS=swap(
-            (
-                r"(with set_forward_context\(\n +)attn_metadata(,\n +self\.vllm_config,\n"
-                r" +num_tokens=num_tokens,\n +cudagraph_runtime_mode=CUDAGraphMode\.NONE)"
-            ),
-            r"\1None\2",
-        ),
-    )
-    yield edit(
-        fix,
-        V17,
-        NOT_NEEDED,
-        "own metadata for the graph of a draft",
-        EAGLE_CUDAGRAPHS=swap(
-            r"( +)generate_fn=generate_fn,\n( +)attn_metadata=attn_metadata",
-            r"\1generate_fn=generate_fn,\n\2attn_metadata=self._metadata_for_the_graph(num_reqs)",
-        ),
+        {
+            "own metadata for the graph": {
+                "CUDAGRAPHS": after(
+                    r"assert attn_metadata is not None$",
+                    "attn_metadata, slot_mappings = self._state_for_the_graph(num_reqs)",
+                )
+            },
+            "own metadata for the graph, handed on": {
+                "CUDAGRAPHS": swap(
+                    r"( +)attn_metadata=attn_metadata,\n( +)slot_mappings=slot_mappings,\n( +)has_lora",
+                    r"\1attn_metadata=self._metadata_for_the_graph(num_reqs),\n\2slot_mappings=slot_mappings,\n\3has_lora",
+                )
+            },
+            "no attention in the warm-up": {
+                "CUDAGRAPHS": swap(
+                    (
+                        r"(with set_forward_context\(\n +)attn_metadata(,\n +self\.vllm_config,\n"
+                        r" +num_tokens=num_tokens,\n +cudagraph_runtime_mode=CUDAGraphMode\.NONE)"
+                    ),
+                    r"\1None\2",
+                )
+            },
+            "own metadata for the graph of a draft": {
+                "EAGLE_CUDAGRAPHS": swap(
+                    r"( +)generate_fn=generate_fn,\n( +)attn_metadata=attn_metadata",
+                    r"\1generate_fn=generate_fn,\n\2attn_metadata=self._metadata_for_the_graph(num_reqs)",
+                )
+            },
+        },
     )
     yield edit(
         fix, V21, CURED, "asked with a keyword",
@@ -363,49 +348,36 @@ def capture_state() -> Iterator[Case]:
 
 def draft_prefill_state() -> Iterator[Case]:
     fix = "draft-prefill-state"
-    yield edit(
+    yield from edits(
         fix,
         DRAFT_23,
         UNTOUCHED,
-        "two warm-up states",
-        CUDAGRAPHS=swap(r"(create_forward_fn\(\s*desc, warmup=)False", r"\1True"),
-    )
-    yield edit(
-        fix,
-        DRAFT_23,
-        UNTOUCHED,
-        "two recorded states",
-        CUDAGRAPHS=swap(r"(create_forward_fn\(\s*desc, warmup=)True", r"\1False"),
-    )
-    yield edit(
-        fix,
-        DRAFT_23,
-        UNTOUCHED,
-        "a pair of one state by its name",
-        CUDAGRAPHS=swap(
-            r"^( +)(attn_states\[desc\] = AttentionStatePair\(\n +warmup_attn_state, capture_attn_state)",
-            r"\1warmup_attn_state = capture_attn_state\n\1\2",
-        ),
-    )
-    yield edit(
-        fix,
-        DRAFT_23,
-        UNTOUCHED,
-        "one state for each size",
-        CUDAGRAPHS=both(
-            before(
-                r"input_batch = InputBatch\.make_dummy\(num_reqs",
-                "if (num_reqs, num_tokens) in _BUILT:",
-                "    return _BUILT[num_reqs, num_tokens]",
-            ),
-            swap(
-                r"return AttentionState\(attn_metadata, slot_mappings_by_layer\)\n",
-                (
-                    "return _BUILT.setdefault((num_reqs, num_tokens), AttentionState(attn_metadata, "
-                    "slot_mappings_by_layer))\n\n\n_BUILT = {}\n"
-                ),
-            ),
-        ),
+        {
+            "two warm-up states": {"CUDAGRAPHS": swap(r"(create_forward_fn\(\s*desc, warmup=)False", r"\1True")},
+            "two recorded states": {"CUDAGRAPHS": swap(r"(create_forward_fn\(\s*desc, warmup=)True", r"\1False")},
+            "a pair of one state by its name": {
+                "CUDAGRAPHS": swap(
+                    r"^( +)(attn_states\[desc\] = AttentionStatePair\(\n +warmup_attn_state, capture_attn_state)",
+                    r"\1warmup_attn_state = capture_attn_state\n\1\2",
+                )
+            },
+            "one state for each size": {
+                "CUDAGRAPHS": both(
+                    before(
+                        r"input_batch = InputBatch\.make_dummy\(num_reqs",
+                        "if (num_reqs, num_tokens) in _BUILT:",
+                        "    return _BUILT[num_reqs, num_tokens]",
+                    ),
+                    swap(
+                        r"return AttentionState\(attn_metadata, slot_mappings_by_layer\)\n",
+                        (
+                            "return _BUILT.setdefault((num_reqs, num_tokens), AttentionState(attn_metadata, "
+                            "slot_mappings_by_layer))\n\n\n_BUILT = {}\n"
+                        ),
+                    ),
+                )
+            },
+        },
     )
     yield edit(
         fix,
@@ -430,35 +402,30 @@ def draft_prefill_state() -> Iterator[Case]:
         "one state for each size, and the target's",
         CUDAGRAPHS=BUILT_ONCE,
     )
-    yield edit(
+    yield from edits(
         fix,
         DRAFT_22,
         NOT_NEEDED,
-        "the speculator is given states of its own",
-        SPECULATOR=swap(r"( +)self\.prefill,\n +attn_states,", r"\1self.prefill,\n\1self._own_states(),"),
-    )
-    yield edit(
-        fix,
-        DRAFT_22,
-        NOT_NEEDED,
-        "the runner hands on states of the draft's own",
-        RUNNER_V2=swap(
-            r"self\.speculator\.capture\(captured_attn_states\)",
-            "self.speculator.capture(self.speculator.states_for(captured_attn_states))",
-        ),
-    )
-    yield edit(
-        fix,
-        DRAFT_22,
-        NOT_NEEDED,
-        "the states are replaced in the factory",
-        EAGLE_CUDAGRAPHS=swap(
-            (
-                r"attn_metadata, slot_mappings = attn_state\n( +)fwd = lambda cg_mode: forward_fn\("
-                r"(?=(?:.*\n)*?class Decode)"
-            ),
-            r"attn_metadata, slot_mappings = self._fresh(attn_state)\n\1fwd = lambda cg_mode: forward_fn(",
-        ),
+        {
+            "the speculator is given states of its own": {
+                "SPECULATOR": swap(r"( +)self\.prefill,\n +attn_states,", r"\1self.prefill,\n\1self._own_states(),")
+            },
+            "the runner hands on states of the draft's own": {
+                "RUNNER_V2": swap(
+                    r"self\.speculator\.capture\(captured_attn_states\)",
+                    "self.speculator.capture(self.speculator.states_for(captured_attn_states))",
+                )
+            },
+            "the states are replaced in the factory": {
+                "EAGLE_CUDAGRAPHS": swap(
+                    (
+                        r"attn_metadata, slot_mappings = attn_state\n( +)fwd = lambda cg_mode: forward_fn\("
+                        r"(?=(?:.*\n)*?class Decode)"
+                    ),
+                    r"attn_metadata, slot_mappings = self._fresh(attn_state)\n\1fwd = lambda cg_mode: forward_fn(",
+                )
+            },
+        },
     )
 
 
@@ -472,74 +439,69 @@ def draft_decode_mode() -> Iterator[Case]:
     yield edit(
         fix, DECODE_20, CURED, "a mode chosen, and the configured one given", SPECULATOR=swap(manager_call, configured)
     )
-    yield edit(
+    yield from edits(
         fix,
         DECODE_20,
         UNTOUCHED,
-        "a mode chosen, and another one given",
-        SPECULATOR=swap(manager_call, r"\1self._decode_mode(cudagraph_mode),"),
+        {
+            "a mode chosen, and another one given": {
+                "SPECULATOR": swap(manager_call, r"\1self._decode_mode(cudagraph_mode),")
+            },
+            "a mode chosen, and another one set behind it": {
+                "SPECULATOR": after(
+                    r"self\.decode_cudagraph_manager\.pool =",
+                    "self.decode_cudagraph_manager.cudagraph_mode = self.mode",
+                )
+            },
+            "a mode chosen, and the manager made again": {
+                "SPECULATOR": swap(
+                    r"( +)def load_model",
+                    (
+                        r"\1def _again(self):\n"
+                        r"\1    self.decode_cudagraph_manager = EagleCudaGraphManager(self.vllm_config, self.device, "
+                        r"self.mode, 1)\n\n\1def load_model"
+                    ),
+                )
+            },
+        },
     )
-    yield edit(
-        fix,
-        DECODE_20,
-        UNTOUCHED,
-        "a mode chosen, and another one set behind it",
-        SPECULATOR=after(
-            r"self\.decode_cudagraph_manager\.pool =", "self.decode_cudagraph_manager.cudagraph_mode = self.mode"
-        ),
-    )
-    yield edit(
-        fix,
-        DECODE_20,
-        UNTOUCHED,
-        "a mode chosen, and the manager made again",
-        SPECULATOR=swap(
-            r"( +)def load_model",
-            (
-                r"\1def _again(self):\n"
-                r"\1    self.decode_cudagraph_manager = EagleCudaGraphManager(self.vllm_config, self.device, "
-                r"self.mode, 1)\n\n\1def load_model"
-            ),
-        ),
-    )
-    yield edit(
+    yield from edits(
         fix,
         DECODE_17,
         NOT_NEEDED,
-        "piecewise refused at dispatch",
-        SPECULATOR=before(
-            r"if cudagraph_mode == CUDAGraphMode\.FULL:\n +# Run full",
-            "if cudagraph_mode == CUDAGraphMode.PIECEWISE:",
-            "    cudagraph_mode, num_tokens_padded = CUDAGraphMode.NONE, num_reqs",
-        ),
+        {
+            "piecewise refused at dispatch": {
+                "SPECULATOR": before(
+                    r"if cudagraph_mode == CUDAGraphMode\.FULL:\n +# Run full",
+                    "if cudagraph_mode == CUDAGraphMode.PIECEWISE:",
+                    "    cudagraph_mode, num_tokens_padded = CUDAGraphMode.NONE, num_reqs",
+                )
+            },
+            "decodes are generated without a graph": {
+                "SPECULATOR": swap(
+                    r"cudagraph_runtime_mode=cudagraph_mode,\n( +\)\n +return)",
+                    r"cudagraph_runtime_mode=CUDAGraphMode.NONE,\n\1",
+                )
+            },
+        },
     )
-    yield edit(
-        fix,
-        DECODE_17,
-        NOT_NEEDED,
-        "decodes are generated without a graph",
-        SPECULATOR=swap(
-            r"cudagraph_runtime_mode=cudagraph_mode,\n( +\)\n +return)",
-            r"cudagraph_runtime_mode=CUDAGraphMode.NONE,\n\1",
-        ),
-    )
-    yield edit(
-        fix,
-        NIGHTLY,
-        NOT_NEEDED,
-        "piecewise refused at dispatch",
-        SPECULATOR=before(
-            r"attn_metadata_updated = None\n",
-            "if decode_batch_desc.cg_mode == CUDAGraphMode.PIECEWISE:",
-            "    decode_batch_desc = decode_batch_desc._replace(cg_mode=CUDAGraphMode.NONE, num_tokens=num_reqs)",
-        ),
-    )
-    yield edit(
+    yield from edits(
         fix,
         NIGHTLY,
         NOT_NEEDED,
-        "indices are zeroed before each prefill",
-        SPECULATOR=before(r"prepare_eagle_inputs\(\n", "self.last_token_indices.zero_()"),
+        {
+            "piecewise refused at dispatch": {
+                "SPECULATOR": before(
+                    r"attn_metadata_updated = None\n",
+                    "if decode_batch_desc.cg_mode == CUDAGraphMode.PIECEWISE:",
+                    "    decode_batch_desc = decode_batch_desc._replace("
+                    "cg_mode=CUDAGraphMode.NONE, num_tokens=num_reqs)",
+                )
+            },
+            "indices are zeroed before each prefill": {
+                "SPECULATOR": before(r"prepare_eagle_inputs\(\n", "self.last_token_indices.zero_()")
+            },
+        },
     )
     yield edit(
         fix,
@@ -581,39 +543,28 @@ def mamba_padding() -> Iterator[Case]:
             f"num_reqs is set before the clearing, {how}",
             RUNNER=before(MARKED, line),
         )
-    yield edit(
+    yield from edits(
         fix,
         MAMBA_21,
         NOT_NEEDED,
-        "prompt tokens of padded rows zeroed",
-        RUNNER=before(MARKED, "num_prompt_tokens_cpu[num_reqs:] = 0"),
-    )
-    yield edit(
-        fix,
-        MAMBA_21,
-        NOT_NEEDED,
-        "prompt tokens zeroed with the request",
-        INPUT_BATCH=after(r"self\._req_ids\[req_index\] = None", "self.num_prompt_tokens[req_index] = 0"),
-    )
-    yield edit(
-        fix,
-        MAMBA_21,
-        NOT_NEEDED,
-        "prompt tokens zeroed where a request is moved away",
-        INPUT_BATCH=after(
-            r"self\.num_prompt_tokens\[empty_index\] = self\.num_prompt_tokens\[last_req_index\]",
-            "self.num_prompt_tokens[last_req_index] = 0",
-        ),
-    )
-    yield edit(
-        fix,
-        MAMBA_21,
-        NOT_NEEDED,
-        "the split leaves out rows without tokens",
-        SPLIT=swap(
-            r"is_prefill \|= common_attn_metadata\.is_prefilling",
-            "is_prefill |= common_attn_metadata.is_prefilling & (query_lens > 0)",
-        ),
+        {
+            "prompt tokens of padded rows zeroed": {"RUNNER": before(MARKED, "num_prompt_tokens_cpu[num_reqs:] = 0")},
+            "prompt tokens zeroed with the request": {
+                "INPUT_BATCH": after(r"self\._req_ids\[req_index\] = None", "self.num_prompt_tokens[req_index] = 0")
+            },
+            "prompt tokens zeroed where a request is moved away": {
+                "INPUT_BATCH": after(
+                    r"self\.num_prompt_tokens\[empty_index\] = self\.num_prompt_tokens\[last_req_index\]",
+                    "self.num_prompt_tokens[last_req_index] = 0",
+                )
+            },
+            "the split leaves out rows without tokens": {
+                "SPLIT": swap(
+                    r"is_prefill \|= common_attn_metadata\.is_prefilling",
+                    "is_prefill |= common_attn_metadata.is_prefilling & (query_lens > 0)",
+                )
+            },
+        },
     )
     yield edit(
         fix,
@@ -642,57 +593,46 @@ def flashmla_fp8() -> Iterator[Case]:
     anew = "self.cg_buf_{0} = torch.zeros_like(self.cg_buf_{0})"
     copied = r"n = tile_scheduler_metadata\.size\(0\)"
     both_anew = [anew.format(name) for name in ("tile_scheduler_metadata", "num_splits")]
-    yield edit(fix, FP8_19, UNTOUCHED, "buffers made anew for each batch", FLASHMLA=before(copied, *both_anew))
-    yield edit(fix, FP8_19, UNTOUCHED, "one buffer made anew for each batch", FLASHMLA=before(copied, both_anew[1]))
-    yield edit(
+    yield from edits(
         fix,
         FP8_19,
         UNTOUCHED,
-        "buffers made by a method",
-        FLASHMLA=before(copied, "self._make_buffers()"),
+        {
+            "buffers made anew for each batch": {"FLASHMLA": before(copied, *both_anew)},
+            "one buffer made anew for each batch": {"FLASHMLA": before(copied, both_anew[1])},
+            "buffers made by a method": {"FLASHMLA": before(copied, "self._make_buffers()")},
+        },
     )
-    yield edit(
+    yield from edits(
         fix,
         FP8_18,
         NOT_NEEDED,
-        "a helper keeps the plan",
-        FLASHMLA=before(r"return FlashMLADecodeMetadata\(", "self._keep(scheduler_metadata)", ""),
-    )
-    yield edit(
-        fix,
-        FP8_18,
-        NOT_NEEDED,
-        "a helper keeps the plan before it is pointed at",
-        FLASHMLA=before(
-            POINTED_AT, "tile_scheduler_metadata, num_splits = self._kept(tile_scheduler_metadata, num_splits)"
-        ),
-    )
-    yield edit(
-        fix,
-        FP8_18,
-        NOT_NEEDED,
-        "the metadata are those that a helper keeps",
-        FLASHMLA=swap(
-            r"scheduler_metadata=scheduler_metadata,\n( +dcp)",
-            r"scheduler_metadata=self._in_buffers(scheduler_metadata),\n\1",
-        ),
-    )
-    yield edit(
-        fix,
-        FP8_18,
-        NOT_NEEDED,
-        "the caller keeps the plan",
-        MLA=swap(r"decode_metadata = self\._build_decode\(", "decode_metadata = self._kept_build_decode("),
-    )
-    yield edit(
-        fix,
-        FP8_18,
-        NOT_NEEDED,
-        "the planner writes into buffers",
-        OPERATORS=swap(
-            r"return torch\.ops\._flashmla_extension_C\.get_mla_decoding_metadata_dense_fp8\(((?:\n {8}.*)+)\n {4}\)",
-            r"return _kept(torch.ops._flashmla_extension_C.get_mla_decoding_metadata_dense_fp8(\1\n    ))",
-        ),
+        {
+            "a helper keeps the plan": {
+                "FLASHMLA": before(r"return FlashMLADecodeMetadata\(", "self._keep(scheduler_metadata)", "")
+            },
+            "a helper keeps the plan before it is pointed at": {
+                "FLASHMLA": before(
+                    POINTED_AT, "tile_scheduler_metadata, num_splits = self._kept(tile_scheduler_metadata, num_splits)"
+                )
+            },
+            "the metadata are those that a helper keeps": {
+                "FLASHMLA": swap(
+                    r"scheduler_metadata=scheduler_metadata,\n( +dcp)",
+                    r"scheduler_metadata=self._in_buffers(scheduler_metadata),\n\1",
+                )
+            },
+            "the caller keeps the plan": {
+                "MLA": swap(r"decode_metadata = self\._build_decode\(", "decode_metadata = self._kept_build_decode(")
+            },
+            "the planner writes into buffers": {
+                "OPERATORS": swap(
+                    r"return torch\.ops\._flashmla_extension_C\.get_mla_decoding_metadata_dense_fp8"
+                    r"\(((?:\n {8}.*)+)\n {4}\)",
+                    r"return _kept(torch.ops._flashmla_extension_C.get_mla_decoding_metadata_dense_fp8(\1\n    ))",
+                )
+            },
+        },
     )
     yield edit(
         fix,
@@ -721,24 +661,23 @@ def flashmla_padding() -> Iterator[Case]:
     for base in (PADDING_17, PADDING_18):
         for where, change in clamped.items():
             yield edit(fix, base, NOT_NEEDED, f"block ids clamped {where}", FLASHMLA=change)
-    yield edit(
+    yield from edits(
         fix,
         PADDING_17,
         NOT_NEEDED,
-        "block ids clamped by the caller",
-        RUNNER=swap(
-            r"block_table_gid_0 = _get_block_table\(0\)", "block_table_gid_0 = _get_block_table(0).clamp(min=0)"
-        ),
-    )
-    yield edit(
-        fix,
-        PADDING_17,
-        NOT_NEEDED,
-        "block ids clamped by the operator",
-        OPERATORS=before(
-            r"out, softmax_lse = torch\.ops\._flashmla_extension_C\.fwd_kvcache_mla_fp8\(",
-            "block_table = block_table.clamp(min=0)",
-        ),
+        {
+            "block ids clamped by the caller": {
+                "RUNNER": swap(
+                    r"block_table_gid_0 = _get_block_table\(0\)", "block_table_gid_0 = _get_block_table(0).clamp(min=0)"
+                )
+            },
+            "block ids clamped by the operator": {
+                "OPERATORS": before(
+                    r"out, softmax_lse = torch\.ops\._flashmla_extension_C\.fwd_kvcache_mla_fp8\(",
+                    "block_table = block_table.clamp(min=0)",
+                )
+            },
+        },
     )
     yield edit(
         fix,
