@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.source import slices
 from vllm_graphfix.source.files import SourceError, parse
-from vllm_graphfix.source.functions import DEFINITIONS, Function
+from vllm_graphfix.source.functions import DEFINITIONS, Function, walk
 from vllm_graphfix.source.known_code import (
     DIGEST,
     KNOWN_CODE,
@@ -51,6 +51,8 @@ _MOST_NEW = 2 / 3
 """A tree with a larger share of unknown files, such as a reformatted fork, is like no release. New releases have 26 to
 52 %."""
 _LONGEST_NAME = 200
+_NAMING = ("id", "attr", "arg", "name", "value")
+"""Fields of syntax trees with names, and with strings that may be names."""
 _OWN_GRAPHS = {"CUDAGraph"}
 """A fork that captures graphs of its own is not recognised."""
 _LARGEST_CODE = 256 * 1024 * 1024
@@ -187,22 +189,22 @@ class Search:
             for name, line in _renamed_by_imports(self._tree(path)):
                 if name in wanted:
                     yield name, f"{path}:{line}", b""
-            for owner, node, value in self.units(path):
+            tree = self._tree(path)
+            for owner, node in _units(tree) if tree is not None else ():
                 defined = getattr(node, "name", "")
                 place = f"{path}::{'.'.join(filter(None, (owner, defined)))}"
                 is_sliced = place in places or f"{path}::{owner}." in classes
                 if is_sliced and defined not in everywhere:
                     continue
-                own_words = (word for word in (owner, *_words_of(node)) if word in wanted)
+                own_words = (word for word in itertools.chain((owner,), _words_of(node)) if word in wanted)
                 if (by := _acts_by(reach, owner, node) or next(own_words, None)) is not None:
-                    yield by, f"{path}:{getattr(node, 'lineno', 1)}", value
+                    yield by, f"{path}:{getattr(node, 'lineno', 1)}", _digest(owner, node)
 
     def units(self, path: str) -> Iterator[tuple[str, ast.AST, bytes]]:
         """Yield the functions and other statements of one file: the class, the node, and a digest of both."""
         tree = self._tree(path)
         for owner, node in _units(tree) if tree is not None else ():
-            text = _DESCRIPTION.sub("", f"{owner}.{getattr(node, 'name', '')} {canonical(node)}")
-            yield owner, node, hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
+            yield owner, node, _digest(owner, node)
 
     def has_new_code(self, path: str) -> bool:
         """Return True unless known releases have the file, or each of its functions and statements, in any layout."""
@@ -262,7 +264,7 @@ def reach_of(
         function = source.function(part.path, part.function) if part.function else None
         if function is None:
             continue
-        called.update(last_name(node.func) for node in ast.walk(function.node) if isinstance(node, ast.Call))
+        called.update(last_name(node.func) for node in walk(function.node) if isinstance(node, ast.Call))
         owner, _, name = part.function.rpartition(".")
         own.update((owner, name))
         bases.update(ancestors.get(owner, ()))
@@ -301,6 +303,16 @@ def _units(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
         yield from ((owner, statement) for statement in statements if not _is_text(statement))
 
 
+def _digest(owner: str, node: ast.AST) -> bytes:
+    """Hash *node*, of the class *owner*; cached on it."""
+    value: bytes | None = getattr(node, "graphfix_digest", None)
+    if value is None:
+        text = _DESCRIPTION.sub("", f"{owner}.{getattr(node, 'name', '')} {canonical(node)}")
+        value = hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
+        vars(node)["graphfix_digest"] = value
+    return value
+
+
 def _is_text(node: ast.stmt) -> bool:
     """Tell if *node* is a docstring of a class or an attribute."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -312,7 +324,7 @@ def _acts_by(reach: Reach, owner: str, node: ast.AST) -> str | None:
     if name in reach.called or owner in reach.called or owner in reach.bases:
         return owner or name
     either = reach.own | reach.called
-    for each in ast.walk(node):
+    for each in _acting(node):
         if isinstance(each, ast.Call):
             if last_name(each.func) in reach.own:
                 return last_name(each.func)
@@ -324,22 +336,35 @@ def _acts_by(reach: Reach, owner: str, node: ast.AST) -> str | None:
             if last in either:
                 return last
         elif (
-            isinstance(each, ast.Attribute)
-            and isinstance(each.ctx, ast.Store)
-            and each.attr in either | reach.foreign
-            and last_name(each.value) != "self"
+            isinstance(each, ast.Attribute) and each.attr in either | reach.foreign and last_name(each.value) != "self"
         ):
             return each.attr
     return None
 
 
-def _words_of(node: ast.AST) -> Iterator[str]:
-    """Yield the names in *node*, and the strings that may be names."""
-    for each in ast.walk(node):
-        for field in ("id", "attr", "arg", "name", "value"):
-            word = getattr(each, field, None)
-            if isinstance(word, str):
-                yield word
+def _acting(node: ast.AST) -> list[ast.AST]:
+    """Return the parts of *node* that may act on others, cached on it: calls, strings, and attributes that are set."""
+    parts: list[ast.AST] | None = getattr(node, "graphfix_acting", None)
+    if parts is None:
+        parts = [each for each in walk(node) if _may_act(each)]
+        vars(node)["graphfix_acting"] = parts
+    return parts
+
+
+def _may_act(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.ctx, ast.Store)
+    return isinstance(node, ast.Call) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _words_of(node: ast.AST) -> Collection[str]:
+    """Return the names in *node*, and the strings that may be names, each once, cached on it."""
+    words: dict[str, None] | None = getattr(node, "graphfix_words", None)
+    if words is None:
+        parts = (getattr(each, field, None) for each in walk(node) for field in _NAMING if field in each._fields)
+        words = dict.fromkeys(word for word in parts if isinstance(word, str))
+        vars(node)["graphfix_words"] = words
+    return words
 
 
 def _renamed_by_imports(tree: ast.Module | None) -> Iterator[tuple[str, int]]:

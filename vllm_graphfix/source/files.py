@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_graphfix.source.functions import DEFINITIONS, Function, assigns_to, binds, is_decorated
+from vllm_graphfix.source.functions import DEFINITIONS, Function, assigns_to, binds, is_decorated, walk
 from vllm_graphfix.text import brief_repr
 
 _LARGEST_FILE = 1024 * 1024
@@ -151,7 +151,7 @@ class Source:
 
     def _note_import(self, path: str, name: str) -> None:
         tree = self._tree(path)
-        for node in ast.walk(tree) if tree is not None else ():
+        for node in _bindings(tree) if tree is not None else ():
             if isinstance(node, ast.ImportFrom) and any(
                 (each.asname or each.name) in (name, "*") for each in node.names
             ):
@@ -163,10 +163,10 @@ class Source:
         """Return the names that the file imports, and its classes and functions, not ``async`` ones, at any depth."""
         bound: set[str] = set()
         tree = self._tree(path)
-        for node in ast.walk(tree) if tree else ():
+        for node in _bindings(tree) if tree else ():
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 bound.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
-            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            else:
                 bound.add(node.name)
         return frozenset(bound)
 
@@ -182,6 +182,17 @@ class Source:
         if self._parsed > _LARGEST_TREES:
             raise SourceError(f"the code of {self.label} is larger than that of any vLLM; is it the right one?")
         return tree
+
+
+def _bindings(tree: ast.Module) -> list[ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef]:
+    """Return the imports, classes and functions of a file, cached on its tree: many fixes ask for those of a runner."""
+    bindings: list[ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef] | None
+    bindings = getattr(tree, "graphfix_bindings", None)
+    if bindings is None:
+        kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+        bindings = [node for node in walk(tree) if isinstance(node, kinds)]
+        tree.graphfix_bindings = bindings  # type: ignore[attr-defined]
+    return bindings
 
 
 def parse(content: bytes) -> ast.Module:

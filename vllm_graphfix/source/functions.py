@@ -13,6 +13,7 @@ from vllm_graphfix.source.patterns import canonical, is_anything, matches, parse
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 _KNOWN_DECORATORS = frozenset(
     {
         "CustomOp",  # registers the class by name, and returns it
@@ -52,7 +53,7 @@ class Function(NamedTuple):
         """All nodes, cached on the first: walking them for each pattern takes longer than comparing them."""
         nodes: list[ast.AST] | None = getattr(self.node, "graphfix_nodes", None)
         if nodes is None:
-            nodes = list(ast.walk(self.node))
+            nodes = walk(self.node)
             self.node.graphfix_nodes = nodes  # type: ignore[union-attr]
         return nodes
 
@@ -178,7 +179,7 @@ class Function(NamedTuple):
         For ``a.b(...)`` the name is ``b``; ``""`` for a call of anything without a name.
         """
         lines = range(getattr(first, "lineno", 0), getattr(last, "lineno", sys.maxsize))
-        nodes = (node for statement in self.node.body for node in ast.walk(statement))
+        nodes = (node for statement in self.node.body for node in walk(statement))
         called = (node.func for node in nodes if isinstance(node, ast.Call) and node.lineno in lines)
         return frozenset(str(getattr(each, "attr", None) or getattr(each, "id", "")) for each in called)
 
@@ -237,7 +238,7 @@ class Function(NamedTuple):
         """Tell if a part that equals *pattern* is in a loop."""
         wanted = parsed_pattern(pattern)
         loops = (node for node in self._nodes if isinstance(node, LOOPS))
-        return any(matches(node, wanted) for loop in loops for node in ast.walk(loop))
+        return any(matches(node, wanted) for loop in loops for node in walk(loop))
 
     def at(self, node: ast.stmt | ast.expr) -> str:
         return f"{self.path}:{node.lineno}"
@@ -284,7 +285,7 @@ def _places(block: list[ast.stmt], parts: tuple[ast.stmt | ast.expr, ...]) -> li
 
 def _named_in(tree: ast.AST, name: str) -> list[ast.Name | ast.Attribute]:
     """Return the variables and attributes of this name."""
-    return _nodes_named(ast.walk(tree), name)
+    return _nodes_named(walk(tree), name)
 
 
 def _nodes_named(nodes: Iterable[ast.AST], name: str) -> list[ast.Name | ast.Attribute]:
@@ -313,7 +314,9 @@ def binds(statement: ast.stmt, name: str) -> bool:
     """
     if isinstance(statement, DEFINITIONS):
         return False  # it defines another name, or is the last definition
-    for node in ast.walk(statement):
+    if names_below(statement).isdisjoint((name, "*", "globals", "modules")):
+        return False
+    for node in walk(statement):
         if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, (ast.Store, ast.Del)):
             return True
         if isinstance(node, DEFINITIONS) and node.name == name:
@@ -330,6 +333,8 @@ def assigns_to(statement: ast.stmt, qualname: str) -> bool:
     if isinstance(statement, DEFINITIONS):
         return False
     cls, _, method = qualname.rpartition(".")
+    if method not in names_below(statement):
+        return False
     call = parsed_pattern(f"setattr({cls}, {method!r}, ...)")
     return any(
         (
@@ -339,5 +344,46 @@ def assigns_to(statement: ast.stmt, qualname: str) -> bool:
             and _first_word(node) == cls
         )
         or (isinstance(node, ast.Call) and matches(node, call))
-        for node in ast.walk(statement)
+        for node in walk(statement)
     )
+
+
+def walk(node: ast.AST) -> list[ast.AST]:
+    """Return *node* and all nodes below it in the order of `ast.walk`, without contexts, in less than half its time."""
+    nodes = [node]
+    for each in nodes:  # which grows meanwhile
+        for field in each._fields:
+            value = None if field == "ctx" else getattr(each, field, None)
+            if isinstance(value, ast.AST):
+                nodes.append(value)
+            elif isinstance(value, list):
+                nodes.extend(part for part in value if isinstance(part, ast.AST))
+    return nodes
+
+
+def names_below(node: ast.AST) -> frozenset[str]:
+    """Return all names in *node*. Those of a statement are cached on it: slices of several fixes share functions."""
+    if not isinstance(node, _STATEMENTS):
+        return frozenset(name for each in walk(node) for name in _names_of(each))
+    names: frozenset[str] | None = vars(node).get("graphfix_names")
+    if names is None:
+        names = frozenset(_names_of(node)).union(*map(names_below, ast.iter_child_nodes(node)))
+        vars(node)["graphfix_names"] = names
+    return names
+
+
+def _names_of(node: ast.AST) -> tuple[str, ...]:
+    """Return the names of one node: variable, attribute, argument, import, definition, or string."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute):
+        return (node.attr,)
+    if isinstance(node, (ast.arg, ast.keyword)):
+        return (node.arg or "",)
+    if isinstance(node, ast.alias):
+        return (node.name.rpartition(".")[2], node.asname or "")
+    if isinstance(node, DEFINITIONS):
+        return (node.name,)
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self, "name"), vars()["name"]
+        return (node.value,)
+    return ()

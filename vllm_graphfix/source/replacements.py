@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graphfix.source.functions import DEFINITIONS, Definition
+from vllm_graphfix.source.functions import DEFINITIONS, Definition, walk
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.part import Slice
@@ -99,7 +99,7 @@ class Targets:
 
     def replacements_in(self, tree: ast.Module, path: str) -> Iterator[tuple[Slice, ast.AST, Definition | None]]:
         """Yield the nodes of *tree* that may replace a slice, each with its definition if it is one."""
-        for node in ast.walk(tree):
+        for node in walk(tree):
             if isinstance(node, ast.ClassDef):
                 yield from self._overridden(node, path)
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):

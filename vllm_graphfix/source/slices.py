@@ -8,12 +8,13 @@ loops that they stand in, and with whatever returns, or leaves their loop, betwe
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from vllm_graphfix.source.functions import DEFINITIONS, LOOPS, Function, parameters_of
-from vllm_graphfix.source.patterns import canonical, matches_any
+from vllm_graphfix.source.functions import DEFINITIONS, LOOPS, Function, names_below, parameters_of
+from vllm_graphfix.source.patterns import canonical, matches_any, parsed_pattern
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
@@ -27,7 +28,6 @@ _EXITS = (ast.Return, ast.Break, ast.Continue)
 """Statements that leave a block silently. An exception is not silent."""
 _WITHOUT_GRADIENTS = ("torch.no_grad()", "torch.inference_mode()")
 """Decorators that do not change what a function does."""
-_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 _BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 
 
@@ -83,9 +83,12 @@ class _Slicer:
     """Write the statements that mention one of the names, one a line, each behind the headers that it stands in."""
 
     def __init__(self, names: frozenset[str], excluded: Collection[str]) -> None:
-        self._names, self._excluded = names, list(excluded)
+        self._names = names
+        self._excluded = [(pattern, _names_in(pattern)) for pattern in excluded]
 
     def lines(self, function: Function) -> list[str]:
+        if not self._mentions(function.node):  # most functions of a class
+            return []
         named = filter(self._mentions, parameters_of(function.node))
         parts = [("", False, self._pruned(argument)) for argument in named] + self._block(function.node.body)
         return [f"{where}{text}" for where, _, text in _between_uses(parts, from_start="return" in self._names)]
@@ -95,10 +98,8 @@ class _Slicer:
 
     def _statement(self, node: ast.AST) -> Iterator[tuple[str, bool, str]]:
         """Yield the lines of one statement: their headers, whether they only leave the block, and their text."""
-        recognised = next((pattern for pattern in self._excluded if matches_any(node, [pattern])), None)
+        recognised = self._recognised(node)
         if recognised is not None:
-            # Once: a second pass, or a remedy that stands twice, is more than was recognised.
-            self._excluded.remove(recognised)
             if recognised.endswith(":\n    ..."):  # the pattern matches whatever body it has
                 yield from (("", False, self._pruned(each)) for each in ast.walk(node) if self._changes(each))
             return
@@ -128,6 +129,17 @@ class _Slicer:
             within = f"{type(node).__name__} {name}({','.join(map(self._whole, header))})"
             yield from ((f"{within}{where}", leaves, text) for where, leaves, text in inside)
 
+    def _recognised(self, node: ast.AST) -> str | None:
+        """Return the pattern that *node* equals, and drop it; None if it equals none."""
+        names = names_below(node)
+        for number, (pattern, its_own) in enumerate(self._excluded):
+            # Few statements have all names of a pattern: comparing the others would take most of the time.
+            if its_own <= names and matches_any(node, [pattern]):
+                # Once: a second pass, or a remedy that stands twice, is more than was recognised.
+                del self._excluded[number]
+                return pattern
+        return None
+
     def _whole(self, node: ast.AST) -> str:
         """Write a header that mentions none of the data; of a context that is entered, without keywords."""
         if isinstance(node, ast.withitem) and isinstance(node.context_expr, ast.Call):
@@ -154,7 +166,7 @@ class _Slicer:
         )
 
     def _mentions(self, node: ast.AST) -> bool:
-        return not self._names.isdisjoint(_names_below(node))
+        return not self._names.isdisjoint(names_below(node))
 
     def _pruned(self, node: object) -> str:
         """Write *node* without the arguments of calls and the targets of tuples that mention none of the data.
@@ -213,29 +225,7 @@ def _between_uses(lines: list[tuple[str, bool, str]], *, from_start: bool = Fals
     return lines[0 if from_start else uses[0] : uses[-1] + 1] if uses else []
 
 
-def _names_below(node: ast.AST) -> frozenset[str]:
-    """Return all names in *node*. Those of a statement are cached on it: slices of several fixes share functions."""
-    if not isinstance(node, _STATEMENTS):
-        return frozenset(name for each in ast.walk(node) for name in _names_of(each))
-    names: frozenset[str] | None = vars(node).get("graphfix_names")
-    if names is None:
-        names = frozenset(_names_of(node)).union(*map(_names_below, ast.iter_child_nodes(node)))
-        vars(node)["graphfix_names"] = names
-    return names
-
-
-def _names_of(node: ast.AST) -> tuple[str, ...]:
-    """Return the names of one node: variable, attribute, argument, import, definition, or string."""
-    if isinstance(node, ast.Name):
-        return (node.id,)
-    if isinstance(node, ast.Attribute):
-        return (node.attr,)
-    if isinstance(node, (ast.arg, ast.keyword)):
-        return (node.arg or "",)
-    if isinstance(node, ast.alias):
-        return (node.name.rpartition(".")[2], node.asname or "")
-    if isinstance(node, DEFINITIONS):
-        return (node.name,)
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):  # getattr(self, "name"), vars()["name"]
-        return (node.value,)
-    return ()
+@functools.cache
+def _names_in(pattern: str) -> frozenset[str]:
+    """Return the names that each node which equals *pattern* mentions."""
+    return names_below(parsed_pattern(pattern))
