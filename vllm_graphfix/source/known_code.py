@@ -16,8 +16,6 @@ KNOWN_FUNCTIONS = KNOWN_FILES.with_name("known_functions.bin")
 """Digests of each function of the known releases, sorted. Nine times as many: read for a fork only."""
 DIGEST = 5
 """Bytes."""
-_COMMENT = re.compile(rb"(?m)[ \t]*(?:#[^\n]*)?$")
-"""The end of a line, blanks and a comment; also a whole line of a header."""
 _BLANK_LINES = re.compile(rb"\n+")
 _USUAL_EXTENSION = re.compile(r"(?:\w*_)?C(?:_\w+)?")
 """Names of extension modules of vLLM's builds, other platforms' included: ``_C``, ``_rocm_C``."""
@@ -42,7 +40,9 @@ def is_known_extension(path: str) -> bool:
 
 def code_digest(path: str, content: bytes) -> bytes:
     """Hash the path and the *content* of one file without comments and blank lines."""
-    code = _BLANK_LINES.sub(b"\n", b"\n" + _COMMENT.sub(b"", content))
+    # A regular expression that cuts the ends of lines takes ten times as long.
+    lines = [line.partition(b"#")[0].rstrip(b" \t") for line in content.split(b"\n")]
+    code = _BLANK_LINES.sub(b"\n", b"\n" + b"\n".join(lines))
     return hashlib.blake2b(path.encode() + code, digest_size=DIGEST).digest()
 
 
