@@ -8,6 +8,7 @@ import functools
 import keyword
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -35,6 +36,7 @@ class ForkTree:
         self.release = release
         self._root = release_root(release)
         self.changed: dict[str, str | None] = {}
+        self._judged: tuple[dict[str, str | None], Source] | None = None
 
     def text(self, path: str) -> str | None:
         if path in self.changed:
@@ -86,6 +88,12 @@ class ForkTree:
         return manifest.diagnose(BY_NAME[fix], self.source())
 
     def source(self) -> Source:
+        """Return one source for all fixes until something changes: they share what is parsed and searched."""
+        if self._judged is None or self._judged[0] != self.changed:
+            self._judged = dict(self.changed), self._opened()
+        return self._judged[1]
+
+    def _opened(self) -> Source:
         def read(path: str) -> bytes | None:
             if path in self.changed:
                 text = self.changed[path]
@@ -104,8 +112,13 @@ class ForkTree:
 
 @functools.cache
 def stock_verdict(fix: str, release: str) -> Verdict:
-    verdict: Verdict = ForkTree(release).verdict(fix).verdict
+    verdict: Verdict = _stock(release).verdict(fix).verdict
     return verdict
+
+
+@functools.lru_cache(maxsize=1)
+def _stock(release: str) -> ForkTree:
+    return ForkTree(release)
 
 
 @functools.cache
@@ -147,12 +160,11 @@ def identifiers(fix: str, release: str) -> tuple[str, ...]:
     own = module_of(fix).FIX
     words = {word for part in own.surroundings for word in (*part.names.split(), *part.function.split("."))}
     with _patterns_heard(words):
-        own.diagnose(ForkTree(release).source())
+        own.diagnose(_stock(release).source())
     others = {*keyword.kwlist, *vars(builtins), *dir(torch), *dir(torch.Tensor), *dir(torch.cuda), "self", "super", ""}
-    text = "\n".join((ForkTree(release).text(path) or "") for path in own.inspected_files)
-    there = {
-        word: len(re.findall(rf"\b{re.escape(word)}\b", text)) for word in words - others if not word.startswith("__")
-    }
+    texts = ((_stock(release).text(path) or "") for path in own.inspected_files)
+    counted = Counter(word for text in texts for word in re.findall(r"\w+", text))
+    there = {word: counted[word] for word in words - others if not word.startswith("__")}
     return tuple(sorted((word for word, times in there.items() if times), key=lambda word: (-there[word], word)))[
         :_MOST
     ]
