@@ -20,6 +20,7 @@ _KNOWN_DECORATORS = frozenset(
         "MULTIMODAL_REGISTRY",  # registers the processor of a model, and returns the class
         "abstractmethod",
         "classmethod",
+        "config",  # vLLM's; makes a dataclass
         "contextlib",
         "contextmanager",
         "dataclass",
