@@ -41,7 +41,7 @@ REPEATED = {
     "as-it-is": "packages that are not packed, whatever version the machine has",
     "bring": "packages that are packed in any case",
     "pin": "asked of a package besides, such as 'xgrammar<0.3', where newer ones ask for what others refuse",
-    "leave-out": "paths in wheels that are not packed, such as '*_vllm_fa2_C*', FlashAttention 2",
+    "leave-out": "paths in wheels that are not packed, such as '*_vllm_fa2_C*', FlashAttention 2 (TurboQuant's)",
     "find-links": "folders of wheels that pip looks at, too",
 }
 README = """vLLM {version} and vllm-graphfix for Python {python} on x86-64 Linux, {size:.0f} MB.

@@ -178,10 +178,11 @@ def why_skipped(case: Case, device: Device) -> str | None:
 
 def _what_is_missing(case: Case, source: Source) -> str | None:
     """Return the reason why *case* cannot show its defect with this vLLM and these packages, or None."""
-    folder = source.folder
     if case.shows_with is not None and not source.contains_word(*case.shows_with[:2]):
         return f"on this vLLM {case.shows_with[2]}; `verify --device cpu` proves the fix on the CPU double"
-    if case.needs is None or importlib.util.find_spec(case.needs) or (folder and (folder / case.needs).is_dir()):
+    if case.needs is None or (source.folder and (source.folder / case.needs).exists()):
+        return None
+    if "/" not in case.needs and importlib.util.find_spec(case.needs):
         return None
     return f"{case.needs} is not installed; `verify --device cpu` proves the fix on the CPU double"
 

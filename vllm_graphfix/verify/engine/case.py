@@ -91,7 +91,7 @@ class Case:
     """Major compute capability that the kernels need."""
 
     needs: str | None = None
-    """Package of its kernels that vLLM does not require."""
+    """Package of its kernels that vLLM does not require, or file of vLLM's, as a path, that an archive may lack."""
     shows_with: tuple[str, str, str] | None = None
     """File of vLLM, a word without which this case is right on stock too, and what is wrong there instead."""
     shows_on: Callable[[Source], bool] | None = None
