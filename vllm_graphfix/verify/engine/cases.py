@@ -319,3 +319,36 @@ LLAMA_LORA = Case(
     compiles=True,
     watched=True,
 )
+# Only the layers in the middle have the quantised cache: vLLM leaves out the first two and the last two, which run on
+# FlashAttention 2. Without compilation in pieces the fix leaves no graph, so that it computes as eager does. Without
+# async scheduling the lengths on the host are exact, which this backend takes them for. One request at a time: only a
+# step in which each request has all its drafts is replayed, and n-grams draft where a token occurs again.
+LLAMA_TURBOQUANT_NGRAM = Case(
+    name="llama-turboquant-ngram",
+    model="llama-8",
+    runner="V1",
+    graphs=full_decodes([4]),
+    workload=TOGETHER,
+    arguments={
+        "kv_cache_dtype": "turboquant_k8v4",
+        "max_num_seqs": 1,
+        "async_scheduling": False,
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 2,
+        },
+    },
+    needs="vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+    compiles=True,
+)
+LLAMA_TURBOQUANT_EAGLE = replace(
+    LLAMA_TURBOQUANT_NGRAM,
+    name="llama-turboquant-eagle",
+    draft="eagle",
+    runner="V2",
+    graphs=full_decodes([4, 8, 16, 32]),
+    arguments=LLAMA_TURBOQUANT_NGRAM.arguments
+    | {"max_num_seqs": 8, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
+)

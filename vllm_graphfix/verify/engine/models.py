@@ -1,6 +1,6 @@
 """Tiny models with random weights: folders that vLLM loads like any checkpoint.
 
-They have two layers, Granite 4 has three. Norms are 1 (except for one of DeepSeek V4) and matrices
+They have two layers, Granite 4 has three, one Llama eight. Norms are 1 (except for one of DeepSeek V4) and matrices
 normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero, every output would be the same. Each
 tensor has its own seed, so that folders made on different machines hold the same numbers.
 """
@@ -123,6 +123,8 @@ LLAMA: Config = _COMMON | {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
 }
+LLAMA_8: Config = LLAMA | {"num_hidden_layers": 8}
+"""Four layers more than vLLM leaves out of a quantised TurboQuant cache: two at each end."""
 LFM2: Config = _COMMON | {
     "architectures": ["Lfm2ForCausalLM"],
     "model_type": "lfm2",
@@ -191,6 +193,7 @@ MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "granite": (GRANITE, model_shapes.granite),
     "lfm2": (LFM2, model_shapes.lfm2),
     "llama": (LLAMA, model_shapes.llama),
+    "llama-8": (LLAMA_8, model_shapes.llama),
     "mixtral": (MIXTRAL, model_shapes.mixtral),
     "qwen3-next": (QWEN3_NEXT, model_shapes.qwen3_next),
     "eagle": (EAGLE, model_shapes.eagle),
