@@ -321,17 +321,16 @@ LLAMA_LORA = Case(
 )
 # Only the layers in the middle have the quantised cache: vLLM leaves out the first two and the last two, which run on
 # FlashAttention 2. Without compilation in pieces the fix leaves no graph, so that it computes as eager does. Without
-# async scheduling the lengths on the host are exact, which this backend takes them for. One request at a time: only a
-# step in which each request has all its drafts is replayed, and n-grams draft where a token occurs again.
+# async scheduling the lengths on the host are exact, which this backend takes them for. One request: a graph is
+# replayed only in a step in which each request has all its drafts, and n-grams draft where a token occurs again.
 LLAMA_TURBOQUANT_NGRAM = Case(
     name="llama-turboquant-ngram",
     model="llama-8",
     runner="V1",
     graphs=full_decodes([4]),
-    workload=TOGETHER,
+    workload=((511, 200),),
     arguments={
         "kv_cache_dtype": "turboquant_k8v4",
-        "max_num_seqs": 1,
         "async_scheduling": False,
         "speculative_config": {
             "method": "ngram",
@@ -349,6 +348,7 @@ LLAMA_TURBOQUANT_EAGLE = replace(
     draft="eagle",
     runner="V2",
     graphs=full_decodes([4, 8, 16, 32]),
+    workload=TOGETHER,
     arguments=LLAMA_TURBOQUANT_NGRAM.arguments
-    | {"max_num_seqs": 8, "speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
+    | {"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
 )

@@ -8,7 +8,7 @@ runners.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -22,7 +22,6 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import attn_utils
 
 from vllm_graphfix.verify.double.arguments import supported_kwargs
-from vllm_graphfix.verify.double.decoding import measure
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import (
     BareGraphs,
@@ -41,28 +40,28 @@ LENGTHS = ((37, 21), (40, 25), (44, 26))
 """Tokens of each request, step by step, this step's included."""
 
 
+Forward = Callable[..., torch.Tensor]
+MakeGraphs = Callable[[Any, Forward, int], Any]
+"""Makes graphs of a layer's forward, for the tokens of a request."""
+
+
 def run(*, trigger: bool = True) -> Measurement:
     """Verify three drafts a request on both model runners. Without *trigger*, decode without drafts."""
     drafts = DRAFTS if trigger else 0
-
-    def serve(*, captured: bool) -> list[torch.Tensor]:
-        return [
-            output for ask in (_mode_of_v1, _mode_of_v2) for output in _serve(ask if captured else None, drafts, _bare)
-        ]
-
+    numbers = f"attention of {REQUESTS} requests of {1 + drafts} tokens in {len(LENGTHS)} steps of each model runner"
     with cpu_cuda_graphs(), _kernels():
-        return measure(
-            f"attention of {REQUESTS} requests of {1 + drafts} tokens in {len(LENGTHS)} steps of each model runner",
-            lambda: serve(captured=False),
-            lambda: serve(captured=True),
-            {},
-        )
+        eager = [number for _ in _RUNNERS for number in _serve(None, drafts, _bare)]
+        try:
+            graphed = [number for ask in _RUNNERS for number in _serve(ask, drafts, _bare)]
+        except RuntimeError as error:  # of the capture
+            return Measurement(numbers, tuple(eager), (), f"RuntimeError: {error}")
+    return Measurement(numbers, tuple(eager), tuple(graphed))
 
 
 def watched(*, trigger: bool = True) -> None:
     """Replay the graphs of `run` as model runner V1 does, for the shadow check, with drafts and without.
 
-    With drafts, the fix leaves no full graph to replay.
+    With drafts, the fix leaves no full graph to replay. The captures of 0.20.x read lengths here, as on no GPU.
     """
     _watch(_mode_of_v1, trigger, lambda layer, forward, _: WrappedGraphs(LAYER, layer, forward, BLOCK_SIZE))
 
@@ -70,11 +69,6 @@ def watched(*, trigger: bool = True) -> None:
 def watched_v2(*, trigger: bool = True) -> None:
     """Replay the graphs of `run` as model runner V2 does."""
     _watch(_mode_of_v2, trigger, lambda layer, forward, each: ManagedGraphs(LAYER, layer, forward, BLOCK_SIZE, each))
-
-
-Forward = Callable[..., torch.Tensor]
-MakeGraphs = Callable[[Any, Forward, int], Any]
-"""Makes graphs of a layer's forward, for the tokens of a request."""
 
 
 def _bare(layer: Any, forward: Forward, tokens_of_a_request: int) -> Any:
@@ -87,36 +81,36 @@ def _watch(ask: Callable[..., Any], trigger: bool, graphs: MakeGraphs) -> None:
             _serve(ask, drafts, graphs)
 
 
-def _serve(ask: Callable[..., Any] | None, drafts: int, make_graphs: MakeGraphs) -> list[torch.Tensor]:
-    """Return the output of attention in each step: in a graph where vLLM, asked by *ask*, captures one for it."""
+def _serve(ask: Callable[..., Any] | None, drafts: int, make_graphs: MakeGraphs) -> list[float]:
+    """Return the output of attention in all steps, from graphs if the runner of *ask* captures some."""
     random = torch.Generator().manual_seed(0)
     tokens = 1 + drafts
     layer, batch = _Layer(random), _Batch(tokens)
-    config = _config(layer, drafts, CUDAGraphMode.NONE if ask is None else CUDAGraphMode.FULL_DECODE_ONLY)
-    builder = layer.get_attn_backend().get_builder_cls()(_spec(), [LAYER], config, DEVICE)
+    config = _config(drafts, CUDAGraphMode.NONE if ask is None else CUDAGraphMode.FULL_DECODE_ONLY)
+    builder = _backend().get_builder_cls()(_spec(), [LAYER], config, DEVICE)
     inputs = [torch.zeros(REQUESTS * tokens, heads, WIDTH) for heads in (HEADS, 1, 1)]
 
     def forward(metadata: Any, _: int = 0) -> torch.Tensor:
         return layer.attend(inputs, metadata)
 
     graphs = make_graphs(layer, forward, tokens)
-    captured = ask is not None and ask(config, layer, tokens).decode_mode() == CUDAGraphMode.FULL
+    captured = ask is not None and ask(config, tokens).decode_mode() == CUDAGraphMode.FULL
     if captured:
         # Both runners give a capture the tokens of the step as lengths, and the longest that a request may become.
         metadata = builder.build_for_cudagraph_capture(batch.of([tokens] * REQUESTS, BLOCKS * BLOCK_SIZE))
-        with batch.unreadable():
+        with batch.unreadable() if make_graphs is _bare else nullcontext():
             graphs.capture(REQUESTS * tokens, metadata)
-    outputs = []
+    numbers: list[float] = []
     for lengths in LENGTHS:
         for tensor in inputs:
             tensor.copy_(torch.randn(tensor.shape, generator=random))
         metadata = builder.build(0, batch.of(lengths, max(lengths)))
         output = graphs.replay(len(inputs[0]), metadata, len(inputs[0])) if captured else forward(metadata)
-        outputs.append(output.clone())
-    return outputs
+        numbers += output.flatten().tolist()
+    return numbers
 
 
-def _mode_of_v1(config: Any, layer: Any, tokens: int) -> CUDAGraphMode:
+def _mode_of_v1(config: Any, tokens: int) -> CUDAGraphMode:
     """Return the mode that model runner V1 sets up its graphs for."""
     runner = mock.MagicMock(
         **vars(config),
@@ -126,18 +120,27 @@ def _mode_of_v1(config: Any, layer: Any, tokens: int) -> CUDAGraphMode:
         max_num_reqs=REQUESTS,
     )
     check = gpu_model_runner.GPUModelRunner._check_and_update_cudagraph_mode
-    check(runner, [{layer.get_attn_backend()}], runner.kv_cache_config.kv_cache_groups)
+    check(runner, [{_backend()}], runner.kv_cache_config.kv_cache_groups)
     mode: CUDAGraphMode = runner.cudagraph_dispatcher.initialize_cudagraph_keys.call_args.args[0]
     return mode
 
 
-def _mode_of_v2(config: Any, layer: Any, tokens: int) -> CUDAGraphMode:
+def _mode_of_v2(config: Any, tokens: int) -> CUDAGraphMode:
     """Return the mode that model runner V2 sets up its graphs for, with what its `init_attn_backend` hands on."""
     results = attn_utils.init_attn_backend(_caches(), config, DEVICE)
     support = next(each for each in results if hasattr(each, "min_cg_support"))
     return config.compilation_config.resolve_cudagraph_mode_and_sizes(
         support.min_cg_support, support.min_cg_attn_backend, tokens
     )
+
+
+_RUNNERS = (_mode_of_v1, _mode_of_v2)
+
+
+def _backend() -> Any:
+    from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
+
+    return TurboQuantAttentionBackend
 
 
 def _spec() -> Any:
@@ -148,12 +151,12 @@ def _caches() -> Any:
     return KVCacheConfig(REQUESTS * BLOCKS, [], [KVCacheGroupSpec([LAYER], _spec())])
 
 
-def _config(layer: Any, drafts: int, mode: CUDAGraphMode) -> Any:
+def _config(drafts: int, mode: CUDAGraphMode) -> Any:
     """Return the part of a VllmConfig that both runners read, with *drafts* of n-grams a request."""
     tokens = 1 + drafts
     compilation = CompilationConfig(cudagraph_mode=mode, cudagraph_capture_sizes=[tokens, REQUESTS * tokens])
     compilation.max_cudagraph_capture_size = REQUESTS * tokens
-    compilation.static_forward_context[LAYER] = layer
+    compilation.static_forward_context[LAYER] = _Registered()
     no = {
         name: lambda: False
         for name in ("use_eagle", "uses_draft_model", "uses_extract_hidden_states", "uses_dynamic_speculative_decoding")
@@ -214,15 +217,24 @@ class _Batch:
             yield
 
 
-class _Layer(AttentionLayerBase):  # type: ignore[misc] # vLLM is not here when types are checked
+class _Registered(AttentionLayerBase):  # type: ignore[misc]  # vLLM is a peer
+    """The layer as model runners know it."""
+
+    def get_attn_backend(self) -> Any:
+        return _backend()
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return _spec()
+
+
+class _Layer:
     """An attention layer with vLLM's implementation of TurboQuant, on a full random cache of one head."""
 
     def __init__(self, random: torch.Generator) -> None:
         from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig
         from vllm.v1.attention.backends import turboquant_attn
 
-        self._backend = turboquant_attn.TurboQuantAttentionBackend
-        self.kv_cache = torch.randn(REQUESTS * BLOCKS, 1, BLOCK_SIZE, 2 * WIDTH, generator=random)
+        self._cache = torch.randn(REQUESTS * BLOCKS, 1, BLOCK_SIZE, 2 * WIDTH, generator=random)
         self._tq_cached = True
         self._tq_Pi = self._tq_PiT = self._tq_centroids = self._tq_midpoints = None
         self._implementation: Any = object.__new__(turboquant_attn.TurboQuantAttentionImpl)
@@ -239,18 +251,12 @@ class _Layer(AttentionLayerBase):  # type: ignore[misc] # vLLM is not here when 
             _use_flydsl=False,
         )
 
-    def get_attn_backend(self) -> Any:
-        return self._backend
-
-    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        return _spec()
-
     def attend(self, inputs: Sequence[torch.Tensor], metadata: Any) -> torch.Tensor:
         """Store keys and values in the cache, and attend, as vLLM's layers do."""
         query, key, value = inputs
-        self._implementation.do_kv_cache_update(self, key, value, self.kv_cache, metadata.slot_mapping)
+        self._implementation.do_kv_cache_update(self, key, value, self._cache, metadata.slot_mapping)
         output = torch.zeros_like(query)
-        self._implementation.forward(self, query, key, value, self.kv_cache, metadata, output)
+        self._implementation.forward(self, query, key, value, self._cache, metadata, output)
         return output
 
 
