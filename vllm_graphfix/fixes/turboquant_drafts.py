@@ -132,13 +132,18 @@ FIX = fix(
         Slice(
             _BACKEND,
             "TurboQuantAttentionImpl._prefill_attention",
-            "seq_lens_list seq_lens seq_lens_cpu seq_len max_seq_len",
+            "seq_lens_list",
             Verdict.AFFECTED,
         ),
-        Slice(_BASE, "AttentionMetadataBuilder.get_cudagraph_support"),
-        Slice(_BASE, "AttentionMetadataBuilder._init_reorder_batch_threshold", only_for=Verdict.AFFECTED),
+        Slice(_BASE, "AttentionMetadataBuilder.get_cudagraph_support", "_cudagraph_support"),
+        Slice(
+            _BASE,
+            "AttentionMetadataBuilder._init_reorder_batch_threshold",
+            "supports_spec_as_decode",
+            Verdict.AFFECTED,
+        ),
         # The question, and the choice
-        Slice(_RUNNER, "GPUModelRunner._check_and_update_cudagraph_mode", "cg_support min_cg_support cudagraph_mode"),
+        Slice(_RUNNER, "GPUModelRunner._check_and_update_cudagraph_mode", "cg_support min_cg_support"),
         Slice(_RUNNER, "GPUModelRunner.initialize_attn_backend", "attention_backend_list"),
         *(
             Slice(_ATTENTION, function, "cg_support min_cg_support")
@@ -150,7 +155,7 @@ FIX = fix(
             "min_cg_support uniform_decode_query_len",
         ),
     ),
-    wordings=(_OF_DRAFTS, *_OF_SINGLE_TOKENS),
+    wordings=(_OF_DRAFTS, *_OF_SINGLE_TOKENS, _QUESTION_OF_V1, _QUESTION_OF_V2),
     corrections=claim_single_tokens(FALSE_CLAIM, (_BACKEND_MODULE, _BUILDER)),
     events=(FALSE_CLAIM,),
     needs=needs,
