@@ -244,9 +244,9 @@ def test_a_fix_without_its_companion_is_no_difference_between_pipeline_stages() 
     load_general_plugins()
     import vllm.v1.worker.gpu.cudagraph_utils
     from vllm_graphfix import _this_process
-    first = _this_process().gate.report()
+    first = _this_process().gate.reports.report()
     import vllm.v1.worker.gpu.spec_decode.eagle.cudagraph
-    last = _this_process().gate.report()
+    last = _this_process().gate.reports.report()
     states = _this_process().manager.states()
     print("SAID", first.states["capture-state"], last.states["capture-state"], states["capture-state"].state.value)
     """

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from ranks import STAGE, report
 from records import eventually
 from vllm_graphfix.commands.fleet import look
-from vllm_graphfix.engine import capture_gate, own_report, rank_agreement, rank_report
+from vllm_graphfix.engine import capture_gate, gate_reports, own_report, rank_agreement, rank_report
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
 from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import Agreement, compare, publish
@@ -118,7 +118,7 @@ def gate_of_two(
         vars(me.manager)["states"] = faults.around("states", lambda **_: states_double)
         worker_double = worker_of(rank)
         try:
-            guarded(me.gate.publish_report, "profiling")
+            guarded(me.gate.reports.publish_report, "profiling")
             barrier.wait()
             me.gate.before_capture(worker_double, "profile_cudagraph_memory")
             barrier.wait()
@@ -134,7 +134,8 @@ def gate_of_two(
     with monkeypatch.context() as patched:
         patched.setattr(distributed_c10d, "_get_default_store", lambda: shared)
         patched.setattr(distributed_c10d, "PrefixStore", lambda name, store: FailingStore(real(name, store), faults))
-        patched.setattr(capture_gate, "world", lambda: (faults.here.rank, 2))
+        for module in (capture_gate, gate_reports):
+            patched.setattr(module, "world", lambda: (faults.here.rank, 2))
         patched.setattr(own_report, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
         patched.setattr(rank_report, "os", SimpleNamespace(urandom=faults.around("urandom", os.urandom)))
         patched.setattr(rank_agreement, "time", SimpleNamespace(monotonic=faults.around("monotonic", time.monotonic)))
@@ -244,17 +245,20 @@ def break_step(step: str, me: EngineProcess, worker: Any, patch: pytest.MonkeyPa
     if step in ("compilation_config", "parallel_config"):
         delattr(worker.vllm_config, step)
     elif step == "report":
-        patch.setattr(me.gate, "report", fail)
+        patch.setattr(me.gate.reports, "report", fail)
     else:
-        patch.setattr(rank_agreement if step in ("publish", "compare") else capture_gate, step, fail)
+        for module in (capture_gate, gate_reports, rank_agreement):
+            if hasattr(module, step):
+                patch.setattr(module, step, fail)
 
 
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """This process is rank 0 of two that agree wherever they are compared."""
     agreed = Agreement("0" * 16, None, 2, 2, None, all_off=False)
-    monkeypatch.setattr(capture_gate, "world", lambda: (0, 2))
-    monkeypatch.setattr(capture_gate, "common_store", HashStore)
+    for module in (capture_gate, gate_reports):
+        monkeypatch.setattr(module, "world", lambda: (0, 2))
+    monkeypatch.setattr(gate_reports, "common_store", HashStore)
     monkeypatch.setattr(rank_agreement, "compare", lambda *args, **kwargs: agreed)
     return monkeypatch
 
@@ -270,7 +274,7 @@ def test_a_gate_that_fails_stops_who_insists_and_else_says_so_in_the_record(
     environment, insists = MODES[mode]
     me, worker = process_double(environment), worker_of(0)
     break_step(step, me, worker, alike)
-    guarded(me.gate.publish_report, "profiling")
+    guarded(me.gate.reports.publish_report, "profiling")
     record: Any = me.gate.status_record
     if insists:
         for stage in ("profile_cudagraph_memory", "compile_or_warm_up_model"):
@@ -348,7 +352,7 @@ def test_an_error_of_another_rank_that_goes_on_unchecked_counts_as_one_s_own(
     me.gate.before_capture(worker, "compile_or_warm_up_model")
     record: Any = me.gate.status_record
     assert "rank 1: OSError: injected" in record.unchecked if mode == "auto" else record.unchecked is None
-    assert (me.gate._post_capture_group is not None) == (mode == "auto")
+    assert (me.gate.reports.post_capture_group is not None) == (mode == "auto")
 
 
 @pytest.mark.parametrize("stage", ["start", "warm-up"])
@@ -366,7 +370,8 @@ def test_nobody_waits_for_a_rank_that_says_that_it_has_no_report(stage: str, mon
 def test_where_nobody_knows_what_failed_in_a_capture_who_insists_stops(mode: str, alike: pytest.MonkeyPatch) -> None:
     environment, insists = MODES[mode]
     me, worker = process_double(environment), worker_of(0)
-    alike.setattr(capture_gate, "world", lambda: (0, 1))
+    for module in (capture_gate, gate_reports):
+        alike.setattr(module, "world", lambda: (0, 1))
     me.gate.before_capture(worker, "compile_or_warm_up_model")
     vars(me)["failures_in_capture"] = fail
     record: Any = me.gate.status_record
@@ -384,14 +389,15 @@ def test_a_node_that_cannot_leave_its_later_report_still_follows_rank_0(monkeypa
     store.set_timeout(timedelta(seconds=5))
     monkeypatch.setattr(rank_agreement, "_SLICE", 0.1)
     monkeypatch.setattr(rank_agreement, "_LAST_READERS", 0.1)
-    monkeypatch.setattr(capture_gate, "world", lambda: (0, 2))
-    monkeypatch.setattr(capture_gate, "common_store", lambda: store)
+    for module in (capture_gate, gate_reports):
+        monkeypatch.setattr(module, "world", lambda: (0, 2))
+    monkeypatch.setattr(gate_reports, "common_store", lambda: store)
     me, worker = process_double({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "5"}), worker_of(0)
     states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, State.ACTIVE, "") for fix in FIXES}
     vars(me.manager)["states"] = lambda **_: states_double
     record: Any = me.gate.status_record
-    other = me.gate.report()._replace(host="node-b", engine="b" * 16)
-    me.gate.publish_report("profiling")
+    other = me.gate.reports.report()._replace(host="node-b", engine="b" * 16)
+    me.gate.reports.publish_report("profiling")
     publish(store, "profiling", 1, other)
     me.gate.before_capture(worker, "profile_cudagraph_memory")
     assert (record.agreement.agreeing, record.agreement.followers) == (2, ("b" * 16,))

@@ -20,7 +20,15 @@ from torch.distributed import distributed_c10d
 from statements import call_before_each_statement
 from test_gate_faults import process_double, worker_of
 from vllm_graphfix import ranks
-from vllm_graphfix.engine import capture_gate, failed_graphs, graph_dispatch, own_report, rank_agreement, rank_report
+from vllm_graphfix.engine import (
+    capture_gate,
+    failed_graphs,
+    gate_reports,
+    graph_dispatch,
+    own_report,
+    rank_agreement,
+    rank_report,
+)
 from vllm_graphfix.engine.capture_gate import STOPS
 from vllm_graphfix.engine.capture_hooks import CaptureHooks
 from vllm_graphfix.engine.graph_dispatch import Graph
@@ -28,7 +36,7 @@ from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import FixState
 
-MODULES = (capture_gate, rank_agreement, rank_report, own_report, failed_graphs, graph_dispatch, ranks)
+MODULES = (capture_gate, gate_reports, rank_agreement, rank_report, own_report, failed_graphs, graph_dispatch, ranks)
 NOT_OF_THE_GATE = frozenset({"world"})
 """What puts it around vLLM's functions, and what a double replaces."""
 MODES: Mapping[str, Mapping[str, str]] = {
@@ -231,7 +239,8 @@ def started(
             patch.setenv(name, value)
         patch.setattr(Fault, "current", fault)
         patch.setattr(distributed_c10d, "_get_default_store", lambda: shared)
-        patch.setattr(capture_gate, "world", lambda: (fault.here.rank, world_size))
+        for module in (capture_gate, gate_reports):
+            patch.setattr(module, "world", lambda: (fault.here.rank, world_size))
         patch.setattr(capture_gate, "exit_process", end_process)
         patch.setattr(rank_agreement, "compare", compare_and_note)
         patch.setattr(rank_agreement, "time", SimpleNamespace(monotonic=now))

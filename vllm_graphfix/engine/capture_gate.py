@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix.engine.gate_reports import CAPTURED, PROFILING, WARM_UP, RankReports
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import guarded
-from vllm_graphfix.ranks import common_store, host_in, world
+from vllm_graphfix.ranks import host_in, world
 from vllm_graphfix.settings import environment
 
 if TYPE_CHECKING:
@@ -30,10 +31,8 @@ STOPS = "vllm-graphfix stops this engine"
 """The beginning of each message that stops an engine."""
 _BEFORE, _AFTER = f"{STOPS} before it captures its CUDA graphs", f"{STOPS} before it serves"
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-CAPTURE, _CAPTURED = "compile_or_warm_up_model", "captured"
-"""The method of a worker that captures the graphs which serve, and the stage of the comparison after it."""
-PROFILING, _WARM_UP = "profiling", "warm-up"
-"""The stages of the comparisons before a capture: the one that measures graphs, and the one whose graphs serve."""
+CAPTURE = "compile_or_warm_up_model"
+"""The method of a worker that captures the graphs which serve."""
 _NOT_COMPARED = "whether its ranks agree is not known"
 _EXIT_CODE = 70
 _STOCK = "To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes."
@@ -49,27 +48,18 @@ class GraphfixError(RuntimeError):
     """The engine must not capture or serve: a required fix is not applied, or the ranks do not agree."""
 
 
-_Published = tuple[Any, str, Any]
-"""A report in the ranks' store: that store, its place in it, and the report."""
-
-
 class CaptureGate:
     """The gate of one process, which is a rank of an engine or hosts one."""
 
     def __init__(self, context: EngineContext, status_record: StatusRecord) -> None:
         self.context, self.status_record = context, status_record
-        self._pending: _Published | None = None
-        """The report that this rank has published and not compared yet."""
-        self._publish_error: Exception | None = None
-        """The error for which this rank could not publish its last report."""
+        self.reports = RankReports(context, self._requires_a_fix)
         self.captures_here = False
         """This process has reached a capture."""
         self.has_graphs = False
         """The engine of this process uses graphs, or may use them."""
         self._has_captured = False
         """This process has captured graphs that serve. Elastic expert parallelism captures again."""
-        self._post_capture_group: tuple[Any, int, int] | None = None
-        """Store, rank and world size of the ranks that are compared again after this capture."""
 
     def before_capture(self, worker_or_runner: Any, stage: str) -> None:
         """Raise GraphfixError if the engine must not capture.
@@ -82,7 +72,7 @@ class CaptureGate:
         consequence = _NOT_COMPARED
         try:
             self.captures_here = True
-            self._post_capture_group = self.status_record.unchecked = None
+            self.reports.post_capture_group = self.status_record.unchecked = None
             self.has_graphs = self.status_record.graphs = _uses_graphs(worker_or_runner)
         except Exception as error:
             failure, self.has_graphs = error, True  # detectors must not miss a graph
@@ -101,10 +91,10 @@ class CaptureGate:
         if failure is not None and problem is None:
             problem = self._stop_or_go_on(_BEFORE, consequence, failure)
             if problem is not None:
-                guarded(self.publish_end)  # or the others would wait for this rank's report after the capture
-                guarded(self._publish_stop, _WARM_UP if stage == CAPTURE else PROFILING, failure)
+                guarded(self.reports.publish_end)  # or the others would wait for this rank's report after the capture
+                guarded(self.reports.publish_stop, WARM_UP if stage == CAPTURE else PROFILING, failure)
             elif self.status_record.unchecked is not None and not _is_elastic(worker_or_runner):
-                guarded(self._publish_unchecked, _WARM_UP if stage == CAPTURE else PROFILING, failure)
+                guarded(self.reports.publish_unchecked, WARM_UP if stage == CAPTURE else PROFILING, failure)
         guarded(self._publish_outcome, problem)
         if problem is not None:
             if failure is not None:
@@ -178,55 +168,14 @@ class CaptureGate:
             "or set VLLM_GRAPHFIX=on; `vllm-graphfix status` says more."
         )
 
-    def publish_report(self, stage: str) -> None:
-        """Publish this rank's report for the others."""
-        try:
-            from vllm_graphfix.engine import rank_agreement
-
-            # First: after an error below, the report of an earlier stage must not be compared.
-            self._pending = self._publish_error = None
-            rank, world_size = world()
-            report = self.report() if world_size > 1 else None
-            if report is not None:
-                store = common_store()
-                self._pending = store, rank_agreement.publish(store, stage, rank, report), report
-        except Exception as error:
-            self._pending, self._publish_error = None, error
-            if stage == PROFILING:  # another rank may already wait for this one at the gate
-                guarded(self._publish_unchecked, stage, error)
-            raise
-
-    def _publish_unchecked(self, stage: str, error: Exception) -> None:
-        """Let the other ranks pass *stage*, too, without the report that this one could not publish.
-
-        All ranks compare again after the capture, when they have to act alike on its failures.
-        """
-        from vllm_graphfix.engine import rank_agreement
-
-        rank, world_size = world()
-        if world_size == 1 or self._requires_a_fix():  # a rank that is about to stop must not let others pass
-            return
-        store = common_store()
-        if stage == _WARM_UP:
-            self._post_capture_group = store, rank, world_size
-        rank_agreement.publish_unchecked(store, stage, rank, f"{type(error).__name__}: {error}")
-
-    def _publish_stop(self, stage: str, error: Exception) -> None:
-        """Stop the other ranks that wait at *stage* for this one's report."""
-        from vllm_graphfix.engine import rank_agreement
-
-        rank, world_size = world()
-        if world_size > 1:
-            rank_agreement.publish_stop(common_store(), stage, rank, f"{type(error).__name__}: {error}")
-
     def _compare_ranks(self, worker_or_runner: Any, stage: str) -> str | None:
         """Compare the ranks; return the message that stops the engine, or None."""
         from vllm_graphfix.engine import rank_agreement
 
-        early = self._pending  # published before profiling and not compared
+        early = self.reports.pending  # published before profiling and not compared
         if stage == CAPTURE:
-            with suppress(Exception):  # `_publish_error` is raised below, if this rank is compared at all
-                self.publish_report(_WARM_UP)  # first, before anything may fail: the others wait for it
+            with suppress(Exception):  # its error is raised below, if this rank is compared at all
+                self.reports.publish_report(WARM_UP)  # first, before anything may fail: the others wait for it
         rank, world_size = self._record_rank(worker_or_runner)
         if world_size == 1:
             self._agree_alone()
@@ -240,13 +189,13 @@ class CaptureGate:
         stops = self.has_graphs and decision is not None and not decision.is_off
         if stage == CAPTURE and not stops and self.status_record.agreement is not None:
             return None
-        pending = self._take_report(early, stops=stops)
+        pending = self.reports.take(early, stops=stops)
         if pending is None:
             return None
         store, place, report = pending
         if stops and stage == CAPTURE:
             # Before the comparison, which may fail here: the others will wait for this rank's next report.
-            self._post_capture_group = store, rank, world_size
+            self.reports.post_capture_group = store, rank, world_size
         # A warning is not worth minutes: the kill switch must bring a server up, also beside a rank without the plugin.
         timeout = decision.agreement_timeout if decision and stops else rank_agreement.TIMEOUT_FOR_A_WARNING
         compare = functools.partial(rank_agreement.with_one_retry, rank_agreement.compare)
@@ -268,18 +217,8 @@ class CaptureGate:
         """Record that the only rank agrees with itself."""
         from vllm_graphfix.engine.rank_agreement import Agreement
 
-        report = self.report()
+        report = self.reports.report()
         self.status_record.agreement = report and Agreement(report.token, report.engine, 1, 1, None, all_off=False)
-
-    def _take_report(self, early: _Published | None, *, stops: bool) -> _Published | None:
-        """Return the published report by which this rank is compared; None if there is none, and no error either."""
-        # Since profiling, hosts may have drifted apart by minutes. If a difference is only a warning, the early reports
-        # are compared: they are in the store already.
-        pending = early if early is not None and not stops else self._pending
-        self._pending = None
-        if pending is None and self._publish_error is not None:
-            raise self._publish_error
-        return pending
 
     def _agree(
         self, compare: Callable[..., Agreement], group: tuple[Any, int, int], place: str, report: Any, timeout: float
@@ -325,9 +264,9 @@ class CaptureGate:
             problem = self._settle_capture(worker_or_runner) or self._unapplied_fixes(worker_or_runner, _AFTER)
             self._has_captured = True
         except Exception as error:
-            guarded(self.publish_end)  # or the others would wait for this rank's report
+            guarded(self.reports.publish_end)  # or the others would wait for this rank's report
             # The others may take graphs out of dispatch without this rank, and would then wait for it in a collective.
-            together = self._post_capture_group is not None
+            together = self.reports.post_capture_group is not None
             consequence = "what failed while CUDA graphs were captured is not known"
             problem = problem or self._stop_or_go_on(_AFTER, consequence, error, together=together)
             if problem is not None:
@@ -345,8 +284,9 @@ class CaptureGate:
 
         dispatch = Dispatch(getattr(worker_or_runner, "model_runner", None))
         failed = self.context.failures_in_capture()
+        group = self.reports.post_capture_group
         # Ranks that are not compared must not take graphs out of dispatch: all have to dispatch alike.
-        together = self._post_capture_group is not None or (world()[1] == 1 and not _is_elastic(worker_or_runner))
+        together = group is not None or (world()[1] == 1 and not _is_elastic(worker_or_runner))
         graphs = [
             (fix, (together and graph is not None and dispatch.name_of(graph)) or "")
             for fix, reasons in failed.items()
@@ -355,29 +295,18 @@ class CaptureGate:
         first_errors = {fix: next(iter(errors.values())) for fix, errors in failed.items()}
         report = report_after_capture(self.context, first_errors, graphs, can_leave_out=dispatch.can_leave_out)
         decision = self.context.decision
-        if self._post_capture_group is None or report is None or decision is None:
+        if group is None or report is None or decision is None:
             return self._act_on_failures({world()[0]: report} if report and failed else {}, dispatch)
-        store, rank, _ = self._post_capture_group
-        place = rank_agreement.publish(store, _CAPTURED, rank, report)
+        store, rank, _ = group
+        place = rank_agreement.publish(store, CAPTURED, rank, report)
         timeout = decision.agreement_timeout
-        agreement = self._agree(rank_agreement.compare, self._post_capture_group, place, report, timeout)
+        agreement = self._agree(rank_agreement.compare, group, place, report, timeout)
         self.status_record.unchecked = None  # compared after all
         if any(each.ended for each in agreement.failing.values()):
             return None  # an error of vLLM has ended the capture there, and will end the engine
         if agreement.difference is not None:
             return f"{_AFTER}: the ranks of this engine no longer agree. {agreement.difference} {_WHAT_TO_DO}"
         return self._act_on_failures(agreement.failing, dispatch)
-
-    def publish_end(self) -> None:
-        """Publish that the capture of this rank has ended in an error, for the ranks that wait for its report."""
-        from vllm_graphfix.engine import rank_agreement
-
-        report = self.report()
-        if self._post_capture_group is not None and report is not None:
-            store, rank, _ = self._post_capture_group
-            rank_agreement.publish_end(
-                store, rank_agreement.publish(store, _CAPTURED, rank, report._replace(ended=True))
-            )
 
     def _act_on_failures(self, failing: Mapping[int, Any], dispatch: Any) -> str | None:
         """Act on the failures of some ranks, alike on all; return the message that stops the engine, or None."""
@@ -394,12 +323,6 @@ class CaptureGate:
             "happens again, set the variable of the fix to auto, which serves without these graphs, or to off, "
             "which serves them as stock does."
         )
-
-    def report(self) -> Any:
-        """Return the report of this rank; None before there is a decision."""
-        from vllm_graphfix.engine.own_report import own_report
-
-        return own_report(self.context)
 
 
 def exit_process() -> None:

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.engine.capture_gate import CAPTURE, PROFILING, RUNNERS, STOPS, GraphfixError
+from vllm_graphfix.engine.capture_gate import CAPTURE, RUNNERS, STOPS, GraphfixError
+from vllm_graphfix.engine.gate_reports import PROFILING
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class CaptureHooks:
         """
 
         def around(stock: Callable[..., Any], worker_or_runner: Any, *args: Any, **kwargs: Any) -> Any:
-            guarded(self._gate.publish_report, PROFILING)
+            guarded(self._gate.reports.publish_report, PROFILING)
             return stock(worker_or_runner, *args, **kwargs)
 
         if "determine_available_memory" in vars(getattr(module, owner)):
@@ -88,7 +89,7 @@ class CaptureHooks:
             except GraphfixError:
                 raise
             except BaseException:  # vLLM reports it; the other ranks must not wait for this one's report
-                guarded(self._gate.publish_end)
+                guarded(self._gate.reports.publish_end)
                 raise
             finally:
                 # After an error, too: a wrapper that fails later fails in no graph.
