@@ -74,7 +74,7 @@ def test_the_calls_are_counted(release: str, every: int, record_property: Callab
             files[file]
             for file in (
                 "engine/process.py",
-                "engine/capture_hooks.py",
+                "engine/capture_gate.py",
                 "patching/manager.py",
                 "patching/sites.py",
                 "source/files.py",
