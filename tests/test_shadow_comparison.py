@@ -207,7 +207,7 @@ def test_each_way_not_to_check_or_not_to_act_has_a_state_and_a_code(
     monkeypatch: pytest.MonkeyPatch, field: str, state: State, code: Code
 ) -> None:
     shadow = Shadow(Rate(every=1), Action.ABORT, process.refuse)
-    setattr(shadow, field, "as planned")
+    setattr(shadow if field == "stopped" else shadow.consequences, field, "as planned")
     monkeypatch.setattr(process, "SHADOW", shadow)
     actual = process.state({"shadow-v1": FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")})
     assert (actual.state, actual.code) == (state, code)

@@ -148,12 +148,16 @@ def test_abort_ends_whose_rows_are_wrong_and_all_where_that_is_not_known(
         calls.append(wrong)
         return ["a"]
 
-    monkeypatch.setattr("vllm_graphfix.shadow.check.requests_of_rows", requests_of_rows)
+    monkeypatch.setattr("vllm_graphfix.shadow.consequences.requests_of_rows", requests_of_rows)
     monkeypatch.setattr(
-        shadow, "_abort", SimpleNamespace(why_not=lambda: None, tell=lambda *values: ended.append(values[:2]))
+        shadow.consequences,
+        "_abort",
+        SimpleNamespace(why_not=lambda: None, tell=lambda *values: ended.append(values[:2])),
     )
     graph = Graph("target model, 4", 4, ("Metadata",))
-    shadow._end_requests(Mismatch(graph, len(errors), errors, 0.0, None, 1, 0.0, here=True, failure=failure))
+    shadow.consequences._end_requests(
+        Mismatch(graph, len(errors), errors, 0.0, None, 1, 0.0, here=True, failure=failure)
+    )
     assert (calls, ended) == ([looked_for], [(["a"], ())])
 
 

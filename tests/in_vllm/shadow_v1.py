@@ -96,7 +96,9 @@ def test_abort_ends_the_requests_of_a_wrong_step_and_lets_its_output_be() -> Non
     """The model runner whose step it is, is a double: of it, the names that `requests_of_rows` reads."""
     unwatched, served = Served(Rate(), stale=True), Served(action=Action.ABORT, stale=True)
     reported: list[Any] = []
-    served.shadow._abort = SimpleNamespace(why_not=lambda: None, tell=lambda *arguments: reported.append(arguments))
+    served.shadow.consequences._abort = SimpleNamespace(
+        why_not=lambda: None, tell=lambda *arguments: reported.append(arguments)
+    )
     made: dict[str, Any] = {"__name__": "vllm.v1.worker.gpu_model_runner"}
     exec(EXECUTE, made)  # noqa: S102
     runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["b", "a", "c"]))

@@ -1,4 +1,4 @@
-"""The checks of one process: when one is due, how the ranks prepare it together, and what follows from a mismatch."""
+"""The checks of one process: when one is due, and how the ranks prepare it together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import NEVER, Abort, Action, Rate
 from vllm_graphfix.shadow import lockstep, ranks, stages, watchdog
-from vllm_graphfix.shadow.affected_requests import requests_of_rows
+from vllm_graphfix.shadow.consequences import Consequences
 from vllm_graphfix.shadow.failures import (
     Attempt,
     FailedElsewhereError,
@@ -27,15 +27,11 @@ from vllm_graphfix.shadow.ranks import Agreement
 from vllm_graphfix.shadow.runs import CheckedStep, MemoryShortage, QuarantinedStep, Replay, Step, run_quarantined
 from vllm_graphfix.shadow.schedule import Schedule
 from vllm_graphfix.shadow.stages import PipelineCoordinator
-from vllm_graphfix.shadow.verdict import TARGET, GraphHistory, Mismatch, Results
+from vllm_graphfix.shadow.verdict import GraphHistory, Results
 
 T = TypeVar("T")
-CONFIRMATIONS = 2
-"""Mismatches of one graph, each confirmed by a second eager run, that put it into quarantine."""
 _MAX_SKIPPED = 5
 """Steps of a graph that were due and were skipped, one after the other, after which the state says so."""
-_MAX_QUARANTINE_FAILURES = 3
-"""Steps of a graph in quarantine, one after the other, that cannot run without it, after which it is replayed again."""
 
 
 class Shadow:
@@ -44,18 +40,15 @@ class Shadow:
     def __init__(self, rate: Rate, action: Action, refuse: Callable[[str], None], abort: Abort | None = None) -> None:
         """*refuse* takes the reason why no step of this engine may run twice; *abort* ends requests, as that action."""
         self._refuse = refuse
-        self._abort = abort
-        self.cannot_abort: str | None = None
-        """Reason for which no request can be ended, though that is the action; None if it can."""
         self.schedule = Schedule(rate)
-        self.action = action
         self.results = Results()
         self.judge = Judge(self.results, self.stop)
-        # Changed in place: wrappers hold this very set.
-        self.quarantined: set[Hashable] = set()
+        self.consequences = Consequences(action, abort, self.judge)
+        self.quarantined = self.consequences.quarantined
+        """The keys of graphs that are not replayed any more."""
         self.memory = Memory()
         self._histories: dict[Hashable, GraphHistory] = {}
-        self._warned_of_replay = self._logged_skip = False
+        self._logged_skip = False
         self._is_over = False
         """Nothing is checked any more."""
         self._readable: set[str] = set()
@@ -316,7 +309,7 @@ class Shadow:
             # Also if this rank could not save the replay: the others run the step, and wait for this one in it.
             mismatch = self.judge.judge(checked, replay, self._history(key), save.error)
             if mismatch is not None:
-                self._record_mismatch(key, mismatch)
+                self.consequences.record(key, self._history(key), mismatch)
         with Attempt() as restore:
             checked.restore()
         failed = judge.error
@@ -367,23 +360,7 @@ class Shadow:
         else:
             history.quarantine_failures = 0
             return output
-        if not self._warned_of_replay:
-            self._warned_of_replay = True
-            logger.warning(
-                "graphfix: a step whose graph is in quarantine cannot run without it, so it is replayed as on stock: "
-                "%s",
-                reason,
-            )
-        history.quarantine_failures += 1
-        if history.quarantine_failures == _MAX_QUARANTINE_FAILURES:
-            self.quarantined.discard(key)
-            self.results.quarantines_ended += 1
-            logger.warning(
-                "graphfix: %s is replayed again as on stock, although it was found wrong: "
-                "%s steps in a row cannot run without it",
-                history.graph.name if history.graph else key,
-                _MAX_QUARANTINE_FAILURES,
-            )
+        self.consequences.note_failed_quarantine(key, history, reason)
         return replay()
 
     def _memory_for(self, key: Hashable) -> MemoryShortage:
@@ -394,43 +371,3 @@ class Shadow:
 
     def _history(self, key: Hashable) -> GraphHistory:
         return self._histories.setdefault(key, GraphHistory())
-
-    def _record_mismatch(self, key: Hashable, mismatch: Mismatch) -> None:
-        history = self._history(key)
-        history.graph = mismatch.graph
-        history.mismatches += 1
-        self.results.add(mismatch)
-        if history.mismatches == 1:
-            logger.warning("graphfix: %s", mismatch.sentence())
-        elif mismatch.first_layer and not history.first_layer:
-            history.first_layer = mismatch.first_layer
-            logger.warning(
-                "graphfix: %s first goes wrong in %s, or just before it", mismatch.graph.name, history.first_layer
-            )
-        if self.action is Action.ABORT and mismatch.here:
-            try:
-                self._end_requests(mismatch)
-            except Exception as error:  # the next mismatch may come through
-                self._report_only(str(error) if isinstance(error, OSError) else description(error))
-        if self.action is Action.QUARANTINE and history.mismatches == CONFIRMATIONS:
-            self.quarantined.add(key)
-            self.results.quarantined.append(mismatch.graph)
-            logger.warning(
-                "graphfix: %s is no longer replayed; its steps now run without a graph, more slowly",
-                mismatch.graph.name,
-            )
-
-    def _end_requests(self, mismatch: Mismatch) -> None:
-        """End those requests of the running step whose rows are wrong."""
-        if self._abort is None or not mismatch.graph.name.startswith(TARGET):
-            return  # the target model verifies what a drafter proposes
-        tolerance = self.judge.tolerance(mismatch.graph, mismatch.noise)
-        wrong = [not error <= tolerance for error in mismatch.errors]  # not `>`: NaN is wrong, too
-        # If the step failed, or only a state is wrong, it is not known whose: all requests of the step end.
-        names = requests_of_rows(wrong if mismatch.failure is None and any(wrong) else ())
-        self._abort.tell(names, (), f"its tokens came of a wrong replay of a CUDA graph ({mismatch.sentence()})")
-
-    def _report_only(self, why: str) -> None:
-        if self.cannot_abort is None:
-            self.cannot_abort = why
-            logger.warning("graphfix: requests of a step that was replayed wrongly are not ended: %s", why)

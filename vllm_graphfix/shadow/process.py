@@ -112,8 +112,8 @@ def state(of_runners: Mapping[str, FixState]) -> FixState:
     if SHADOW.skips_a_graph():
         reason = f"each step of a graph is left out, so that nobody sees whether it is right; {combined.reason}"
         combined = combined._replace(reason=reason, code=Code.GRAPH_EXCLUDED)
-    if SHADOW.cannot_abort is not None:
-        reason = f"requests are not ended, since {SHADOW.cannot_abort}; {combined.reason}"
+    if SHADOW.consequences.cannot_abort is not None:
+        reason = f"requests are not ended, since {SHADOW.consequences.cannot_abort}; {combined.reason}"
         combined = combined._replace(reason=reason, code=Code.CANNOT_ABORT)
     return combined
 
