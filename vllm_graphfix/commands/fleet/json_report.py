@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from vllm_graphfix._version import __version__
@@ -20,18 +21,7 @@ def as_json(fleet: Fleet) -> dict[str, Any]:
         "folder": str(fleet.folder),
         "exit_code": fleet.exit_code,
         "engines": [_engine_json(engine) for engine in fleet.engines],
-        "unrecorded": [
-            {
-                "pid": one.pid,
-                "user": one.user,
-                "command": one.command,
-                "age": round(one.age, 1),
-                "reason": one.reason,
-                "elsewhere": one.elsewhere,
-                "starting": one.starting,
-            }
-            for one in fleet.unrecorded
-        ],
+        "unrecorded": [asdict(one) | {"age": round(one.age, 1)} for one in fleet.unrecorded],
         "wrong": list(fleet.wrong),
         "notes": list(fleet.notes),
         "problems": list(fleet.problems),

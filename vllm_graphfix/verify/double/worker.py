@@ -221,14 +221,7 @@ def _measure(fix: str, *, has_to_fit: bool) -> dict[str, Any]:
     before = vllm_graphfix.events()[fix]
     measured = scenario()
     after = vllm_graphfix.events()[fix]
-    return {
-        "numbers": measured.numbers,
-        "eager": list(measured.eager),
-        "graphed": list(measured.graphed),
-        "error": measured.error,
-        "counted": dict(measured.counted),
-        "events": {event: count - before.get(event, 0) for event, count in after.items()},
-    }
+    return asdict(measured) | {"events": {event: count - before.get(event, 0) for event, count in after.items()}}
 
 
 def main(
