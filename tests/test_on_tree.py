@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import open_source
+from warm_python import executable
 
 FIX, VARIABLE = BY_NAME["mamba-padding"], "VLLM_GRAPHFIX_MAMBA_PADDING"
 
@@ -33,10 +33,12 @@ def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str, **settings: str) -> tuple[int, str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_GRAPHFIX")}
+    """The command in a fork of a warm Python, as the processes that it starts are."""
+    python = executable()
+    command = f"import sys\nsys.executable = {python!r}\nfrom vllm_graphfix.commands.cli import main\nmain()"
     done = subprocess.run(
-        [sys.executable, "-m", "vllm_graphfix", *arguments],
-        env=environment | settings | {"COLUMNS": "250"},
+        [python, "-c", command, *arguments],
+        env=os.environ | settings | {"COLUMNS": "250"},
         capture_output=True,
         text=True,
         check=False,
