@@ -14,6 +14,8 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+_LEAVES = frozenset({ast.Name, ast.Constant})
+"""Nodes with nothing below but a context; nearly half of all."""
 _KNOWN_DECORATORS = frozenset(
     {
         "CustomOp",  # registers the class by name, and returns it
@@ -353,12 +355,13 @@ def walk(node: ast.AST) -> list[ast.AST]:
     """Return *node* and all nodes below it in the order of `ast.walk`, without contexts, in less than half its time."""
     nodes = [node]
     for each in nodes:  # which grows meanwhile
-        for field in each._fields:
-            value = None if field == "ctx" else getattr(each, field, None)
-            if isinstance(value, ast.AST):
-                nodes.append(value)
-            elif isinstance(value, list):
-                nodes.extend(part for part in value if isinstance(part, ast.AST))
+        if type(each) not in _LEAVES:
+            for field in each._fields:
+                value = getattr(each, field, None)
+                if isinstance(value, list):
+                    nodes.extend([part for part in value if isinstance(part, ast.AST)])
+                elif isinstance(value, ast.AST) and field != "ctx":
+                    nodes.append(value)
     return nodes
 
 

@@ -99,7 +99,7 @@ class Targets:
 
     def replacements_in(self, tree: ast.Module, path: str) -> Iterator[tuple[Slice, ast.AST, Definition | None]]:
         """Yield the nodes of *tree* that may replace a slice, each with its definition if it is one."""
-        for node in walk(tree):
+        for node in _replacing(tree):
             if isinstance(node, ast.ClassDef):
                 yield from self._overridden(node, path)
             elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -142,6 +142,16 @@ class Targets:
         for each, parts in self._methods.items():
             if owner in self._families[each]:
                 yield from ((part, node, None) for method, part in parts if method == name)
+
+
+def _replacing(tree: ast.Module) -> list[ast.AST]:
+    """Return the classes, assignments and calls in *tree*, cached on it: each fix asks for those of a new file."""
+    nodes: list[ast.AST] | None = getattr(tree, "graphfix_replacing", None)
+    if nodes is None:
+        kinds = (ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Call)
+        nodes = [node for node in walk(tree) if isinstance(node, kinds)]
+        tree.graphfix_replacing = nodes  # type: ignore[attr-defined]
+    return nodes
 
 
 def executed_statements(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
