@@ -33,16 +33,24 @@ def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
         assert source.version == release
 
 
-# One process of pytest does both of these, and looks at the structure of a release once.
+# One process of pytest does all of these, and looks at the structure of a release once.
 by_structure = pytest.mark.xdist_group("manifest")
 _examine = manifest.examine
 _examined: dict[tuple[str, str], tuple[Diagnosis, Evidence]] = {}
+_read: dict[tuple[str, str], set[str]] = {}
 
 
 def examined(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
+    """Examine *source* for *fix* once, and note which files that reads, those included that others have read."""
     key = (fix.name, source.label)
     if key not in _examined:
-        _examined[key] = _examine(fix, source)
+        requested = _read[key] = set()
+
+        def read(path: str) -> bytes | None:
+            requested.add(path)
+            return source.read(path)
+
+        _examined[key] = _examine(fix, Source(source.label, read, lambda: None))
     return _examined[key]
 
 
@@ -83,17 +91,13 @@ def test_a_diagnosis_that_raises_is_an_error_of_one_line_and_writes_no_manifest(
     assert not manifest.PATH.exists()
 
 
+@by_structure
 def test_a_diagnosis_reads_only_the_files_that_it_declares(release: str) -> None:
-    root = release_root(release)
-    stock = open_source(root)
+    stock = open_source(release_root(release))
     for fix in FIXES:
-        requested: set[str] = set()
-
-        def read(path: str, requested: set[str] = requested) -> bytes | None:
-            requested.add(path)
-            return stock.read(path)
-
-        manifest.examine(fix, Source("recorded", read, lambda: None))
+        examined(fix, stock)
+        requested = _read[fix.name, stock.label]
+        assert requested
         # A package of the module's name would be imported instead.
         assert {path for path in requested if not path.endswith("/__init__.py")} <= set(fix.inspected_files)
 
