@@ -8,6 +8,7 @@ graphs.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -100,7 +101,8 @@ def sampled(fix: str, release: str) -> list[tuple[Mutant, Diagnosis]]:
     """The first that have to be run, by hand and generated in turn."""
     here = family(fix, release)
     pairs = ((mutant, diagnosed(mutant)) for mutant in here[:: max(1, len(here) // (9 * OF_EACH))])
-    return [pair for pair in pairs if pair[1].verdict is not Verdict.UNRECOGNISED][:OF_EACH]
+    recognised = (pair for pair in pairs if pair[1].verdict is not Verdict.UNRECOGNISED)
+    return list(itertools.islice(recognised, OF_EACH))
 
 
 @pytest.mark.slow
