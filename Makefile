@@ -9,7 +9,7 @@ STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 NEED_A_GPU := engine_cost rank_faults shadow_check trained
 
-.PHONY: help venv releases demo test test-all lint check fix docs build install-check packages reproduce pins audit manifest generated new-release release mutation bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint check fix upstream-tests docs build install-check packages reproduce pins audit manifest generated new-release release mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 # The tests import vLLM some hundred times: where no bytecode is kept, each time compiles it anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -67,6 +67,11 @@ check: lint  ## lint, and the tests that need no release of vLLM: nothing is fet
 fix: $(STAMP)  ## all that concerns one fix: make fix NAME=mamba-padding; fetches the releases that its tests name
 	@test -n "$(NAME)" || { echo 'Name the fix: make fix NAME=mamba-padding' >&2; exit 2; }
 	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadgroup -m 'not slow' -k '$(NAME) or $(subst -,_,$(NAME))'
+
+# The tests of the release's sdist; exit code 1 where an outcome differs, or a fix fails.
+upstream-tests: $(STAMP)  ## upstream's own tests without the plugin and with all fixes: make upstream-tests RELEASE=0.33.0
+	@test -n "$(RELEASE)" || { echo 'Name the release: make upstream-tests RELEASE=0.33.0' >&2; exit 2; }
+	$(BIN)/python tools/upstream_tests.py $(RELEASE)
 
 # The site's generator warns of its own successor; that is no warning about a page.
 docs: $(STAMP)  ## the site, in build/site; nothing is fetched

@@ -1,0 +1,69 @@
+"""tools/upstream_tests.py: what it makes of two runs of upstream's tests, and of an sdist that cannot be had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import upstream_tests
+from fetch_vllm import FetchError
+from upstream_tests import Run, compare
+
+PASSED = {"setup": "passed", "call": "passed", "teardown": "passed"}
+FAILED = {"setup": "passed", "call": "failed", "teardown": "passed"}
+SKIPPED = {"setup": "skipped", "teardown": "passed"}
+ERROR = {"setup": "failed", "teardown": "passed"}
+
+
+def run(outcomes: dict[str, dict[str, str]], failed: dict[str, str] | None = None) -> Run:
+    return Run(outcomes, failed or {}, {})
+
+
+def test_the_same_outcomes_are_no_difference_whatever_they_are() -> None:
+    same = {"a": PASSED, "b": FAILED, "c": SKIPPED, "d": ERROR}
+    assert compare(run(same), run(dict(reversed(same.items())))) == []
+
+
+def test_each_test_with_another_outcome_is_named_with_both() -> None:
+    off, on = run({"a": PASSED, "b": FAILED, "c": PASSED}), run({"a": FAILED, "b": FAILED, "d": PASSED})
+    assert [line.partition(": ")[2].partition(":")[0] for line in compare(off, on)] == ["a", "c", "d"]
+    (first, second, _) = compare(off, on)
+    assert "call passed, teardown passed without the plugin, setup passed, call failed" in first
+    assert second.endswith("not run with it")
+
+
+def test_an_error_after_a_test_that_passed_is_a_difference() -> None:
+    assert len(compare(run({"a": PASSED}), run({"a": {**PASSED, "teardown": "failed"}}))) == 1
+
+
+def test_a_fix_that_failed_is_one_though_all_outcomes_are_the_same() -> None:
+    assert compare(run({"a": PASSED}), run({"a": PASSED}, {"mamba-padding": "why"})) == ["failed: mamba-padding: why"]
+
+
+def test_outcomes_are_counted_by_kind() -> None:
+    assert run({"a": PASSED, "b": PASSED, "c": SKIPPED, "d": ERROR}).counts == "2 passed, 1 skipped, 1 errors"
+
+
+def test_paths_that_no_test_has_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FetchError, match="has none of tests/nowhere"):
+        upstream_tests.run(tmp_path, tmp_path, ["tests/nowhere/*.py"], {})
+
+
+@pytest.mark.parametrize(("off", "on", "code"), [(PASSED, PASSED, 0), (PASSED, FAILED, 1)])
+def test_the_exit_code_says_if_the_plugin_changed_anything(
+    off: dict[str, str],
+    on: dict[str, str],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runs = iter([run({"a": off}), Run({"a": on}, {}, {"fix: f": 3, "fix: g": 0})])
+    monkeypatch.setattr(upstream_tests, "release", lambda *_: Path())
+    monkeypatch.setattr(upstream_tests, "fetch", lambda *_: Path())
+    monkeypatch.setattr(upstream_tests, "run", lambda *_: next(runs))
+    assert upstream_tests.main(["0.33.0"]) == code
+    out = capsys.readouterr().out
+    assert "1 of 2 wrappers called" in out
+    assert "not called: fix: g" in out
+    assert ("differs: a:" in out) == bool(code)

@@ -1,0 +1,188 @@
+"""Runs upstream's own unit tests of a stock release on the CPU, without the plugin and with all fixes applied.
+
+    python tools/upstream_tests.py 0.33.0 [PATH …] [--into DIR]
+
+The tests are those of the release's sdist, which is fetched once (50 MB) and kept in the cache; PATH replaces those
+below, which are about what the fixes patch and need no GPU. Most that need one fail, or are skipped, in both runs. It
+prints the tests whose outcome differs, the fixes that end `failed`, and the wrappers that no test called. Exit code 0:
+no outcome differs and no fix failed; 1: some do; 2: the tests could not be fetched or run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from fetch_vllm import FetchError, cache_folder, only_one_fetches, release
+from vllm_graphfix.fixes import FIXES
+
+PATHS = (
+    "tests/v1/cudagraph/test_*.py",
+    "tests/v1/attention/test_*metadata_builder.py",
+    "tests/v1/attention/test_attention_splitting.py",
+    "tests/v1/attention/test_batch_reordering.py",
+    "tests/v1/attention/test_chunked_local_attention.py",
+    "tests/v1/attention/test_indexer_*.py",
+    "tests/v1/spec_decode/test_eagle*.py",
+    "tests/v1/spec_decode/test_extract_hidden_states.py",
+    "tests/v1/spec_decode/test_llm_base_proposer.py",
+    "tests/v1/spec_decode/test_mtp.py",
+    "tests/v1/worker/test_gpu_extract_hidden_states_speculator.py",
+    "tests/v1/worker/test_gpu_model_runner*.py",
+    "tests/v1/worker/test_workspace.py",
+    "tests/compile/test_wrapper.py",
+)
+"""Of the newest release; a pattern that matches nothing in an older one is left out."""
+BUILD = ("setuptools", "setuptools_scm", "setuptools_rust", "wheel", "packaging", "jinja2")
+"""Packages that pip needs to read the metadata of an sdist of vLLM for no device."""
+NEEDED = ("orjson", "tblib", "pytest-asyncio")
+"""Packages that the tests import, and the Python of vLLM does not."""
+_LONGEST = 3600
+"""Seconds of a run."""
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
+
+
+class Run(NamedTuple):
+    """What came of one run of the tests."""
+
+    outcomes: dict[str, dict[str, str]]
+    """The outcome of each phase, ``setup``, ``call`` and ``teardown``, or ``collect``, by the test's id."""
+    failed: dict[str, str]
+    """The reasons of the fixes that ended `failed`."""
+    calls: dict[str, int]
+    """How often each wrapper was called, by ``fix: function``."""
+
+    @property
+    def counts(self) -> str:
+        """Count the outcomes of the tests; an error is one of a set-up or of a module."""
+        kinds = Counter(
+            phases.get("call") or ("skipped" if "skipped" in phases.values() else "errors")
+            for phases in self.outcomes.values()
+        )
+        return ", ".join(f"{number:,} {kind}" for kind, number in sorted(kinds.items(), key=lambda pair: -pair[1]))
+
+
+def compare(off: Run, on: Run) -> list[str]:
+    """Name what the plugin changed: tests whose outcome differs, and fixes that failed."""
+    differ = [
+        f"differs: {name}: {_brief(off.outcomes.get(name))} without the plugin, {_brief(on.outcomes.get(name))} with it"
+        for name in sorted(off.outcomes.keys() | on.outcomes.keys())
+        if off.outcomes.get(name) != on.outcomes.get(name)
+    ]
+    return [*differ, *(f"failed: {name}: {reason}" for name, reason in sorted(on.failed.items()))]
+
+
+def _brief(phases: dict[str, str] | None) -> str:
+    return ", ".join(f"{phase} {outcome}" for phase, outcome in phases.items()) if phases else "not run"
+
+
+def fetch(version: str, cache: Path) -> Path:
+    """Return the folder with ``tests/`` of a release and ``needed/``, cached or fetched. Raises FetchError."""
+    tree = cache / f"tests-{version}"
+    if tree.is_dir():
+        return tree
+    with only_one_fetches(tree.name, cache) as staging:
+        if not tree.is_dir():
+            unpacked = staging / "tree"
+            _pip(["install", "--target", str(staging / "build"), *BUILD])
+            # pip reads an sdist's metadata, for which it runs `setup.py`: here, not where it would install torch anew.
+            reading = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
+            options = ["--no-deps", "--no-binary=:all:", "--no-build-isolation", "--no-cache-dir"]
+            _pip(
+                ["download", *options, "--dest", str(staging), f"vllm=={version}"],
+                {**reading, "PYTHONPATH": str(staging / "build"), "TMPDIR": str(staging)},
+            )
+            with tarfile.open(staging / f"vllm-{version}.tar.gz") as sdist:
+                for member in sdist:
+                    if PurePosixPath(member.name).parts[1:2] == ("tests",):
+                        sdist.extract(member, unpacked, filter="data")
+            (unpacked / f"vllm-{version}" / "tests").rename(unpacked / "tests")
+            _pip(["install", "--no-deps", "--target", str(unpacked / "needed"), *NEEDED])
+            unpacked.rename(tree)
+    return tree
+
+
+def _pip(arguments: Sequence[str], variables: dict[str, str] | None = None) -> None:
+    done = subprocess.run(
+        [*_PIP, *arguments], env={**os.environ, **(variables or {})}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = "\n  ".join(line for line in done.stderr.splitlines() if line.startswith("ERROR"))
+        raise FetchError(f"pip could not {arguments[0]} what upstream's tests take:\n  {said or done.stderr[-500:]}")
+
+
+def run(tests: Path, root: Path, paths: Sequence[str], settings: dict[str, str]) -> Run:
+    """Run *paths* of the folder *tests* on the release in *root*, with variables of the plugin. Raises FetchError."""
+    files = sorted({str(file.relative_to(tests)) for path in paths for file in tests.glob(path)})
+    if not files:
+        raise FetchError(f"{tests} has none of {', '.join(paths)}")
+    with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as scratch:
+        outcomes = Path(scratch, "outcomes.json")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        folders = (root, tests, tests / "needed", Path(__file__).parent)
+        environment = {
+            **clean,
+            "CUDA_VISIBLE_DEVICES": "",
+            "GRAPHFIX_OUTCOMES": str(outcomes),
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, folders)),
+            "VLLM_GRAPHFIX_STATUS_DIR": scratch,
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "XDG_CACHE_HOME": scratch,
+            **settings,
+        }
+        options = ["-q", "--no-header", "--tb=no", "--disable-warnings", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, "-p", "upstream_tests_plugin", "--rootdir", str(tests)]
+        done = subprocess.run(
+            [*command, *files],
+            cwd=tests,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST,
+            check=False,
+        )
+        if not outcomes.exists():
+            raise FetchError(f"the tests did not come to an end:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        return Run(**json.loads(outcomes.read_text()))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("release", metavar="RELEASE", help="a stock release, like 0.33.0")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="tests of the sdist, patterns too")
+    parser.add_argument("--into", type=Path, metavar="DIR", help="default: $GRAPHFIX_RELEASES, else the user's cache")
+    options = parser.parse_args(arguments)
+    cache = options.into.absolute() if options.into else cache_folder()
+    applied = {"VLLM_GRAPHFIX": "auto", **{fix.variable: "auto" for fix in FIXES}}
+    try:
+        root, tests = release(options.release, cache), fetch(options.release, cache)
+        off, on = (run(tests, root, options.paths or PATHS, each) for each in ({"VLLM_GRAPHFIX": "off"}, applied))
+    except (FetchError, subprocess.TimeoutExpired) as error:
+        print(f"upstream_tests: {error}", file=sys.stderr)
+        return 2
+    changed = compare(off, on)
+    uncalled = sorted(name for name, number in on.calls.items() if not number)
+    print(f"vLLM {options.release}, {len(off.outcomes):,} tests without the plugin: {off.counts}")
+    print(f"with all fixes applied: {on.counts}; {len(on.calls) - len(uncalled)} of {len(on.calls)} wrappers called")
+    called = {name: number for name, number in on.calls.items() if number}
+    for line in [*(f"called: {name}, {number:,} times" for name, number in sorted(called.items()))]:
+        print(line)
+    for line in [*(f"not called: {name}" for name in uncalled), *changed]:
+        print(line)
+    return 1 if changed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
