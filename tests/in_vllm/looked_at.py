@@ -31,6 +31,7 @@ from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import breakable_graphs, wrappers_on_the_double
 from vllm_graphfix.verify.double.scenarios import idle_rank, indexer_padding
 from vllm_graphfix.verify.double.scenarios import prefill_dispatch as recurrent
+from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.double.unpinned import unpinned
 
 RELEASE = tuple(map(int, __version__.split(".")[:3]))
@@ -632,3 +633,183 @@ def test_stores_to_the_cpu_wait_for_the_step_from_0_24_and_loads_do_not() -> Non
         worker.SimpleCPUOffloadWorker.wait_for_save(offload)
         worker.SimpleCPUOffloadWorker.get_finished(offload, set())
     assert {store: event is not None for store, event in launched.items()} == {False: False, True: RELEASE >= (0, 24)}
+
+
+# -- pinned inputs of several pipeline stages (PR 47644)
+
+
+class _EventStandIn:
+    """Stands in for an event of CUDA."""
+
+    def __init__(self, **_: object) -> None:
+        self.calls: list[str] = []
+
+    def synchronize(self) -> None:
+        self.calls.append("waited")
+
+    def record(self) -> None:
+        self.calls.append("recorded")
+
+
+def event_of_inputs(*, asynchronous: bool) -> Any:
+    """Return the event that a model runner V1 has for its inputs, made by its constructor's own statements."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(gpu_model_runner.GPUModelRunner.__init__)))
+    kinds = (ast.AnnAssign, ast.If)
+    made: list[ast.stmt] = [
+        node for node in ast.walk(tree) if isinstance(node, kinds) and "prepare_inputs_event" in ast.unparse(node)
+    ]
+    assert [type(node) for node in made] == list(kinds)
+    runner = SimpleNamespace(use_async_scheduling=asynchronous)
+    with (
+        cpu_cuda_graphs(),
+        mock.patch.object(torch, "Event", _EventStandIn),
+        mock.patch.object(torch.cuda, "Event", _EventStandIn),
+    ):
+        names = vars(gpu_model_runner) | {"self": runner}
+        exec(compile(ast.Module(made, []), "__init__", "exec"), names)  # noqa: S102 - vLLM's own code
+    return runner.prepare_inputs_event
+
+
+def inputs_prepared(event: Any) -> list[str]:
+    calls = event.calls if event else []
+    with gpu_model_runner.GPUModelRunner.synchronize_input_prep(SimpleNamespace(prepare_inputs_event=event)):
+        calls.append("prepared")
+    return calls
+
+
+def test_pipeline_stages_write_pinned_inputs_without_a_wait_unless_scheduling_is_asynchronous() -> None:
+    """Although several batches are in flight; the event would be waited for if it were there."""
+    from vllm.config import VllmConfig
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    owner = VllmConfig if hasattr(VllmConfig, "max_concurrent_batches") else MultiprocExecutor
+    batches = inspect.getattr_static(owner, "max_concurrent_batches")
+    count = getattr(batches, "func", None) or batches.fget
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(pipeline_parallel_size=2),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        use_v2_model_runner=False,
+    )
+    assert count(config) == 2, "batches in flight"
+    assert event_of_inputs(asynchronous=False) is None
+    assert inputs_prepared(None) == ["prepared"]
+    guarded = ["waited", "prepared", "recorded"]
+    assert inputs_prepared(event_of_inputs(asynchronous=True)) == guarded
+    assert inputs_prepared(_EventStandIn()) == guarded
+
+
+# -- recurrent states of drafts in a pipeline (issues 55951 and 55506)
+
+
+def test_up_to_0_31_states_are_saved_by_the_block_tables_of_another_batch() -> None:
+    """Requests 3 and 1 were rows 0 and 1 of the batch whose tokens are received; rows may be others' by now."""
+    states = module("vllm.v1.worker.mamba_utils")
+    kernel = getattr(states, "postprocess_mamba_fused_kernel", None)
+    if kernel is None or "HAS_IDX_MAPPING" not in inspect.signature(kernel_body(kernel)).parameters:
+        assert RELEASE < (0, 25)
+        return
+    rows: list[int] = []
+
+    def copied(state: Any, row: Any, *_: Any) -> None:
+        rows.append(int(row))
+
+    requests = torch.tensor([3, 1], dtype=torch.int32)
+    # Two of three tokens were accepted, and the last one completes a block of four.
+    accepted, computed = (torch.full((4,), value, dtype=torch.int32) for value in (2, 8))
+    running = torch.full((4,), 5, dtype=torch.int32)
+    values = {
+        "num_accepted_tokens_ptr": accepted,
+        "mamba_state_idx_ptr": running,
+        "num_computed_tokens_ptr": computed,
+        "num_accepted_tokens_out_ptr": accepted.clone(),
+        "idx_mapping_ptr": requests,
+        "num_reqs": 2,
+    }
+    constants = {
+        "block_size": 4,
+        "COPY_BLOCK_SIZE": 1024,
+        "CONV_STATE_DIM_FIRST": False,
+        "HAS_IDX_MAPPING": True,
+        "PRECOMPUTED_NEW_COMPUTED": True,
+    }
+    parameters = inspect.signature(kernel_body(kernel)).parameters
+    with mock.patch.object(states, "_copy_mamba_state_block", copied), cpu_triton_kernels(states):
+        arguments = [values.get(name) for name in parameters if name not in constants and name != "TEMPORAL_TILES"]
+        states.postprocess_mamba_fused_kernel[(2, 1, 1)](*arguments, **constants)
+    assert rows == ([0, 1] if RELEASE < (0, 32) else [3, 1])
+
+
+def kernel_body(kernel: Any) -> Any:
+    return getattr(kernel, "fn", kernel)
+
+
+# -- rows of draft tokens that are remembered from another pass
+
+
+def test_from_0_25_tokens_after_the_first_draft_are_mapped_as_in_the_first_pass() -> None:
+    """Three requests of three tokens each; V1's draft loop, by its own statements, goes on with a token of each."""
+    if not hasattr(CommonAttentionMetadata, "token_to_req_indices"):
+        assert RELEASE < (0, 25)
+        return
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    names = ("num_actual_tokens", "max_query_len", "query_start_loc", "query_start_loc_cpu")
+    loop = ast.parse(textwrap.dedent(inspect.getsource(SpecDecodeBaseProposer.propose)))
+    targets = {f"common_attn_metadata.{name}" for name in names}
+    changed: list[ast.stmt] = [
+        node for node in ast.walk(loop) if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in targets
+    ]
+    assert len(changed) == len(targets)
+    assert "_cache" not in "".join(map(ast.unparse, changed))
+    batch, buffer = decodes(3, [9, 23, 5], LONGEST), torch.zeros(9, dtype=torch.int32)
+    # As the builders of the first pass leave it; the map itself is a kernel's from 0.30 on.
+    batch._token_to_req_indices_cache = buffer[:9].copy_(torch.arange(9) // 3)
+    assert batch.token_to_req_indices(buffer).tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    proposer = SimpleNamespace(arange=torch.arange(8, dtype=torch.int32), token_arange_np=np.arange(8))
+    context = vars(sys.modules[SpecDecodeBaseProposer.__module__]) | {
+        "self": proposer,
+        "batch_size": 3,
+        "common_attn_metadata": batch,
+    }
+    exec(compile(ast.Module(changed, []), "propose", "exec"), context)  # noqa: S102 - vLLM's own code
+    assert batch.query_start_loc.tolist() == [0, 1, 2, 3]
+    assert batch.token_to_req_indices(buffer).tolist() == [0, 0, 0], "and not 0, 1, 2"
+
+
+# -- metadata of micro-batches (PRs 43966, 49542 and 56031)
+
+
+def test_a_micro_batch_has_no_positions_up_to_0_32_and_does_not_say_which_rows_are_prefilling() -> None:
+    slicing = module("vllm.v1.worker.ubatch_utils")
+    of_batch = getattr(slicing, "_make_metadata_with_slice", None)
+    if of_batch is None:
+        of_batch = module("vllm.v1.attention.backends.utils")._make_metadata_with_slice
+    batch = decodes(1, [9, 23, 5, 7], LONGEST)
+    known = {name for name in ("positions", "is_prefilling") if hasattr(batch, name)}
+    assert known == {name for name, since in (("is_prefilling", 19), ("positions", 20)) if (0, since) <= RELEASE}
+    if "positions" in known:
+        batch.positions = torch.arange(4)
+    half = of_batch(slicing.UBatchSlice(slice(0, 2), slice(0, 2)), batch)
+    kept = {name for name in known if getattr(half, name) is not None}
+    assert kept == ({"positions"} if RELEASE >= (0, 33) else set())
+
+
+# -- scales of an fp8 cache after sleep (PRs 45617 and 53508)
+
+
+def test_up_to_0_28_a_wake_up_sets_scales_of_the_cache_to_one() -> None:
+    restore = getattr(gpu_model_runner.GPUModelRunner, "init_fp8_kv_scales", None)
+    assert (restore is not None) == (RELEASE < (0, 29))
+    if restore is None:
+        return
+    layer: Any = object.__new__(gpu_model_runner.Attention)
+    torch.nn.Module.__init__(layer)
+    layer._k_scale, layer._v_scale, layer._k_scale_float = torch.tensor(0.5), torch.tensor(0.25), 0.5
+    runner = SimpleNamespace(
+        cache_config=SimpleNamespace(cache_dtype="fp8"),
+        kv_caches=[],
+        compilation_config=SimpleNamespace(static_forward_context={"layer": layer}),
+    )
+    restore(runner)
+    assert [layer._k_scale.item(), layer._v_scale.item()] == [1.0, 1.0]
+    assert layer._k_scale_float == 0.5, "which kernels that take numbers of the host go on with"
