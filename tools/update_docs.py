@@ -22,6 +22,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeVar
 
+import measure_claims
 import runtime_modules
 from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
@@ -53,6 +54,7 @@ PAGES = (
             "fixes",
             "configuration",
             "am-i-hit",
+            "claims",
             "how-it-works",
             "long-lived-caches",
             "verifying",
@@ -161,6 +163,7 @@ def updated(text: str) -> str:
             "variables": variables,
             "watched": watched,
             "runners": runners,
+            "claims": measure_claims.table,
             "runtime-folders": runtime_modules.summary,
             "runtime-modules": runtime_modules.table,
         }
