@@ -178,7 +178,7 @@ def started(
         )
         vars(me).update(
             failures_in_capture=lambda: {"mamba-padding": {graph: "MemoryError"}} if failed else {},
-            begin_capture=lambda: None,
+            begin_capture=lambda worker: None,
             forget_capture=lambda: None,
             on_captured=lambda worker, graphs: watched.append(graphs),
         )

@@ -29,7 +29,7 @@ from vllm_graphfix.records import (
     identity,
     write,
 )
-from vllm_graphfix.records.record import SHORT, MovedTensor, OverwrittenBlock
+from vllm_graphfix.records.record import SHORT, FalseClaim, MovedTensor, OverwrittenBlock
 
 
 def test_a_record_is_the_json_object_that_is_documented() -> None:
@@ -256,6 +256,7 @@ def test_a_record_is_written_whatever_its_texts_are(letter: str, tmp_path: Path)
         agreement=AgreementReport("g" * 128, 2, 1, text),
         wrong=(Wrong(short, 8, 3, short, short, short, short, 2**62),) * 5,
         moved=(MovedTensor(short, short, short, short),) * 5,
+        claims=(FalseClaim(short, short),) * 5,
         overwritten=(OverwrittenBlock(2**62, 2**62, 2**62, short, short),) * 5,
     )
     write(tmp_path, written)
@@ -274,11 +275,13 @@ def test_half_a_letter_keeps_no_record_from_being_written(tmp_path: Path) -> Non
             rank=0,
             wrong=(Wrong("graph", 8, 3, half, half, "0", "", 1),),
             moved=(MovedTensor("name", "weight", half, half),),
+            claims=(FalseClaim("Builder", half),),
             overwritten=(OverwrittenBlock(1, 0, 0, half, half),),
         ),
     )
     read_back = only(tmp_path).record
-    assert {read_back.wrong[0].backends, read_back.moved[0].outcome, read_back.overwritten[0].ran} == {"half \ufffd"}
+    texts = (read_back.wrong[0].backends, read_back.moved[0].outcome, read_back.claims[0].graph)
+    assert {*texts, read_back.overwritten[0].ran} == {"half \ufffd"}
 
 
 def test_a_host_name_is_reduced_to_what_a_file_name_may_hold(tmp_path: Path) -> None:

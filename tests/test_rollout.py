@@ -266,6 +266,7 @@ def test_what_is_off_for_all_and_what_is_not_looked_at(switch: dict[str, str], o
     decision = decide(settings.read(wanted, ()), "0.21.0")
     assert decision.is_off == off
     assert (decision.watches.value, decision.marks) == (("repair", "1/1") if watched else ("off", "off"))
+    assert decision.checks.value == ("report" if watched else "off")
 
 
 @pytest.mark.parametrize("percentage", ["0.01", "5", "99.99"])

@@ -81,7 +81,7 @@ class CaptureHooks:
         def around(stock: Callable[..., Any], worker_or_runner: Any, *args: Any, **kwargs: Any) -> Any:
             self._gate.before_capture(worker_or_runner, method)
             if self._gate.has_graphs:
-                guarded(self._gate.context.begin_capture)
+                guarded(self._gate.context.begin_capture, worker_or_runner if method == CAPTURE else None)
             try:
                 result = stock(worker_or_runner, *args, **kwargs)
                 if self._gate.has_graphs and method == CAPTURE:

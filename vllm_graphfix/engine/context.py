@@ -88,12 +88,14 @@ class EngineContext:
         for each in self.components:
             guarded(each.on_captured, worker, graphs)
 
-    def begin_capture(self) -> None:
-        """Record from now on in which graph a fix fails."""
+    def begin_capture(self, worker: Any | None) -> None:
+        """Record from now on in which graph a fix fails. *worker* is None where the graphs are only measured."""
         from vllm_graphfix.engine.graph_dispatch import graph_being_captured
 
         for manager in self.managers():
             manager.begin_capture(graph_being_captured)
+        for each in self.components if worker is not None else ():
+            guarded(each.begin_capture, worker)
 
     def failures_in_capture(self) -> dict[str, dict[Graph | None, str]]:
         """End the recording; return the errors of fixes since `begin_capture`, by name of the fix and graph.
@@ -110,6 +112,8 @@ class EngineContext:
         """Stop recording failures: they have been settled, or their graphs are discarded."""
         for manager in self.managers():
             manager.forget_capture()
+        for each in self.components:
+            guarded(each.end_capture)
 
     def forked(self) -> None:
         """Reset locks, counters and failures in a forked child, which has copies of them."""

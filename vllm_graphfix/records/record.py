@@ -16,7 +16,8 @@ from vllm_graphfix.text import printable
 SCHEMA = 1
 ROLES = ("front-end", "api-server", "engine-core", "worker")
 SHORT = 200
-"""Characters of a text of a `Wrong`, a `MovedTensor` or an `OverwrittenBlock`, of which a record has five at most."""
+"""Characters of a text of a `Wrong`, a `MovedTensor`, `FalseClaim` or `OverwrittenBlock`; a record has five of each at
+most."""
 LARGEST = 64 * 1024
 """Bytes of a record. All texts are cut shorter where those of at most `LONGEST_TEXT` characters come to more."""
 MOST_FOLLOWERS = 512
@@ -95,6 +96,14 @@ class MovedTensor(NamedTuple):
     """``reported``, ``repaired``, or why it was not."""
 
 
+class FalseClaim(NamedTuple):
+    """A builder of attention metadata that takes decodes for prompts; every text is of at most `SHORT` characters."""
+
+    builder: str
+    graph: str
+    """The first full graph of such decodes, by its tokens: ``FULL 8``."""
+
+
 class OverwrittenBlock(NamedTuple):
     """A finished cache block that has changed; every text is of at most `SHORT` characters."""
 
@@ -145,6 +154,7 @@ class Record(NamedTuple):
     that has configured none."""
     wrong: tuple[Wrong, ...] = ()
     moved: tuple[MovedTensor, ...] = ()
+    claims: tuple[FalseClaim, ...] = ()
     overwritten: tuple[OverwrittenBlock, ...] = ()
     misconfigured: Mapping[str, str] = {}
     """Variables with an invalid value or an unknown name, each with its value. Not a state, since older readers refuse
@@ -198,6 +208,7 @@ class Record(NamedTuple):
             **({} if self.ranks_here is None else {"ranks_here": self.ranks_here}),
             "wrong": _numbered(self.wrong, longest),
             **({"moved": _numbered(self.moved, longest)} if self.moved else {}),
+            **({"claims": _numbered(self.claims, longest)} if self.claims else {}),
             **({"overwritten": _numbered(self.overwritten, longest)} if self.overwritten else {}),
             "misconfigured": {name: each for name, each in self.misconfigured.items() if was_always_brief(name)},
             **({"mistyped": mistyped} if mistyped else {}),  # older readers would refuse such names
@@ -242,7 +253,9 @@ class Record(NamedTuple):
         decision = JsonObject(fields.get("decision"), "decision")
         fixes = {name: JsonObject(fix, f"fixes.{name}") for name, fix in fields.named("fixes")}
         events = {name: JsonObject(counts, f"events.{name}") for name, counts in fields.named("events")}
-        wrong, moved, overwritten = (_objects(fields, key) for key in ("wrong", "moved", "overwritten"))
+        wrong, moved, claims, overwritten = (
+            _objects(fields, key) for key in ("wrong", "moved", "claims", "overwritten")
+        )
         return cls(
             graphfix=fields.text("graphfix"),
             vllm=fields.text("vllm"),
@@ -301,6 +314,7 @@ class Record(NamedTuple):
                 for each in wrong
             ),
             moved=tuple(MovedTensor(*(each.text(field) for field in MovedTensor._fields)) for each in moved),
+            claims=tuple(FalseClaim(*(each.text(field) for field in FalseClaim._fields)) for each in claims),
             overwritten=tuple(
                 OverwrittenBlock(
                     each.whole("block"),
@@ -363,7 +377,9 @@ def _code(fix: JsonObject) -> str:
     return code if code in _CODES else Code.NONE.value
 
 
-def _numbered(findings: Sequence[Wrong | MovedTensor | OverwrittenBlock], longest: int) -> dict[str, dict[str, Any]]:
+def _numbered(
+    findings: Sequence[Wrong | MovedTensor | FalseClaim | OverwrittenBlock], longest: int
+) -> dict[str, dict[str, Any]]:
     return {
         str(number): {
             name: _cut_to_fit(value, longest) if isinstance(value, str) else value

@@ -100,6 +100,7 @@ class Decision(NamedTuple):
     agreement_timeout: float = environment.DEFAULT_TIMEOUT
     """Seconds that ranks wait for each other before a capture."""
     addresses: environment.Addresses = environment.Addresses.REPORT
+    claims: environment.Claims = environment.Claims.REPORT
     kv_marks: str = shadow_rate.OFF
     """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: shadow_rate.MarksAction = shadow_rate.MarksAction.REPORT
@@ -124,6 +125,11 @@ class Decision(NamedTuple):
     def watches(self) -> environment.Addresses:
         """The address watch of this engine; off outside the rollout, or with the master switch off."""
         return self.addresses if self._is_watched else environment.Addresses.OFF
+
+    @property
+    def checks(self) -> environment.Claims:
+        """The watch of captures in this engine; off outside the rollout, or with the master switch off."""
+        return self.claims if self._is_watched else environment.Claims.OFF
 
     @property
     def marks(self) -> str:
@@ -153,8 +159,8 @@ class Decision(NamedTuple):
             shadow = decision.shadow, decision.shadow_action
             fixes = decision.withheld, decision.master, dict(decision.modes)
             marks = decision.kv_marks, decision.kv_marks_action
-            others = decision.agreement_timeout, decision.addresses, dict(decision.misconfigured), dict(decision.trees)
-            return (*fixes, *shadow, *marks, *others)
+            others = decision.agreement_timeout, decision.addresses, decision.claims, dict(decision.misconfigured)
+            return (*fixes, *shadow, *marks, *others, dict(decision.trees))
 
         return choice(self) == choice(other)
 
@@ -196,7 +202,8 @@ class Decision(NamedTuple):
             {"schema": _SCHEMA}
             | self._asdict()
             | {"master": self.master.value, "shadow_action": self.shadow_action.value}
-            | {"addresses": self.addresses.value, "kv_marks_action": self.kv_marks_action.value}
+            | {"addresses": self.addresses.value, "claims": self.claims.value}
+            | {"kv_marks_action": self.kv_marks_action.value}
         )
         fields["modes"] = {name: mode.value for name, mode in self.modes.items()}
         return json.dumps(fields, separators=(",", ":"))
@@ -240,6 +247,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
         shadow_action=wanted.shadow_action,
         agreement_timeout=wanted.agreement_timeout,
         addresses=wanted.addresses,
+        claims=wanted.claims,
         kv_marks=wanted.kv_marks,
         kv_marks_action=wanted.kv_marks_action,
         misconfigured=misconfigured,
@@ -290,6 +298,7 @@ _ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
     "shadow_action": lambda fields, key: shadow_rate.Action(fields.get(key)),
     "agreement_timeout": _timeout,
     "addresses": lambda fields, key: environment.Addresses(fields.get(key)),
+    "claims": lambda fields, key: environment.Claims(fields.get(key)),
     "kv_marks": lambda fields, key: shadow_rate.normal_fraction(fields.text(key)),
     "kv_marks_action": lambda fields, key: shadow_rate.MarksAction(fields.get(key)),
     "misconfigured": lambda fields, key: fields.table(key, environment.is_brief),

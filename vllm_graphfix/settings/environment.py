@@ -29,6 +29,7 @@ asks_for_less = _variable_names.asks_for_less
 SHADOW = "VLLM_GRAPHFIX_SHADOW"
 SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
 ADDRESSES = "VLLM_GRAPHFIX_ADDRESSES"
+CLAIMS = "VLLM_GRAPHFIX_CLAIMS"
 KV_MARKS = "VLLM_GRAPHFIX_KV_MARKS"
 KV_MARKS_ACTION = "VLLM_GRAPHFIX_KV_MARKS_ACTION"
 AGREEMENT_TIMEOUT = "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"
@@ -72,6 +73,14 @@ class Addresses(str, Enum):
     """Watch no addresses."""
 
 
+class Claims(str, Enum):
+    """The response to a builder of attention metadata that takes decodes for prompts in a full graph."""
+
+    REPORT = "report"
+    OFF = "off"
+    """Watch no capture."""
+
+
 class Settings(NamedTuple):
     master: Master
     modes: Mapping[str, Mode]
@@ -92,6 +101,7 @@ class Settings(NamedTuple):
     agreement_timeout: float = DEFAULT_TIMEOUT
     """Seconds that ranks wait for each other before a capture."""
     addresses: Addresses = Addresses.REPORT
+    claims: Claims = Claims.REPORT
     kv_marks: str = shadow_rate.OFF
     """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: MarksAction = MarksAction.REPORT
@@ -102,7 +112,7 @@ class Settings(NamedTuple):
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Return every variable of this package, for vLLM's registry of variables."""
-    rollout, watches = (ROLLOUT, ROLLOUT_KEY), (SHADOW, SHADOW_ACTION, ADDRESSES, KV_MARKS, KV_MARKS_ACTION)
+    rollout, watches = (ROLLOUT, ROLLOUT_KEY), (SHADOW, SHADOW_ACTION, ADDRESSES, CLAIMS, KV_MARKS, KV_MARKS_ACTION)
     return (PREFIX, *map(variable, fixes), *rollout, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
 
 
@@ -137,6 +147,7 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
         ),
         shadow_action=values.one_of(SHADOW_ACTION, Action, Action.REPORT, Action.REPORT, "It counts as report"),
         addresses=values.one_of(ADDRESSES, Addresses, Addresses.REPORT, Addresses.OFF, "No address is watched"),
+        claims=values.one_of(CLAIMS, Claims, Claims.REPORT, Claims.OFF, "No capture is watched"),
         kv_marks=values.parsed(
             KV_MARKS,
             shadow_rate.normal_fraction,

@@ -212,6 +212,12 @@ def _detected(engine: Engine) -> Iterator[Finding]:
             f"tensors lie elsewhere than CUDA graphs have them, {engine.counts('addresses').get('moved', 0)} times: "
             f"{first.name} ({first.kind}; after {first.after}; {first.outcome}). See docs/addresses.md"
         )
+    if claims := [claim for member in engine.tellers for claim in member.record.claims]:
+        names = ", ".join(dict.fromkeys(f"{claim.builder} ({claim.graph})" for claim in claims))
+        yield Finding(
+            f"full graphs hold decodes with drafts as prompts, and may answer wrongly: {names}. "
+            "-cc.cudagraph_mode=PIECEWISE avoids it. See docs/claims.md"
+        )
     if overwritten := [block for member in engine.tellers for block in member.record.overwritten]:
         block = overwritten[0]
         yield Finding(
@@ -229,6 +235,8 @@ def _idle_detectors(engine: Engine) -> Iterator[Finding]:
         yield Finding(text, is_wrong=False)
     if engine.counts("addresses").get("failures"):
         yield Finding("addresses are not compared any more: the log of its ranks says why", is_wrong=False)
+    if engine.counts("claims").get("failures"):
+        yield Finding("claims of builders were not checked: the log of its ranks says why", is_wrong=False)
 
 
 def _settings(engine: Engine) -> Iterator[Finding]:

@@ -33,7 +33,7 @@ class Services(NamedTuple):
 class Component:
     """A detector or an action; a subclass overrides the calls that it needs.
 
-    It imports vLLM and torch in `on_captured` at the earliest. A process may make one engine after the other: `start`
+    It imports vLLM and torch in `begin_capture` at the earliest. A process may make one engine after the other: `start`
     is called for each, also to switch it off.
     """
 
@@ -49,6 +49,12 @@ class Component:
 
     def start(self, decision: Decision, policy: Policy) -> None:
         """Begin, continue or stop, for the engine of *decision*."""
+
+    def begin_capture(self, worker: Any) -> None:
+        """Prepare for the capture of *worker*, which begins now, of the graphs that serve."""
+
+    def end_capture(self) -> None:
+        """Undo what `begin_capture` did: a capture has ended, or failed."""
 
     def on_captured(self, worker: Any, graphs: bool) -> None:
         """Start to watch *worker*, which serves from now on; *graphs*: it has captured some."""

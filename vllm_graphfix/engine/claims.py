@@ -1,0 +1,155 @@
+"""Watches builders of attention metadata while vLLM captures full graphs of decodes with drafts.
+
+A builder that takes such rows for prompts does so at the capture, too, and the graph then holds the path of prompts
+with the lengths, plans and tensors of its dummy batch. Model runners go by what the builder's class claims to support,
+which it may do without knowing its threshold. A builder is watched by an attribute of its own around vLLM's calls, from
+the beginning of the capture to its end, and is called by nobody else: builders have states.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm_graphfix.engine.graph_dispatch import Graph, graph_being_captured
+from vllm_graphfix.log import logger
+from vllm_graphfix.records.record import SHORT, FalseClaim
+
+NAME = "claims"
+"""Its name in records and metrics, which hold its counts like those of a fix."""
+AVOIDED_BY = "-cc.cudagraph_mode=PIECEWISE"
+_LISTED = 5
+"""Limit of builders that a record names."""
+_BUILDS = ("build_for_cudagraph_capture", "build")
+"""Model runner V2 calls the second for its captures, too, up to 0.20.2."""
+_ON_THE_DEVICE = frozenset({"KpoolTailMetadataBuilder", "RocmOctaveMetadataBuilder"})
+"""They count such rows as prompts, and their kernels read all that changes from tensors that stay (docs/claims.md)."""
+
+
+class ClaimCheck:
+    """Watches the captures of one process."""
+
+    def __init__(self, publish: Callable[[], None] = lambda: None) -> None:
+        """*publish* is called when a claim is not true."""
+        self._publish = publish
+        self._is_on = False
+        self._failures = 0
+        self._longest = 0
+        """Tokens of a decode with all its drafts."""
+        self._watched: list[tuple[Any, str]] = []
+        self._inside = False
+        """One of them builds: what it calls of its own is not counted."""
+        self._count: int | None = None
+        """Builds for full graphs in which decodes were prompts; None before a capture with drafts."""
+        self._first: dict[str, FalseClaim] = {}
+
+    def begin(self, *, is_on: bool) -> None:
+        """Watch the next captures, or none."""
+        if is_on is not self._is_on:
+            self.forked()
+        self._is_on = is_on
+
+    def begin_capture(self, worker: Any) -> None:
+        """Watch the builders of *worker*, which is about to capture its graphs."""
+        if not self._is_on or self._failures:
+            return
+        try:
+            drafts = getattr(getattr(worker.vllm_config, "speculative_config", None), "num_speculative_tokens", None)
+            if not drafts:
+                return
+            self._count, self._longest = self._count or 0, 1 + int(drafts)
+            for builder in _builders(worker.model_runner):
+                for name in _BUILDS:
+                    if name not in vars(builder) and callable(getattr(builder, name, None)):
+                        setattr(builder, name, functools.partial(self._around, builder, getattr(builder, name)))
+                        self._watched.append((builder, name))
+        except Exception as error:
+            self._fail(error)
+
+    def end_capture(self) -> None:
+        """Watch no builder any more."""
+        watched, self._watched = self._watched, []
+        for builder, name in watched:
+            vars(builder).pop(name, None)
+
+    def _around(self, builder: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside or not self._watched:
+            return stock(*args, **kwargs)
+        self._inside = True
+        try:
+            metadata = stock(*args, **kwargs)
+        finally:
+            self._inside = False
+        if not self._failures:
+            try:
+                if takes_for_prompts(metadata) and self._has_only_decodes((*args, *kwargs.values())):
+                    self._see(type(builder).__name__, graph_being_captured())
+            except Exception as error:
+                self._fail(error)
+        return metadata
+
+    def _has_only_decodes(self, arguments: tuple[Any, ...]) -> bool:
+        """Tell if the batch among the *arguments* of a build has rows of equal lengths, as decodes with drafts have."""
+        batch = next((each for each in arguments if hasattr(each, "max_query_len")), None)
+        if batch is None:
+            return False
+        length = int(batch.max_query_len)
+        return 1 < length <= self._longest and bool(batch.num_actual_tokens == batch.num_reqs * length)
+
+    def _see(self, builder: str, graph: Graph | None) -> None:
+        if graph is None or graph.mode != "FULL" or not graph.serves or builder in _ON_THE_DEVICE:
+            return
+        self._count = (self._count or 0) + 1
+        if builder not in self._first:
+            self._first[builder] = FalseClaim(builder[:SHORT], f"FULL {graph.tokens}")
+            logger.warning(
+                "graphfix: %s takes decodes with drafts for prompts, and vLLM captures them in full graphs, %s first: "
+                "replays may answer wrongly. %s avoids it. See docs/claims.md",
+                builder,
+                self._first[builder].graph,
+                AVOIDED_BY,
+            )
+            self._publish()
+
+    def _fail(self, error: Exception) -> None:
+        self._failures += 1
+        self.end_capture()
+        logger.warning("graphfix: claims of builders are not checked: %s: %s", type(error).__name__, error)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return the events for a record; empty before a capture with drafts."""
+        if self._count is None and not self._failures:
+            return {}
+        return {NAME: {"prompts-in-graphs": self._count or 0, "failures": self._failures}}
+
+    def not_true(self) -> tuple[FalseClaim, ...]:
+        """Return the first builders whose claims are not true, for a record."""
+        return tuple(self._first.values())[:_LISTED]
+
+    def forked(self) -> None:
+        """Discard the parent's capture; called in a forked child, which has no graphs yet."""
+        self.end_capture()
+        self._failures, self._count, self._first = 0, None, {}
+
+
+def takes_for_prompts(metadata: Any) -> bool:
+    """Tell if a builder has counted rows of a batch of decodes as prompts."""
+    counts = {name: getattr(metadata, name, None) for name in ("num_prefills", "num_extends", "is_prefill")}
+    if any(isinstance(count, int) and count for count in counts.values()):
+        return True
+    decodes = getattr(metadata, "num_decodes", None)
+    return isinstance(decodes, int) and not decodes and not getattr(metadata, "num_spec_decodes", 0)
+
+
+def _builders(runner: Any) -> Iterator[Any]:
+    """Yield the builders of the model and of a drafter that has graphs of its own, each once."""
+    seen: set[int] = set()
+    for owner in (runner, getattr(runner, "speculator", None)):
+        groups = [group for groups in getattr(owner, "attn_groups", None) or () for group in groups]
+        lists = [group.metadata_builders for group in groups]
+        lists.append(getattr(owner, "attn_metadata_builders", None) or [])  # model runner V2 up to 0.16.0
+        for builder in (builder for builders in lists for builder in builders):
+            if id(builder) not in seen:
+                seen.add(id(builder))
+                yield builder
