@@ -32,23 +32,24 @@ open(sys.argv[1], "w").write(json.dumps(claims.measured()))
 """
 _COVERS = {"one token": {"UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_BATCH", "ALWAYS"}}
 """Claims that a deployment needs for full graphs of its decodes; of those with drafts, the last two."""
-_ENDS = "V1, and V2 from 0.21.0: the engine ends in its capture with a bare AssertionError"
-_SHARED = "V2 0.20.0 – 0.20.2 captures, and its graph holds the path of prompts"
+_ENDS = "V1 and V2: the engine ends in its capture with a bare AssertionError"
+_SHARED = "drafts, context parallel"
 VERDICTS = {
-    ("TurboQuant", "drafts"): "V1 and V2: the graph has the lengths that the host had at the capture",
+    ("TurboQuant", "drafts"): "V1 and V2. Up to 0.20.2 the layer copies lengths from the device, which ends a capture; "
+    "from 0.21.0 the graph has the lengths that the host had at the capture",
     ("FlashInfer", "drafts, context parallel, Blackwell"): "V1 and V2: the graph is one of the capture's plan, of a "
     "length that vLLM made up (FlashInfer itself was not run)",
     ("FlashInfer", "drafts, not causal, Blackwell"): "V2 0.24.0 – 0.25.1 with DFlash: nobody asks the draft's "
     "builders, and the draft's graph is one of the capture's plan. Elsewhere no draft has such a graph",
     ("TritonMLA", "drafts"): _ENDS,
-    **{
-        (builder, "drafts, context parallel"): f"{_ENDS}; {_SHARED}"
-        for builder in ("FlashMLA", "FlashInferMLA", "TritonMLA", "TokenspeedMLA", "AiterMLA")
-    },
+    ("TritonMLA", _SHARED): _ENDS,
+    ("FlashInferMLA", _SHARED): _ENDS,
+    ("FlashMLA", _SHARED): f"{_ENDS}; but V2 0.17.0 – 0.20.2 builds captures as it builds steps, and its graphs hold "
+    "the path of prompts (up to 0.19.1 `draft-graph-support` leaves them out)",
     ("Mamba1Attention", "drafts"): "V1 and V2, by n-gram drafts: nothing refuses them. Its layers take no drafts back, "
     "so that answers are wrong without graphs, too",
     **{
-        (builder, "drafts, context parallel"): "not established: up to 0.25.1 vLLM refuses ranks that share the "
+        (builder, _SHARED): "not established: up to 0.25.1 vLLM refuses ranks that share the "
         "context of such layers beside others where the prefix cache is on"
         for builder in ("Mamba1Attention", "Mamba2Attention", "ShortConvAttention", "BailingLinearAttention")
     },
