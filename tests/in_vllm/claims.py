@@ -233,7 +233,7 @@ def _layer(case: Case) -> Any:
         sliding_window=(-1, -1), num_heads=4, head_size=64, scale=1.0, vllm_flash_attn_version=3,
         dcp_world_size=case.ranks,
     )  # fmt: skip
-    dcp = getattr(sys.modules.get("vllm.v1.attention.ops.dcp"), "MLADCPManager", None)
+    dcp = getattr(sys.modules.get("vllm.model_executor.layers.attention.mla_attention"), "MLADCPManager", None)
     widths = {"q_lora_rank": 8, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     return Part(
         impl=implementation, num_heads=4, num_kv_heads=1, head_size=64, qk_head_dim=64, v_head_dim=128, **widths,
@@ -451,8 +451,6 @@ def builders() -> dict[str, list[Any]]:
     """Import all backends, and return them by the names of their builders."""
     if not any(isinstance(each, _Kernels) for each in sys.meta_path):
         sys.meta_path.append(_Kernels())
-    with contextlib.suppress(ModuleNotFoundError):
-        importlib.import_module("vllm.v1.attention.ops.dcp")
     # It looks for compiled kernels when it is imported.
     kernels = importlib.machinery.ModuleSpec("vllm.vllm_flash_attn", None)
     sys.modules.setdefault(kernels.name, _Kernels().create_module(kernels))
