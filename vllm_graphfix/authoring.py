@@ -118,13 +118,15 @@ def fix(
     distant_code: str = "",
     requires: tuple[Companion, ...] = (),
     default_because: Rationale = None,
+    changes_compiled_code: bool = False,
 ) -> Fix:
     """Make the record of a fix, with `inspected_files` from *surroundings*, and `modules` from *corrections*.
 
     *corrections* that differ by shape are a function of the shape; *modules* then lists all modules that it may patch.
     *wordings* are patterns of the statements that `diagnose` recognises, the defect's and remedies in all wordings:
     slices leave them out, so that another wording of a remedy does not make its surroundings new. *distant_code* names
-    code that is too far away for slices, and by which a fork might undo a remedy.
+    code that is too far away for slices, and by which a fork might undo a remedy. With *changes_compiled_code*, code
+    that was compiled while the fix was active is never run without it, nor the other way round.
     """
     if not callable(corrections):
         patches: tuple[Patch, ...] = corrections
@@ -143,4 +145,5 @@ def fix(
         surroundings=surroundings,
         wordings=wordings,
         distant_code=distant_code,
+        changes_compiled_code=changes_compiled_code,
     )

@@ -320,6 +320,9 @@ class Fix(NamedTuple):
     distant_code: str = ""
     """Names of functions, classes and arguments, space-separated, on which no verdict on a release rests. A fork whose
     own code mentions one of them is not recognised."""
+    changes_compiled_code: bool = False
+    """True if torch.compile traces other code, or other inputs, where the fix is active: the keys of vLLM's compile
+    cache then say so."""
 
     @property
     def variable(self) -> str:

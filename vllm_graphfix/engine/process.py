@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, MutableMapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from vllm_graphfix.engine.capture_gate import CaptureGate
@@ -28,7 +29,7 @@ from vllm_graphfix.engine.role import (
     served_model,
 )
 from vllm_graphfix.engine.status_record import StatusRecord
-from vllm_graphfix.fix import Fix, Mode
+from vllm_graphfix.fix import Fix, Mode, State
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.applied_fix import Policy
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
@@ -53,6 +54,9 @@ class EngineProcess(EngineContext):
         fixes = tuple(fixes)
         self._names = tuple(fix.name for fix in fixes)
         self._observed = frozenset(fix.name for fix in fixes if fix.default is Mode.OBSERVE)
+        self._compile_factors = {
+            fix.variable: partial(self._compile_factor, fix.name) for fix in fixes if fix.changes_compiled_code
+        }
         self._environment_read = settings.own_variables(environment)
         wanted = self._settings_read = settings.read(environment, self._names, self._observed)
         manager = FixManager(fixes, Policy(wanted.master, wanted.modes, None, wanted.misconfigured, wanted.trees))
@@ -293,8 +297,16 @@ class EngineProcess(EngineContext):
     def _register_names(self, envs: Any) -> None:
         """Register our variables with vLLM, which warns of unknown names; some Ray executors copy only known ones."""
         for name in settings.names(self._names):
-            # The value enters the key of the compile cache. It is constant: no fix touches code that is compiled.
-            envs.environment_variables.setdefault(name, lambda: None)
+            # The value enters the keys of the compile cache: it is constant but for fixes that change compiled code.
+            envs.environment_variables.setdefault(name, self._compile_factors.get(name, lambda: None))
+
+    def _compile_factor(self, name: str) -> str | None:
+        """Return the value of the variable of the fix *name* in vLLM's compile keys: None for stock's code.
+
+        vLLM asks when it has called the model, which the fix has patched by then, and before it looks for compiled
+        code. The patches are read back: what is compiled without them must not be run with them later.
+        """
+        return State.ACTIVE.value if self.manager.states(diagnose=False)[name].state is State.ACTIVE else None
 
     def _watch_metrics(self, instrumentator: Any) -> None:
         """Wrap the function by which a process of vLLM starts to serve /metrics."""
