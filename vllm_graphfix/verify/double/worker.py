@@ -80,6 +80,9 @@ def _targets(fix: str) -> Iterator[ModuleType]:
 
 def _import_existing(modules: Sequence[str]) -> Iterator[ModuleType]:
     """Import those of *modules* that this vLLM has with all that they import: one of 0.19 needs one its wheel lacks."""
+    from vllm_graphfix.verify.double.image_processors import install_image_processor_stand_ins
+
+    install_image_processor_stand_ins()
     for name in modules:
         try:
             yield importlib.import_module(name)

@@ -8,10 +8,8 @@ no blocks.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,30 +18,14 @@ from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.v1.worker import encoder_cudagraph
 
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
+from vllm_graphfix.verify.double.image_processors import install_image_processor_stand_ins
 from vllm_graphfix.verify.double.scenarios.encoder_padding import captured, config_of
 from vllm_graphfix.verify.double.unpinned import unpinned
 from vllm_graphfix.verify.measurement import Measurement
 
+install_image_processor_stand_ins()
 
-def _import_models() -> tuple[Any, Any]:
-    """Import vLLM's modules of both models.
-
-    Without torchvision, an empty module stands in for the image processor that needs it: no image is processed here.
-    """
-    processor = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
-    missing = find_spec("torchvision") is None and processor not in sys.modules
-    if missing:
-        sys.modules[processor] = ModuleType(processor)
-        vars(sys.modules[processor])["smart_resize"] = None
-    try:
-        from vllm.model_executor.models import qwen2_5_vl, qwen2_vl
-    finally:
-        if missing:
-            del sys.modules[processor]
-    return qwen2_vl, qwen2_5_vl
-
-
-qwen2_vl, qwen2_5_vl = _import_models()
+from vllm.model_executor.models import qwen2_5_vl, qwen2_vl  # noqa: E402 - behind the stand-ins
 
 MEAN, DEVIATION, SCALE = (0.48, 0.46, 0.41), (0.27, 0.26, 0.28), 1 / 255
 """Mean and deviation of each channel, and scale of a byte, from the configuration of such a checkpoint."""
