@@ -320,18 +320,38 @@ LLAMA_LORA = Case(
     watched=True,
 )
 # Only the layers in the middle have the quantised cache: vLLM leaves out the first two and the last two, which run on
-# FlashAttention 2. Without compilation in pieces the fix leaves no graph, so that it computes as eager does. Without
-# async scheduling the lengths on the host are exact, which this backend takes them for. One request: a graph is
-# replayed only in a step in which each request has all its drafts, and n-grams draft where a token occurs again.
-LLAMA_TURBOQUANT_NGRAM = Case(
-    name="llama-turboquant-ngram",
+# FlashAttention 2. The fix leaves piecewise graphs, here without Inductor. Without async scheduling the lengths on the
+# host are exact, which this backend takes them for.
+LLAMA_TURBOQUANT_EAGLE = Case(
+    name="llama-turboquant-eagle",
     model="llama-8",
+    draft="eagle",
     runner="V1",
-    graphs=full_decodes([4]),
-    workload=((511, 200),),
+    graphs={
+        "mode": 3,
+        "backend": "eager",
+        "custom_ops": ["all"],
+        "cudagraph_mode": "FULL_AND_PIECEWISE",
+        "cudagraph_capture_sizes": [4, 8, 16, 32],
+    },
+    workload=TOGETHER,
     arguments={
         "kv_cache_dtype": "turboquant_k8v4",
         "async_scheduling": False,
+        "speculative_config": {"method": "eagle", "num_speculative_tokens": 3},
+    },
+    needs="vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
+    compiles=True,
+)
+# One request: a full graph is replayed only in a step in which each request has all its drafts, and n-grams draft where
+# a token occurs again.
+LLAMA_TURBOQUANT_NGRAM = replace(
+    LLAMA_TURBOQUANT_EAGLE,
+    name="llama-turboquant-ngram",
+    draft=None,
+    workload=((511, 200),),
+    arguments=LLAMA_TURBOQUANT_EAGLE.arguments
+    | {
         "speculative_config": {
             "method": "ngram",
             "num_speculative_tokens": 3,
@@ -339,16 +359,19 @@ LLAMA_TURBOQUANT_NGRAM = Case(
             "prompt_lookup_max": 2,
         },
     },
-    needs="vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so",
-    compiles=True,
 )
-LLAMA_TURBOQUANT_EAGLE = replace(
+LLAMA_TURBOQUANT_NGRAM_V2 = replace(
     LLAMA_TURBOQUANT_NGRAM,
-    name="llama-turboquant-eagle",
-    draft="eagle",
+    name="llama-turboquant-ngram-v2",
     runner="V2",
-    graphs=full_decodes([4, 8, 16, 32]),
-    workload=TOGETHER,
     arguments=LLAMA_TURBOQUANT_NGRAM.arguments
-    | {"speculative_config": {"method": "eagle", "num_speculative_tokens": 3}},
+    | {"speculative_config": LLAMA_TURBOQUANT_NGRAM.arguments["speculative_config"] | {"method": "ngram_gpu"}},
+)
+MIMO_TURBOQUANT_MTP = replace(
+    LLAMA_TURBOQUANT_EAGLE,
+    name="mimo-turboquant-mtp",
+    model="mimo",
+    draft=None,
+    graphs=LLAMA_TURBOQUANT_EAGLE.graphs | {"cudagraph_capture_sizes": [2, 4, 8, 16]},
+    arguments=LLAMA_TURBOQUANT_EAGLE.arguments | {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}},
 )

@@ -273,6 +273,16 @@ def llama(config: Config) -> Shapes:
     return _embeddings(config) | _layers(config, _mlp, _grouped_attention)
 
 
+def mimo(config: Config) -> Shapes:
+    """Qwen2, whose projections to queries, keys and values have biases, and one MTP layer."""
+    hidden, draft = config["hidden_size"], "model.mtp_layers"
+    shapes = llama(config) | _layers(config | {"num_hidden_layers": 1}, _mlp, _grouped_attention, prefix=draft)
+    for name in [name for name in shapes if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        shapes[name.replace("weight", "bias")] = shapes[name][:1]
+    shapes |= {f"{draft}.0.{norm}_layernorm.weight": (hidden,) for norm in ("token", "hidden", "final")}
+    return shapes | {f"{draft}.0.input_proj.weight": (hidden, 2 * hidden)}
+
+
 def eagle(config: Config) -> Shapes:
     shapes: Shapes = {"fc.weight": (config["hidden_size"], 2 * config["hidden_size"])}
     shapes |= _layers(config, _mlp, _grouped_attention, prefix="layers")

@@ -1,8 +1,8 @@
 """Tiny models with random weights: folders that vLLM loads like any checkpoint.
 
-They have two layers, Granite 4 has three, one Llama eight. Norms are 1 (except for one of DeepSeek V4) and matrices
-normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero, every output would be the same. Each
-tensor has its own seed, so that folders made on different machines hold the same numbers.
+They have two layers, Granite 4 has three, one Llama and MiMo eight. Norms are 1 (except for one of DeepSeek V4) and
+matrices normal(0, 1/sqrt(fan-in)): with vLLM's own dummy weights, which are near zero, every output would be the same.
+Each tensor has its own seed, so that folders made on different machines hold the same numbers.
 """
 
 from __future__ import annotations
@@ -125,6 +125,12 @@ LLAMA: Config = _COMMON | {
 }
 LLAMA_8: Config = LLAMA | {"num_hidden_layers": 8}
 """Four layers more than vLLM leaves out of a quantised TurboQuant cache: two at each end."""
+MIMO: Config = LLAMA_8 | {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",  # transformers has no class for MiMo's own
+    "num_nextn_predict_layers": 1,
+}
+"""Grouped attention with an MTP layer."""
 LFM2: Config = _COMMON | {
     "architectures": ["Lfm2ForCausalLM"],
     "model_type": "lfm2",
@@ -194,6 +200,7 @@ MODELS: dict[str, tuple[Config, Callable[[Config], Shapes]]] = {
     "lfm2": (LFM2, model_shapes.lfm2),
     "llama": (LLAMA, model_shapes.llama),
     "llama-8": (LLAMA_8, model_shapes.llama),
+    "mimo": (MIMO, model_shapes.mimo),
     "mixtral": (MIXTRAL, model_shapes.mixtral),
     "qwen3-next": (QWEN3_NEXT, model_shapes.qwen3_next),
     "eagle": (EAGLE, model_shapes.eagle),
