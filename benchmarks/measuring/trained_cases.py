@@ -332,6 +332,27 @@ CASES = (
         questions.sorts_one_by_one,
     ),
     Trained(
+        "turboquant-drafts",
+        _with(
+            verified.LLAMA_TURBOQUANT_NGRAM,
+            "llama-turboquant-walk",
+            "llama-deep",
+            # Three symbols in a row are in no prompt: they are found in the answer alone.
+            arguments=_BF16
+            | {
+                "max_num_seqs": 1,
+                "speculative_config": {
+                    "method": "ngram",
+                    "num_speculative_tokens": 3,
+                    "prompt_lookup_min": 3,
+                    "prompt_lookup_max": 3,
+                },
+            },
+        ),
+        "trained Llama of eight layers, TurboQuant cache, n-gram drafts, V1; walks that repeat themselves",
+        questions.circling_walks,
+    ),
+    Trained(
         "triton-mla-padding",
         _with(
             verified.MLA_TRITON,

@@ -159,6 +159,13 @@ def long_walks(folder: Path) -> Questions:
     return _exact(walk(chance, most, most) for _ in range(16))
 
 
+def circling_walks(folder: Path) -> Questions:
+    """Walks through few pairs, again and again: once through, n-gram drafts are right."""
+    chance, most = _chance(), _most(folder)
+    pairs = [4 + number % 5 for number in range(32)]
+    return _exact(walk(chance, each, 4 * most - 3 * each) for each in pairs)
+
+
 def choruses(folder: Path) -> Questions:
     return _in_eights(chorus)
 

@@ -158,6 +158,14 @@ RECIPES["deepseek-v4"] = Recipe(
     made_into=deepseek_v4.as_checkpoint,
     held=deepseek_v4.HELD,
 )
+# TurboQuant leaves the first two layers and the last two as they are.
+RECIPES["llama-deep"] = replace(
+    RECIPES["llama"],
+    config=RECIPES["llama"].config | {"num_hidden_layers": 8},
+    task=walk,
+    width=3,
+    adapters=(),
+)
 RECIPES["llama-docs"] = replace(RECIPES["llama"], task=any_begun, batch=32, adapters=())
 RECIPES["mamba2-docs"] = replace(RECIPES["mamba2"], task=any_named, batch=32, songs=False)
 RECIPES["deepseek-v4-docs"] = replace(RECIPES["deepseek-v4"], task=any_prefaced)
