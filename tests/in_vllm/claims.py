@@ -463,7 +463,7 @@ def builders() -> dict[str, list[Any]]:
     if "vllm.utils.flashinfer" in sys.modules:  # it would ask a server for kernels
         vars(sys.modules["vllm.utils.flashinfer"])["has_nvidia_artifactory"] = lambda: False
     helper: Any = sys.modules.get("vllm.model_executor.warmup.jit_warmup_triton_helper")
-    if hasattr(helper, "VllmTritonJitKernel"):
+    if helper is not None and hasattr(helper, "VllmTritonJitKernel"):
         helper.VllmTritonJitKernel.launch = lambda self, spec, inputs: spec[2] if len(spec) == 3 else None
     made: dict[str, list[Any]] = {}
     for backend in sorted(_derived(AttentionBackend), key=lambda each: (each.__module__, each.__name__)):

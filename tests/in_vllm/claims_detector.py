@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import claims
 import pytest
 import torch
 import vllm
@@ -13,7 +14,6 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-import claims
 from vllm_graphfix.engine.claims import _ON_THE_DEVICE, ClaimCheck
 from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.decoding import RunnerStandIn, configuration

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edited import after, before, swap
+from edited import Change, after, before, swap
 from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.fix import Verdict
@@ -84,7 +84,11 @@ EDITS = (
     ),
 )
 
-in_both = lambda change: {VL: change, OMNI: change}  # noqa: E731 - short, for a table
+
+def in_both(change: Change) -> dict[str, Change]:
+    return {VL: change, OMNI: change}
+
+
 held = r'if getattr\(self, "deepstack_input_embeds_num_tokens", 0\) == 0:\n +return None\n(?=\n +# get deepstack)'
 got = r"deepstack_input_embeds = self\._get_deepstack_input_embeds\(\n +inputs_embeds\.size\(0\)\n +\)"
 cleared = r"self\.deepstack_input_embeds_num_tokens = 0\n(?=\n    def)"
