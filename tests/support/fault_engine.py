@@ -346,6 +346,9 @@ def warm_up(without: list[str]) -> None:
     """Imports vLLM, and what it is slow to find out; the modules *without* are then to be imported anew."""
     import vllm.engine.arg_utils
 
+    from vllm_graphfix.verify.double.image_processors import install_image_processor_stand_ins
+
+    install_image_processor_stand_ins()
     for module in ("vllm.entrypoints.serve.instrumentator.metrics", "vllm.v1.engine.core", *without):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)

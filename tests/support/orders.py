@@ -15,7 +15,8 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
-from types import FunctionType
+from importlib.util import find_spec
+from types import FunctionType, ModuleType
 from typing import Any
 
 _LIMIT = 240
@@ -43,6 +44,11 @@ class Process:
             "V": self.revert,
         }
         sys.meta_path.insert(0, self)
+        if find_spec("torchvision") is None:  # as `image_processors` does: models with images import these
+            for name in ("image_processing_qwen2_vl", "video_processing_qwen2_vl"):
+                path = f"transformers.models.qwen2_vl.{name}"
+                stand_in = sys.modules.setdefault(path, ModuleType(path))
+                vars(stand_in).update(smart_resize=None, Qwen2VLVideoProcessor=None)
 
     # -- events ----------------------------------------------------------------------------------------------------
 
