@@ -91,7 +91,6 @@ def in_both(change: Change) -> dict[str, Change]:
 
 held = r'if getattr\(self, "deepstack_input_embeds_num_tokens", 0\) == 0:\n +return None\n(?=\n +# get deepstack)'
 got = r"deepstack_input_embeds = self\._get_deepstack_input_embeds\(\n +inputs_embeds\.size\(0\)\n +\)"
-cleared = r"self\.deepstack_input_embeds_num_tokens = 0\n(?=\n    def)"
 WORDINGS = (
     Wording(
         REMEDY,
