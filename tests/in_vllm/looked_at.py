@@ -625,6 +625,7 @@ def test_stores_to_the_cpu_wait_for_the_step_from_0_24_and_loads_do_not() -> Non
         _connector_metadata=metadata,
         _backend=SimpleNamespace(launch_copy=launch_copy),
         _store_compute_done=None,
+        _store_submitted=False,  # 0.30.0
         _pending_load_event_indices=set(),
         _pending_store_event_indices=set(),
     )
