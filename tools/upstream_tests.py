@@ -26,20 +26,16 @@ from fetch_vllm import FetchError, cache_folder, only_one_fetches, release
 from vllm_graphfix.fixes import FIXES
 
 PATHS = (
-    "tests/v1/cudagraph/test_*.py",
+    "tests/v1/cudagraph/test_cudagraph_dispatch.py",
+    "tests/v1/cudagraph/test_cudagraph_manager.py",
     "tests/v1/attention/test_*metadata_builder.py",
     "tests/v1/attention/test_attention_splitting.py",
-    "tests/v1/attention/test_batch_reordering.py",
-    "tests/v1/attention/test_chunked_local_attention.py",
-    "tests/v1/attention/test_indexer_*.py",
-    "tests/v1/spec_decode/test_eagle*.py",
-    "tests/v1/spec_decode/test_extract_hidden_states.py",
-    "tests/v1/spec_decode/test_llm_base_proposer.py",
-    "tests/v1/spec_decode/test_mtp.py",
+    "tests/v1/spec_decode/test_eagle_draft_attn_metadata.py",
     "tests/v1/worker/test_gpu_extract_hidden_states_speculator.py",
-    "tests/v1/worker/test_gpu_model_runner*.py",
+    "tests/v1/worker/test_gpu_model_runner_prefill_tail_classification.py",
+    "tests/v1/worker/test_gpu_model_runner_v2_cudagraph_profiling.py",
     "tests/v1/worker/test_workspace.py",
-    "tests/compile/test_wrapper.py",
+    "tests/compile/test_deepstack_input_contract.py",
 )
 """Of the newest release; a pattern that matches nothing in an older one is left out."""
 BUILD = ("setuptools", "setuptools_scm", "setuptools_rust", "wheel", "packaging", "jinja2")
@@ -140,7 +136,7 @@ def run(tests: Path, root: Path, paths: Sequence[str], settings: dict[str, str])
             "XDG_CACHE_HOME": scratch,
             **settings,
         }
-        options = ["-q", "--no-header", "--tb=no", "--disable-warnings", "-p", "no:cacheprovider"]
+        options = ["-q", "--tb=no", "--disable-warnings", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
         command = [sys.executable, "-m", "pytest", *options, "-p", "upstream_tests_plugin", "--rootdir", str(tests)]
         done = subprocess.run(
             [*command, *files],
