@@ -50,6 +50,15 @@ def test_paths_that_no_test_has_are_an_error(tmp_path: Path) -> None:
         upstream_tests.run(tmp_path, tmp_path, ["tests/nowhere/*.py"], {})
 
 
+def test_a_run_in_which_no_fix_was_applied_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, answer in (("release", Path()), ("fetch", Path()), ("run", run({"a": PASSED}))):
+        monkeypatch.setattr(upstream_tests, name, lambda *_, answer=answer: answer)
+    assert upstream_tests.main(["0.33.0"]) == 1
+    assert "no fix was applied" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("off", "on", "code"), [(PASSED, PASSED, 0), (PASSED, FAILED, 1)])
 def test_the_exit_code_says_if_the_plugin_changed_anything(
     off: dict[str, str],

@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--into", type=Path, metavar="DIR", help="default: $GRAPHFIX_RELEASES, else the user's cache")
     options = parser.parse_args(arguments)
     cache = options.into.absolute() if options.into else cache_folder()
-    applied = {"VLLM_GRAPHFIX": "auto", **{fix.variable: "auto" for fix in FIXES}}
+    applied = {"VLLM_GRAPHFIX": "on", **{fix.variable: "auto" for fix in FIXES}}
     try:
         root, tests = release(options.release, cache), fetch(options.release, cache)
         off, on = (run(tests, root, options.paths or PATHS, each) for each in ({"VLLM_GRAPHFIX": "off"}, applied))
@@ -169,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"upstream_tests: {error}", file=sys.stderr)
         return 2
     changed = compare(off, on)
+    if not on.calls:
+        changed.append("no fix was applied: nothing was compared")
     uncalled = sorted(name for name, number in on.calls.items() if not number)
     print(f"vLLM {options.release}, {len(off.outcomes):,} tests without the plugin: {off.counts}")
     print(f"with all fixes applied: {on.counts}; {len(on.calls) - len(uncalled)} of {len(on.calls)} wrappers called")
