@@ -20,7 +20,7 @@ _SCENARIO = "vllm_graphfix.verify.double.scenarios.turboquant_drafts"
 
 
 def _reserves_its_workspace(source: Source) -> bool:
-    """Tell if builders reserve their workspace: before 0.24.0 the first step without drafts ends the engine."""
+    """Tell if builders reserve their workspace: before 0.24.0 V1 ends at a decode without drafts."""
     return source.contains_word("vllm/v1/attention/backends/turboquant_attn.py", "_reserve_workspace")
 
 
@@ -31,14 +31,14 @@ def _has_ngrams_on_v2(source: Source) -> bool:
 TRIAL = Trial(
     watched=Watched("shadow-v1", f"{_SCENARIO}:watched", ("TurboQuantMetadata",)),
     watched_further=(Watched("shadow-v2", f"{_SCENARIO}:watched_v2", ("TurboQuantMetadata",)),),
-    case=LLAMA_TURBOQUANT_EAGLE,
+    case=MIMO_TURBOQUANT_MTP,
     further=(
+        replace(MIMO_TURBOQUANT_MTP, name="mimo-turboquant-mtp-v2", runner="V2"),
+        replace(LLAMA_TURBOQUANT_EAGLE, shows_on=_reserves_its_workspace),
         replace(LLAMA_TURBOQUANT_EAGLE, name="llama-turboquant-eagle-v2", runner="V2"),
         replace(LLAMA_TURBOQUANT_NGRAM, shows_on=_reserves_its_workspace),
         replace(LLAMA_TURBOQUANT_NGRAM_V2, shows_on=_has_ngrams_on_v2),
-        MIMO_TURBOQUANT_MTP,
-        replace(MIMO_TURBOQUANT_MTP, name="mimo-turboquant-mtp-v2", runner="V2"),
     ),
-    engine="Llama and MiMo of eight layers, TurboQuant cache, V1 and V2, with an Eagle head, n-gram drafts and MTP",
+    engine="MiMo and Llama of eight layers, TurboQuant cache, V1 and V2, with MTP, an Eagle head and n-gram drafts",
     shows_in="tokens",
 )
