@@ -127,3 +127,55 @@ def test_without_the_setting_in_its_key_the_cache_serves_code_of_stock(tmp_path:
     active = compiled("0.22.1", tmp_path, "on", forgets_the_setting=True)
     assert active["wrong"] == 88
     assert active["loaded"] == 2
+
+
+HANDED_ON = """
+import json
+from types import SimpleNamespace
+from unittest import mock
+import torch
+import vllm_graphfix
+vllm_graphfix.register()
+from vllm_graphfix.verify.double.image_processors import install_image_processor_stand_ins
+install_image_processor_stand_ins()
+import vllm.v1.worker.ubatching as ubatching
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration as Model
+
+def served(device, held):
+    model = object.__new__(Model)
+    torch.nn.Module.__init__(model)
+    model.deepstack_num_level, model.deepstack_input_embeds_num_tokens = 1, held
+    model.deepstack_input_embeds = [torch.ones(8, 2, device=device)]
+    model.config = SimpleNamespace(text_config=SimpleNamespace(hidden_size=2))
+    model.language_model = torch.nn.Linear(2, 2)
+    model.language_model.model = SimpleNamespace(do_not_compile=True)
+    return model
+
+def step(model, tokens):
+    handed_on = model._get_deepstack_input_embeds(tokens)
+    rows = [each.tolist() for each in handed_on.tensors.values()] if handed_on is not None else None
+    model._clear_deepstack_input_embeds(tokens)
+    return rows
+
+print(json.dumps({
+    "without a tower": step(served("meta", 0), 2),
+    "an image": step(served("cpu", 2), 2),
+    "micro-batches": [
+        [step(model, 2) for _ in range(2)]
+        for model in [served("cpu", 4)]
+        for _ in [mock.patch.dict(ubatching._THREAD_ID_TO_CONTEXT, {0: 0}).start()]
+    ],
+}))
+"""
+
+
+@pytest.mark.parametrize("release", ["0.20.0", "0.22.1"])
+def test_a_model_without_a_tower_and_micro_batches_hand_zeros_on(release: str) -> None:
+    """Buffers that the model made on the meta device would end the engine in its profiling run."""
+    ran = run_in_release(release, HANDED_ON, {"VLLM_GRAPHFIX": "on"}, warm=True)
+    none, ones = [[[0.0, 0.0]] * 2], [[[1.0, 1.0]] * 2]
+    assert json.loads(ran.stdout.splitlines()[-1]) == {
+        "without a tower": none,
+        "an image": ones,
+        "micro-batches": [[none, none]],
+    }

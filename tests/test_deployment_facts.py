@@ -139,7 +139,7 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
     [
         (
             "0.33.0",
-            "7 of these 9 need a model runner or a mode that is not the default of this vLLM.",
+            "8 of these 10 need a model runner or a mode that is not the default of this vLLM.",
             {
                 "prefill-dispatch": "model runner V1 (not the default here), recurrent layers",
                 "prompt-logprobs": "model runner V1 (not the default here), speculative decoding",
@@ -150,14 +150,14 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
         ),
         (
             "0.29.0",
-            "8 of these 13 need",
+            "9 of these 14 need",
             {
                 "prefill-dispatch": "model runner V1 (not the default here), recurrent layers",
                 "idle-rank": "data parallelism",  # V2 has it there, too
             },
         ),
-        ("0.28.0", "6 of these 13 need", {"prefill-dispatch": "model runner V1, recurrent layers"}),
-        ("0.25.1", "4 of these 12 need", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
+        ("0.28.0", "7 of these 14 need", {"prefill-dispatch": "model runner V1, recurrent layers"}),
+        ("0.25.1", "5 of these 14 need", {"prefill-dispatch": "recurrent layers", "idle-rank": "data parallelism"}),
         ("0.18.1", "6 of these 14 need", {"capture-state": "model runner V2 (not the default here), full graphs"}),
     ],
 )

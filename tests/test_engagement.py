@@ -24,7 +24,11 @@ def imports(release: str) -> str:
     """Code that imports every target that *release* has."""
     modules = sorted({module for name in affected_by(release) for module in BY_NAME[name].modules})
     return f"""
-import importlib, importlib.util
+import importlib, importlib.util, sys, types
+if importlib.util.find_spec("torchvision") is None:  # which models of images import
+    for name in ("image_processing_qwen2_vl", "video_processing_qwen2_vl"):
+        stand_in = sys.modules.setdefault(f"transformers.models.qwen2_vl.{{name}}", types.ModuleType(name))
+        vars(stand_in).update(smart_resize=None, Qwen2VLVideoProcessor=None)
 for module in {modules!r}:
     try:
         importlib.import_module(module)

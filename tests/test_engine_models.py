@@ -65,7 +65,7 @@ def test_names_and_shapes_are_those_of_transformers_own_implementation(name: str
     """A draft layer behind the last one, as checkpoints with multi-token prediction have it, is vLLM's alone."""
     config, shapes = MODELS[name]
     actual = shapes(config)
-    behind = f"model.layers.{config['num_hidden_layers']}."
+    behind = (f"model.layers.{config['num_hidden_layers']}.", "model.mtp_layers.")
     theirs = shapes_in_transformers(config)
     if config["tie_word_embeddings"]:
         del theirs["lm_head.weight"]  # the embeddings' own, which no checkpoint names twice

@@ -51,7 +51,7 @@ base = me.status_record.base()
 assert len(records.read(base).found) == 1
 metrics.expose(base, me.decision, 2)
 metrics._watcher.look()
-store, report = HashStore(), me.gate.report()
+store, report = HashStore(), me.gate.reports.report()
 places = [agreement.publish(store, "start", rank, report) for rank in (0, 1)]
 assert agreement.compare(store, places[0], 0, 2, report, print, timeout=1.0).difference is None
 records.prune(base)

@@ -105,6 +105,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "os.fork": "a process that ends an engine nobody waits for any more",
         "os.killpg": "by that one",
     },
+    "verify/double/scenarios/draft_non_causal.py": {"import_module": "vLLM's FlashInfer backend, beside a stand-in"},
     "verify/trial.py": {"import_module": "the module of this package with a fix's trial"},
     "verify/double/mla_decode.py": {"import_module": "vLLM's builders of latent attention, which have moved"},
     "verify/double/scenarios/cutlass_mla_padding.py": {

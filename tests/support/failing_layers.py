@@ -194,7 +194,7 @@ def main(names: list[str], every: int = 1) -> None:
 
 def _own(name: str, outcome: dict[str, Any]) -> list[str]:
     """The calls that layers of the fix *name* have made."""
-    modules = ("_capture_passes", name.replace("-", "_"))
+    modules = ("_capture_passes", "_claims", name.replace("-", "_"))
     return [call for call in outcome.get("calls", ()) if call.partition(":")[0] in modules]
 
 

@@ -105,6 +105,21 @@ class Graphs(Flags):
         mode, source = self._graph_mode
         return Fact(None if mode is None else mode in ("PIECEWISE", "FULL", "FULL_AND_PIECEWISE"), source)
 
+    def compiles(self) -> Fact:
+        """torch.compile compiles the model."""
+        eager = self.switched_on("--enforce-eager")
+        if eager.holds is not False:
+            return Fact(False, "--enforce-eager switches torch.compile off") if eager.holds else eager
+        config, missing = self._object("--compilation-config")
+        level, unknown = self.value("--optimization-level")
+        if missing is not None or unknown is not None:
+            return Fact(None, str(missing or unknown))
+        if config.get("mode") in (0, "NONE"):
+            return Fact(False, "the mode of --compilation-config switches torch.compile off")
+        if level == "0" and "mode" not in config:
+            return Fact(False, "-O0 switches torch.compile off")
+        return Fact(True, "torch.compile is on")
+
     def encoder_graphs(self) -> Fact:
         """Encoders of images have CUDA graphs of their own."""
         eager = self.switched_on("--enforce-eager")

@@ -304,9 +304,14 @@ class EngineProcess(EngineContext):
         """Return the value of the variable of the fix *name* in vLLM's compile keys: None for stock's code.
 
         vLLM asks when it has called the model, which the fix has patched by then, and before it looks for compiled
-        code. The patches are read back: what is compiled without them must not be run with them later.
+        code. The patches are read back: what is compiled without them must not be run with them later. In a conflict,
+        and after an error, some of them may still work: such code is neither stock's nor the fix's.
         """
-        return State.ACTIVE.value if self.manager.states(diagnose=False)[name].state is State.ACTIVE else None
+        try:
+            state = self.manager.states(diagnose=False)[name].state
+        except Exception as error:  # vLLM calls this unguarded while an engine core starts
+            return type(error).__name__
+        return state.value if state in (State.ACTIVE, State.CONFLICT, State.FAILED) else None
 
     def _watch_metrics(self, instrumentator: Any) -> None:
         """Wrap the function by which a process of vLLM starts to serve /metrics."""

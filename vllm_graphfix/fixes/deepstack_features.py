@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -79,16 +80,45 @@ def _always_hand_on(stock: StockFunction, activity: Activity) -> StockFunction:
         try:
             if getattr(self, _BUFFERS, None):
                 held = getattr(self, _HELD, 0)
-                if first_without.setdefault(self, not held) and held and not self.language_model.model.do_not_compile:
+                if corrects:
+                    if self not in first_without:
+                        _renew(self)
+                    if _runs_in_micro_batches():
+                        # Each micro-batch is given the first rows: features of another's. Without, as on stock.
+                        for each in self.deepstack_input_embeds:
+                            each.zero_()
+                    if held < num_tokens:
+                        _grow(self, num_tokens)
+                        setattr(self, _HELD, num_tokens)
+                compiles = not getattr(self.language_model.model, "do_not_compile", False)
+                if first_without.setdefault(self, not held) and held and compiles:
                     met.count += 1
-                if corrects and held < num_tokens:
-                    _grow(self, num_tokens)
-                    setattr(self, _HELD, num_tokens)
         except Exception as error:
             activity.failed(error)
         return stock(self, num_tokens, *args, **kwargs)
 
     return get
+
+
+def _renew(model: Any) -> None:
+    """Give *model* buffers of the language model's device, before it is compiled or captured.
+
+    Without a tower for images they are on the meta device; and sleep mode, which discards what was made while weights
+    were loaded, leaves such memory undefined when it wakes up.
+    """
+    from torch import inference_mode, zeros_like
+
+    with inference_mode(False):  # as the ones that they replace, they may be written to outside of it, too
+        model.deepstack_input_embeds = [
+            zeros_like(each, device=next(model.language_model.parameters()).device) if each.is_meta else each.clone()
+            for each in model.deepstack_input_embeds
+        ]
+
+
+def _runs_in_micro_batches() -> bool:
+    """Tell if the model is called for one micro-batch of a step (--enable-dbo)."""
+    ubatching = sys.modules.get("vllm.v1.worker.ubatching")
+    return ubatching is not None and ubatching.dbo_enabled()
 
 
 def _grow(model: Any, num_tokens: int) -> None:
@@ -106,7 +136,7 @@ def needs() -> tuple[Need, ...]:
 
     return (
         Need("Qwen3-VL or Qwen3-Omni", _serves_such_a_model, "ColQwen3, too"),
-        Need("torch.compile", _compiles, "no --enforce-eager"),
+        Need("torch.compile", lambda deployment, _: deployment.compiles(), "no --enforce-eager, -O0 or -cc.mode=0"),
         Need("images or videos", _takes_images, "no --language-model-only", (_NO_IMAGES,)),
     )
 
@@ -124,13 +154,6 @@ def _serves_such_a_model(deployment: Deployment, _: str) -> Fact:
     if any(name in _ARCHITECTURES for names in architectures if isinstance(names, list) for name in names):
         return Fact(True, f"{deployment.model} is Qwen3-VL, Qwen3-Omni or ColQwen3")
     return Fact(False, f"{deployment.model} is neither Qwen3-VL nor Qwen3-Omni")
-
-
-def _compiles(deployment: Deployment, _: str) -> Fact:
-    from vllm_graphfix.deployment import Fact
-
-    eager = deployment.switched_on("--enforce-eager")
-    return Fact(None if eager.holds is None else not eager.holds, eager.source)
 
 
 def _takes_images(deployment: Deployment, _: str) -> Fact:
