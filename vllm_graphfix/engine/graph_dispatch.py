@@ -31,7 +31,7 @@ class Graph(NamedTuple):
 def graph_being_captured() -> Graph | None:
     """Return the graph whose capture, or warm-up, is on the call stack; None if that is not known. Never raises.
 
-    It is read from vLLM's frames, only after an error, so a capture without errors costs nothing.
+    It is read from vLLM's frames, after an error or a claim that is not true, so that a right capture costs nothing.
     """
     graph: Graph | None = None
     try:

@@ -1,4 +1,4 @@
-"""`deepstack-features`: language models are compiled with the inputs for features of images (issue 43617)."""
+"""`deepstack-features`: language models are compiled with the inputs for features of images (PR 43617)."""
 
 from __future__ import annotations
 
