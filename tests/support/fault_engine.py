@@ -30,7 +30,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from types import FrameType, FunctionType, SimpleNamespace
+from types import FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 _SPEC = importlib.util.find_spec("vllm_graphfix")
@@ -346,9 +346,10 @@ def warm_up(without: list[str]) -> None:
     """Imports vLLM, and what it is slow to find out; the modules *without* are then to be imported anew."""
     import vllm.engine.arg_utils
 
-    from vllm_graphfix.verify.double.image_processors import install_image_processor_stand_ins
-
-    install_image_processor_stand_ins()
+    if importlib.util.find_spec("torchvision") is None:  # as `image_processors` does: this imports no package of ours
+        for name in ("image_processing_qwen2_vl", "video_processing_qwen2_vl"):
+            path = f"transformers.models.qwen2_vl.{name}"
+            vars(sys.modules.setdefault(path, ModuleType(path))).update(smart_resize=None, Qwen2VLVideoProcessor=None)
     for module in ("vllm.entrypoints.serve.instrumentator.metrics", "vllm.v1.engine.core", *without):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
