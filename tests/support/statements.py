@@ -61,7 +61,8 @@ def _is_harmless(statement: ast.stmt) -> bool:
     else:
         parts = [statement]
     harmless = (ast.Name, ast.Constant, ast.expr_context, ast.Is, ast.IsNot, ast.And, ast.Compare, ast.BoolOp)
-    kinds = (*harmless, ast.Assign, ast.AnnAssign, ast.Return, ast.Expr, ast.Pass, ast.Continue, ast.Break)
+    without_value = (ast.Nonlocal, ast.Pass, ast.Continue, ast.Break)
+    kinds = (*harmless, *without_value, ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
     inside = [part for each in parts for part in ast.walk(each)]
     if isinstance(statement, ast.AnnAssign):  # that of a local name is not evaluated
         inside = [statement, statement.target, *(ast.walk(statement.value) if statement.value else ())]
