@@ -75,7 +75,8 @@ def test_a_rank_whose_steps_wait_knows_what_one_knows_that_follows_each_at_once(
     ranks = []
     for most in (0, _MAX_DEFERRED):
         marks, _ = watched()
-        marks._checks.mark_budget.allows = marks._checks.check_budget.allows = lambda **_: False  # type: ignore[method-assign]
+        for budget in (marks._checks.mark_budget, marks._checks.check_budget):
+            budget.allows = lambda **_: False  # type: ignore[method-assign]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("vllm_graphfix.marks.watch._MAX_DEFERRED", most)
             patch.setattr("vllm_graphfix.marks.checks.BATCH", 10_000)  # or some would be passed over, sooner or later
@@ -109,7 +110,8 @@ def test_what_came_of_a_look_is_read_before_the_next_step() -> None:
 
 def test_of_steps_that_wait_one_is_timed_for_all() -> None:
     marks, _ = watched()
-    marks._checks.mark_budget.allows = marks._checks.check_budget.allows = lambda **_: False  # type: ignore[method-assign]
+    for budget in (marks._checks.mark_budget, marks._checks.check_budget):
+        budget.allows = lambda **_: False  # type: ignore[method-assign]
     marks._before(step(new=(("a", ([1, 2, 3],), 0, 9),)))
     decodes(marks, 9, 1)
     marks._seconds_each, before = 100.0, marks._seconds

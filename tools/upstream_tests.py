@@ -112,8 +112,8 @@ def _pip(arguments: Sequence[str], variables: dict[str, str] | None = None) -> N
         [*_PIP, *arguments], env={**os.environ, **(variables or {})}, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        said = "\n  ".join(line for line in done.stderr.splitlines() if line.startswith("ERROR"))
-        raise FetchError(f"pip could not {arguments[0]} what upstream's tests take:\n  {said or done.stderr[-500:]}")
+        errors = "\n  ".join(line for line in done.stderr.splitlines() if line.startswith("ERROR"))
+        raise FetchError(f"pip could not {arguments[0]} what upstream's tests take:\n  {errors or done.stderr[-500:]}")
 
 
 def run(tests: Path, root: Path, paths: Sequence[str], settings: dict[str, str]) -> Run:

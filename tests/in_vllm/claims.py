@@ -389,11 +389,11 @@ def truth_of(of_builder: Sequence[Any], case: Case) -> Truth:
         refusal = ""
         try:
             capture = made.build_for_cudagraph_capture(buffers.captured())
-        except (AssertionError, NotImplementedError, ValueError) as error:
+        except (AssertionError, NotImplementedError, ValueError) as error:  # as builders refuse a capture: reported
             refusal = f", and the capture ends with {type(error).__name__}"
             try:
                 capture = made.build(0, buffers.captured())
-            except (AssertionError, NotImplementedError, ValueError):
+            except (AssertionError, NotImplementedError, ValueError):  # it refuses a step, too: in the table
                 return Truth(claim, "refused, without graphs too")
         before = dict(values_of(capture))
         step = dict(values_of(made.build(0, buffers.batch(LENGTHS, max(LENGTHS)), **_of_drafts(made, case))))
@@ -467,7 +467,7 @@ def builders() -> dict[str, list[Any]]:
         helper.VllmTritonJitKernel.launch = lambda self, spec, inputs: spec[2] if len(spec) == 3 else None
     made: dict[str, list[Any]] = {}
     for backend in sorted(_derived(AttentionBackend), key=lambda each: (each.__module__, each.__name__)):
-        with contextlib.suppress(NotImplementedError):
+        with contextlib.suppress(NotImplementedError):  # an abstract base has no builder
             builder = backend.get_builder_cls() if backend.__module__.startswith("vllm.") else None
             if builder is not None:
                 name = builder.__name__.removesuffix("MetadataBuilder")

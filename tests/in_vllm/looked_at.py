@@ -515,17 +515,17 @@ def connector(place: str, name: str) -> Any:
 def test_connectors_with_hooks_of_layers_do_not_ask_for_piecewise_graphs() -> None:
     """LMCache's own settings in `kv_connector_extra_config` begin with `lmcache.`; another key is asked for."""
     base = connector("base", "KVConnectorBase_V1")
-    asked = hasattr(base, "requires_piecewise_for_cudagraph")
-    assert asked == (RELEASE >= (0, 17))
+    is_asked = hasattr(base, "requires_piecewise_for_cudagraph")
+    assert is_asked == (RELEASE >= (0, 17))
     lmcache = connector("lmcache_connector", "LMCacheConnectorV1")
     nccl = connector("p2p.p2p_nccl_connector", "P2pNcclConnector")
     moriio = connector("moriio.moriio_connector", "MoRIIOConnector")
     assert (nccl is not None) == (RELEASE < (0, 24))
     for cls in filter(None, (lmcache, nccl, moriio)):
         assert cls.save_kv_layer is not base.save_kv_layer
-        if asked:
+        if is_asked:
             assert cls.requires_piecewise_for_cudagraph({"lmcache.use_layerwise": True}) is False
-    if asked:
+    if is_asked:
         assert lmcache.requires_piecewise_for_cudagraph({"use_layerwise": True}) is True
     adapter = Path(inspect.getfile(base)).parent / "lmcache_integration" / "vllm_v1_adapter.py"
     source = adapter.read_text()
@@ -791,8 +791,8 @@ def test_a_micro_batch_has_no_positions_up_to_0_32_and_does_not_say_which_rows_a
     if "positions" in known:
         batch.positions = torch.arange(4)
     half = of_batch(slicing.UBatchSlice(slice(0, 2), slice(0, 2)), batch)
-    kept = {name for name in known if getattr(half, name) is not None}
-    assert kept == ({"positions"} if RELEASE >= (0, 33) else set())
+    present = {name for name in known if getattr(half, name) is not None}
+    assert present == ({"positions"} if RELEASE >= (0, 33) else set())
 
 
 # -- scales of an fp8 cache after sleep (PRs 45617 and 53508)

@@ -238,7 +238,8 @@ def capture_state() -> Iterator[Case]:
             "own metadata for the graph, handed on": {
                 "CUDAGRAPHS": swap(
                     r"( +)attn_metadata=attn_metadata,\n( +)slot_mappings=slot_mappings,\n( +)has_lora",
-                    r"\1attn_metadata=self._metadata_for_the_graph(num_reqs),\n\2slot_mappings=slot_mappings,\n\3has_lora",
+                    r"\1attn_metadata=self._metadata_for_the_graph(num_reqs),\n"
+                    r"\2slot_mappings=slot_mappings,\n\3has_lora",
                 )
             },
             "no attention in the warm-up": {

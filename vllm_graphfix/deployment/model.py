@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -138,6 +138,14 @@ class Model(Flags):
         The second value names what is missing if there is no config.json to read.
         """
         return tuple(value for name, value in self._pairs() if name == key), self._architectures[1]
+
+    def has_architecture(self, architectures: Collection[str], if_so: str, if_not: str) -> Fact:
+        """Tell if the model is of one of *architectures*, at any depth; the texts are what it then is, or is not."""
+        lists, missing = self.configured("architectures")
+        if missing is not None:
+            return Fact(None, missing)
+        holds = any(name in architectures for names in lists if isinstance(names, list) for name in names)
+        return Fact(holds, f"{self.model} is {if_so if holds else if_not}")
 
     @property
     def model(self) -> str:

@@ -18,7 +18,7 @@ Published = tuple[Any, str, Any]
 
 
 class RankReports:
-    """What this rank has published for the others, and not compared yet."""
+    """Publishes the reports of this rank for the others, and keeps the last one until the ranks are compared."""
 
     def __init__(self, context: EngineContext, requires_a_fix: Callable[[], bool]) -> None:
         self._context, self._requires_a_fix = context, requires_a_fix

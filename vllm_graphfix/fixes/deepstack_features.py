@@ -146,14 +146,8 @@ _NO_IMAGES = "--language-model-only"
 
 def _serves_such_a_model(deployment: Deployment, _: str) -> Fact:
     """Tell if the model has features of images for its first layers."""
-    from vllm_graphfix.deployment import Fact
-
-    architectures, missing = deployment.configured("architectures")
-    if missing is not None:
-        return Fact(None, missing)
-    if any(name in _ARCHITECTURES for names in architectures if isinstance(names, list) for name in names):
-        return Fact(True, f"{deployment.model} is Qwen3-VL, Qwen3-Omni or ColQwen3")
-    return Fact(False, f"{deployment.model} is neither Qwen3-VL nor Qwen3-Omni")
+    is_one = "Qwen3-VL, Qwen3-Omni or ColQwen3"
+    return deployment.has_architecture(_ARCHITECTURES, is_one, "neither Qwen3-VL nor Qwen3-Omni")
 
 
 def _takes_images(deployment: Deployment, _: str) -> Fact:

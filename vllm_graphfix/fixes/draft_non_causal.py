@@ -88,12 +88,18 @@ def diagnose(source: Source) -> Diagnosis:
         supported = choose.find_sequence(*_AS_SUPPORTED, _MADE)
         if supported and _looks_up_support(source) and _claims_only_causal(support):
             return Diagnosis.fixed("the draft's attention is asked what graphs it supports", choose.at(supported[1]))
-        asked = any(
+        asks_its_attention = any(
             source.contains_word(path, word)
             for path in (_SPECULATOR, _GRAPHS, _BASE)
             for word in ("attn_cg_support", "get_cudagraph_support")
         )
-        if chosen and not asked and _claims_any(support) and _plans(source) and _captures_as_known(source, choose):
+        if (
+            chosen
+            and not asks_its_attention
+            and _claims_any(support)
+            and _plans(source)
+            and _captures_as_known(source, choose)
+        ):
             return Diagnosis.affected(
                 "DFlash captures full graphs without asking its attention, and FlashInfer plans such steps on the host",
                 choose.at(chosen[0]),

@@ -248,14 +248,8 @@ _OFF = "--no-mm-device-do-normalize"
 
 def _serves_such_a_model(deployment: Deployment, _: str) -> Fact:
     """Tell if the model is one of those that normalise images on the device."""
-    from vllm_graphfix.deployment import Fact
-
-    architectures, missing = deployment.configured("architectures")
-    if missing is not None:
-        return Fact(None, missing)
-    if any(name in _ARCHITECTURES for names in architectures if isinstance(names, list) for name in names):
-        return Fact(True, f"{deployment.model} is Qwen2-VL, Qwen2.5-VL or JinaVL")
-    return Fact(False, f"{deployment.model} is neither Qwen2-VL nor Qwen2.5-VL")
+    is_one = "Qwen2-VL, Qwen2.5-VL or JinaVL"
+    return deployment.has_architecture(_ARCHITECTURES, is_one, "neither Qwen2-VL nor Qwen2.5-VL")
 
 
 def _normalises_on_the_device(deployment: Deployment, _: str) -> Fact:

@@ -190,13 +190,8 @@ def _serves_roberta(deployment: Deployment, _: str) -> Fact:
     served_by, unsure = deployment.value("--model-impl")
     if served_by == "transformers" and unsure is None:
         return Fact(False, "--model-impl transformers: its addition is in compiled code, which this fix leaves alone")
-    architectures, missing = deployment.configured("architectures")
-    missing = missing or unsure
-    if missing is not None:
-        return Fact(None, missing)
-    if any(name in _ARCHITECTURES for names in architectures if isinstance(names, list) for name in names):
-        return Fact(True, f"{deployment.model} is a RoBERTa model")
-    return Fact(False, f"{deployment.model} is no RoBERTa model")
+    serves = deployment.has_architecture(_ARCHITECTURES, "a RoBERTa model", "no RoBERTa model")
+    return serves if serves.holds is None or unsure is None else Fact(None, unsure)
 
 
 FIX = fix(

@@ -51,7 +51,7 @@ def diagnose(source: Source) -> Diagnosis:
     builder, init = (source.function(_BACKEND, name) for name in (_BUILDER, f"{_BUILDER}.__init__"))
     claim = builder and builder.find_unique(_CLAIM)
     if builder is None or claim is None or source.function(_BACKEND, f"{_BUILDER}.get_cudagraph_support"):
-        return Diagnosis.unrecognised("TurboQuant's support of graphs is said in a way", builder or _BACKEND)
+        return Diagnosis.unrecognised("TurboQuant claims its graphs in a way", builder or _BACKEND)
     if claim in builder.find(*_OF_SINGLE_TOKENS):
         return Diagnosis.fixed("TurboQuant claims graphs of one token a request at most", builder.at(claim))
     if (

@@ -1,4 +1,4 @@
-"""What follows from mismatches: reports, the end of requests, and graphs that are not replayed any more."""
+"""Acts on mismatches: reports them, ends requests, and puts a graph that was wrong again into quarantine."""
 
 from __future__ import annotations
 
