@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,14 @@ from records import record
 from table import slow_but_for
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import claims
-from vllm_graphfix.engine.claims import AVOIDED_BY, ClaimCheck, takes_for_prompts
+from vllm_graphfix.engine.claims import ClaimCheck, takes_for_prompts
 from vllm_graphfix.engine.components import Services
 from vllm_graphfix.engine.components.claims import ClaimComponent
 from vllm_graphfix.engine.graph_dispatch import Graph
 from vllm_graphfix.records import FalseClaim, write
 from vllm_graphfix.settings.decision import decide, decode
 from vllm_graphfix.settings.environment import CLAIMS, Claims, read
+from vllm_graphfix.text import PAGES
 
 RELEASES = ("0.17.1", "0.19.1", "0.21.0", "0.25.1", "0.29.0", "0.33.0")
 DRAFTS = 3
@@ -98,8 +100,65 @@ def test_a_builder_is_reported_once_with_its_first_graph_and_the_flag(warnings: 
     assert check.counts() == {"claims": {"prompts-in-graphs": 2, "failures": 0}}
     (text,) = warnings
     assert "BuilderDouble" in text
-    assert "FULL 8" in text
-    assert AVOIDED_BY in text
+    assert "the graph of 8 tokens" in text
+    assert check.not_true()[0].advice in text
+    assert f"{PAGES}/claims.md" in text
+
+
+@pytest.mark.parametrize(
+    ("builder", "flags"),
+    [
+        ("FlashMLAMetadataBuilder", ["-cc.cudagraph_mode=PIECEWISE"]),
+        ("TurboQuantMetadataBuilder", ["-cc.cudagraph_mode=PIECEWISE", "--no-async-scheduling"]),
+        ("Mamba1AttentionMetadataBuilder", ["--speculative-config"]),
+    ],
+)
+def test_what_it_advises_is_what_the_builder_takes(builder: str, flags: list[str]) -> None:
+    """Mamba-1 is wrong with drafts in any graph mode."""
+    advice = FalseClaim(builder, "FULL 8").advice
+    assert re.findall(r"-[-.=\w]+", advice) == flags
+
+
+class Refusing(BuilderDouble):
+    """Refuses rows longer than its threshold, as MLA's builders do under context parallelism."""
+
+    reorder_batch_threshold = 1
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any) -> Any:
+        assert common_attn_metadata.max_query_len <= self.reorder_batch_threshold
+
+
+@pytest.mark.usefixtures("graph")
+def test_a_builder_that_ends_the_capture_is_named_with_the_flag(warnings: list[str]) -> None:
+    with pytest.raises(AssertionError):
+        captured(Refusing(None), batch())
+    (text,) = warnings
+    assert "Refusing claims full graphs" in text
+    assert "PIECEWISE" in text
+    assert f"{PAGES}/claims.md" in text
+
+
+@pytest.mark.parametrize(
+    ("threshold", "one", "now"),
+    [
+        (1 + DRAFTS, batch(), None),
+        (1, batch(2 + DRAFTS), None),
+        (1, batch(), Graph(None, "PIECEWISE", 8, serves=True)),
+    ],
+    ids=["short enough", "a prompt", "piecewise"],
+)
+def test_another_error_of_a_build_is_vllms_alone(
+    threshold: int, one: Any, now: Graph | None, graph: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise AssertionError
+
+    graph.now = now or graph.now
+    monkeypatch.setattr(Refusing, "reorder_batch_threshold", threshold)
+    monkeypatch.setattr(Refusing, "build", fails)
+    with pytest.raises(AssertionError):
+        captured(Refusing(None), one)
+    assert warnings == []
 
 
 @pytest.mark.parametrize(
@@ -205,8 +264,8 @@ def test_fleet_calls_such_an_engine_not_in_order(tmp_path: Path) -> None:
     write(tmp_path, written)
     (engine,) = look(tmp_path).engines
     (wrong,) = engine.wrong
-    assert "TurboQuantMetadataBuilder (FULL 8)" in wrong
-    assert AVOIDED_BY in wrong
+    assert "TurboQuantMetadataBuilder (first in FULL 8)" in wrong
+    assert "PIECEWISE" in wrong
     write(tmp_path, record(rank=0, events={"claims": {"prompts-in-graphs": 0, "failures": 1}}))
     (engine,) = look(tmp_path).engines
     assert not engine.wrong

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+PAGES = "https://github.com/vllm-graphfix/vllm-graphfix/blob/main/docs"
+"""The address of `docs/` on the main branch of the repository that pyproject.toml names as Source."""
+
 
 def brief_repr(value: str) -> str:
     """Quote *value* for one line of a log, 40 characters at most before escapes."""

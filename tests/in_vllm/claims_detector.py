@@ -107,6 +107,19 @@ def test_what_is_no_full_graph_of_decodes_with_drafts_is_not_reported(case: str)
     assert made.counts() == ({"claims": {"prompts-in-graphs": 0, "failures": 0}} if piecewise else {})
 
 
+def test_flashmla_that_refuses_to_be_captured_under_context_parallelism_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("vllm_graphfix.engine.claims.logger.warning", lambda text, *args: lines.append(text % args))
+    builder = claims.builders()["FlashMLA"][0].get_builder_cls()
+    with pytest.raises(AssertionError):
+        seen_in_a_capture(builder, claims.CASES["drafts, context parallel"])
+    (line,) = lines
+    assert "FlashMLAMetadataBuilder claims full graphs" in line
+    assert "the graph of 8 tokens" in line
+
+
 def captured_by_v2(tokens: int) -> ClaimCheck:
     """Capture decodes of so many *tokens* with vLLM's own manager, on Triton MLA."""
     made = check()

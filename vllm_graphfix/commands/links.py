@@ -9,11 +9,11 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_graphfix.text import PAGES
+
 if TYPE_CHECKING:
     from rich.text import Text
 
-PAGES = "https://github.com/vllm-graphfix/vllm-graphfix/blob/main/docs"
-"""The address of `docs/` on the main branch of the repository that pyproject.toml names as Source."""
 _VLLM = "https://github.com/vllm-project/vllm"
 _THREAD = re.compile(r"\b(PR|issue) (\d+)\b")
 _PLACE = re.compile(r"\b(vllm/[\w./-]+\.py)(?::(\d+))?")

@@ -12,13 +12,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_graphfix.engine.graph_dispatch import Graph, graph_being_captured
+from vllm_graphfix.engine.graph_dispatch import graph_being_captured
 from vllm_graphfix.log import logger
 from vllm_graphfix.records.record import SHORT, FalseClaim
+from vllm_graphfix.text import PAGES
 
 NAME = "claims"
 """Its name in records and metrics, which hold its counts like those of a fix."""
-AVOIDED_BY = "-cc.cudagraph_mode=PIECEWISE"
 _LISTED = 5
 """Limit of builders that a record names."""
 _BUILDS = ("build_for_cudagraph_capture", "build")
@@ -79,36 +79,63 @@ class ClaimCheck:
         self._inside = True
         try:
             metadata = stock(*args, **kwargs)
+        except AssertionError:
+            self._judge(builder, (*args, *kwargs.values()), None, refuses=True)
+            raise
         finally:
             self._inside = False
-        if not self._failures:
-            try:
-                if takes_for_prompts(metadata) and self._has_only_decodes((*args, *kwargs.values())):
-                    self._see(type(builder).__name__, graph_being_captured())
-            except Exception as error:
-                self._fail(error)
+        self._judge(builder, (*args, *kwargs.values()), metadata)
         return metadata
 
-    def _has_only_decodes(self, arguments: tuple[Any, ...]) -> bool:
-        """Tell if the batch among the *arguments* of a build has rows of equal lengths, as decodes with drafts have."""
+    def _judge(self, builder: Any, arguments: tuple[Any, ...], metadata: Any, *, refuses: bool = False) -> None:
+        """Report decodes with drafts for a full graph that *builder* took for prompts, or *refuses* as too long."""
+        if self._failures:
+            return
+        try:
+            if not refuses and not takes_for_prompts(metadata):
+                return
+            length = self._length_of_decodes(arguments)
+            if length is None or (refuses and builder.reorder_batch_threshold >= length):
+                return
+            graph = graph_being_captured()
+            if graph is not None and graph.mode == "FULL" and graph.serves:
+                self._see(type(builder).__name__, graph.tokens, refuses=refuses)
+        except Exception as error:
+            self._fail(error)
+
+    def _length_of_decodes(self, arguments: tuple[Any, ...]) -> int | None:
+        """Return the length of the rows of the batch among *arguments* if they may be decodes with drafts."""
         batch = next((each for each in arguments if hasattr(each, "max_query_len")), None)
         if batch is None:
-            return False
+            return None
         length = int(batch.max_query_len)
-        return 1 < length <= self._longest and bool(batch.num_actual_tokens == batch.num_reqs * length)
+        uniform = batch.num_actual_tokens == batch.num_reqs * length
+        return length if 1 < length <= self._longest and uniform else None
 
-    def _see(self, builder: str, graph: Graph | None) -> None:
-        if graph is None or graph.mode != "FULL" or not graph.serves or builder in _ON_THE_DEVICE:
+    def _see(self, builder: str, tokens: int, *, refuses: bool) -> None:
+        claim = FalseClaim(builder[:SHORT], f"FULL {tokens}")
+        if refuses:
+            logger.warning(
+                "graphfix: %s claims full graphs of decodes with drafts, and refuses to be captured with them, in the "
+                "graph of %d tokens: %s. See %s/claims.md",
+                builder,
+                tokens,
+                claim.advice,
+                PAGES,
+            )
+            return
+        if builder in _ON_THE_DEVICE:
             return
         self._count = (self._count or 0) + 1
         if builder not in self._first:
-            self._first[builder] = FalseClaim(builder[:SHORT], f"FULL {graph.tokens}")
+            self._first[builder] = claim
             logger.warning(
-                "graphfix: %s takes decodes with drafts for prompts, and vLLM captures them in full graphs, %s first: "
-                "replays may answer wrongly. %s avoids it. See docs/claims.md",
+                "graphfix: %s takes decodes with drafts for prompts, and vLLM captures them so in full graphs, which "
+                "may answer wrongly; the graph of %d tokens is the first of them: %s. See %s/claims.md",
                 builder,
-                self._first[builder].graph,
-                AVOIDED_BY,
+                tokens,
+                claim.advice,
+                PAGES,
             )
             self._publish()
 

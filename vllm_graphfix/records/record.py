@@ -103,6 +103,14 @@ class FalseClaim(NamedTuple):
     graph: str
     """The first full graph of such decodes, by its tokens: ``FULL 8``."""
 
+    @property
+    def advice(self) -> str:
+        """Return what to serve with, as the rest of a sentence (docs/claims.md has the reasons)."""
+        if self.builder == "Mamba1AttentionMetadataBuilder":  # its layers take no drafts back, with graphs or without
+            return "serve without --speculative-config"
+        also = ", and --no-async-scheduling with MTP or Eagle" if self.builder == "TurboQuantMetadataBuilder" else ""
+        return f"serve with -cc.cudagraph_mode=PIECEWISE (NONE where nothing is compiled){also}"
+
 
 class OverwrittenBlock(NamedTuple):
     """A finished cache block that has changed; every text is of at most `SHORT` characters."""

@@ -213,10 +213,12 @@ def _detected(engine: Engine) -> Iterator[Finding]:
             f"{first.name} ({first.kind}; after {first.after}; {first.outcome}). See docs/addresses.md"
         )
     if claims := [claim for member in engine.tellers for claim in member.record.claims]:
-        names = ", ".join(dict.fromkeys(f"{claim.builder} ({claim.graph})" for claim in claims))
+        first = {claim.builder: claim for claim in reversed(claims)}
+        what_to_do = "; ".join(
+            f"{claim.builder} (first in {claim.graph}): {claim.advice}" for claim in reversed(first.values())
+        )
         yield Finding(
-            f"full graphs hold decodes with drafts as prompts, and may answer wrongly: {names}. "
-            "-cc.cudagraph_mode=PIECEWISE avoids it. See docs/claims.md"
+            f"full graphs hold decodes with drafts as prompts, and may answer wrongly. {what_to_do}. See docs/claims.md"
         )
     if overwritten := [block for member in engine.tellers for block in member.record.overwritten]:
         block = overwritten[0]
