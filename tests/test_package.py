@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,22 @@ def test_sdist_holds_what_a_developer_needs(built: Path) -> None:
 def test_version_has_one_source(metadata: importlib.metadata.Distribution) -> None:
     """The version of the wheel is the one that the package states."""
     assert metadata.version == vllm_graphfix.__version__
+
+
+def test_links_of_the_description_are_whole(metadata: importlib.metadata.Distribution) -> None:
+    """PyPI shows README.md without the tree."""
+    text = metadata.metadata.get_payload()
+    assert text.count("\n") == (PROJECT / "README.md").read_text().count("\n")
+    linked = re.findall(r"\]\(([^)\s]+)\)|^\[[^]\n]+\]: (\S+)$", text, re.MULTILINE)
+    assert linked
+    assert [target for pair in linked for target in pair if target and not target.startswith("https://")] == []
+    source = next(
+        address
+        for name, _, address in (url.partition(", ") for url in metadata.metadata.get_all("Project-URL"))
+        if name == "Source"
+    )
+    assert f"]: {source}/blob/main/docs/am-i-hit.md\n" in text
+    assert f"]: {source.replace('//github.com', '//raw.githubusercontent.com')}/main/docs/status.svg\n" in text
 
 
 def test_installing_moves_no_peer(metadata: importlib.metadata.Distribution) -> None:
