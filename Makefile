@@ -9,7 +9,7 @@ STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
 NEED_A_GPU := engine_cost image_features rank_faults shadow_check trained
 
-.PHONY: help venv releases demo test test-all lint check fix upstream-tests docs build install-check packages reproduce pins audit manifest generated new-release release mutation bench bench-engine clean
+.PHONY: help venv releases demo test test-all lint check fix upstream-tests docs site-check build install-check packages reproduce pins audit manifest generated new-release release mutation bench bench-engine clean
 .DELETE_ON_ERROR:
 # The tests import vLLM some hundred times: where no bytecode is kept, each time compiles it anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -73,9 +73,15 @@ upstream-tests: $(STAMP)  ## upstream's own tests without the plugin and with al
 	@test -n "$(RELEASE)" || { echo 'Name the release: make upstream-tests RELEASE=0.33.0' >&2; exit 2; }
 	$(BIN)/python tools/upstream_tests.py $(RELEASE)
 
+# Fails for a link or an anchor that leads nowhere, and for a page that is not in the navigation. With --quiet, --strict counts no warning.
 # The site's generator warns of its own successor; that is no warning about a page.
-docs: $(STAMP)  ## the site, in build/site; nothing is fetched
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+docs: $(STAMP)  ## the site, in build/site; fails for a broken link, and fetches nothing
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# It needs a Chromium (Debian: apt install chromium); CHROMIUM names another. PAGES='index.html faq.html' takes some.
+site-check: docs  ## build/site in a headless Chromium, at 1280 and 400 pixels: console, tables, texts, what the search finds
+	$(BIN)/python tools/install.py --group site 'pip>=25.1'
+	$(BIN)/python tools/check_site.py --screenshots build/screenshots $(PAGES)
 
 # Packages are made where nothing is but what makes them, pinned with hashes: no tool of the docs or the tests can put a byte into a
 # release. Who names a BIN has these tools there.

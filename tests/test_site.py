@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
 
+import site_pages
 from vllm_graphfix.fixes import BY_NAME
 
 pytestmark = pytest.mark.xdist_group("site")  # built once
@@ -68,11 +71,66 @@ def remote(fetched: set[str]) -> set[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    (recipe,) = re.findall(r"^docs:.*\n\t(.*)\n", (PROJECT / "Makefile").read_text(), re.MULTILINE)
+    command = recipe.replace("$(BIN)/mkdocs", f"{sys.executable} -m mkdocs")
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{command} --site-dir {folder}"], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
     return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("[a](gone.md)", "'gone.md'"),
+        ("[a](other.md#gone)", "'#gone'"),
+        ("[a](#gone)", "'#gone'"),
+        ("![a](gone.svg)", "'gone.svg'"),
+    ],
+)
+def test_what_is_broken_stops_make_docs(
+    text: str, warning: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A link, an anchor, a picture; and a page that the navigation lacks, which is in every case here."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# A\n\n{text}\n")
+    (tmp_path / "docs" / "other.md").write_text("# B\n")
+    settings = load_config(
+        str(PROJECT / "mkdocs.yml"), docs_dir=str(tmp_path / "docs"), site_dir=str(tmp_path / "site"), hooks=[],
+        plugins=[], theme={"name": None, "custom_dir": str(tmp_path / "docs")}, nav=[{"A": "index.md"}], strict=True,
+    )  # fmt: skip
+    (tmp_path / "docs" / "main.html").write_text("{{ page.content }}")
+    with pytest.raises(Abort, match="2 warnings in strict mode"):
+        build(settings)
+    assert warning in caplog.text
+    assert "other.md" in caplog.text
+
+
+def test_a_reference_before_a_colon_is_no_definition() -> None:
+    """The text of a page stays as it is, but for targets of links; code stays whole."""
+    text = "| [Rolling out][rollout]: observe, a few percent |\n`a[0](b)` [`c`][d]: e\n```\na[0](b)\n```\n"
+    assert site_pages.with_links(text, "index.md") == text
+    defined = "[a](docs/faq.md) [`b`](docs/fixes/idle-rank.md#switch) [c](Makefile)\n[rollout]: docs/rollout.md\n"
+    led = "[a](faq.md) [`b`](fixes/idle-rank.md#switch) [c](attached/Makefile)\n[rollout]: rollout.md\n"
+    assert site_pages.with_links(defined, "index.md") == led
+    assert site_pages.with_links("[a](../../README.md)", "fixes/idle-rank.md") == "[a](../index.md)"
+    assert site_pages.linked_files("`a[0](b)` [c](../Makefile)", "faq.md") == {"Makefile"}
+
+
+def test_no_page_shows_where_copies_of_files_are(pages: dict[Path, BuiltPage]) -> None:
+    shown = re.compile(rf">[^<]*\b{site_pages.ATTACHED}/")
+    assert [path.name for path in pages if shown.search(path.read_text())] == []
+
+
+def test_every_page_leads_to_its_source(pages: dict[Path, BuiltPage]) -> None:
+    edited = f"{site_pages.SOURCE}/edit/main/"
+    sources = {link.removeprefix(edited) for page in pages.values() for link in page.links if link.startswith(edited)}
+    assert sources == {
+        *site_pages.PAGES,
+        *(path.relative_to(PROJECT).as_posix() for path in (PROJECT / "docs").glob("**/*.md")),
+    }
 
 
 @pytest.fixture(scope="module")

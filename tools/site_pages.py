@@ -2,11 +2,11 @@
 
 README.md is the first page, CHANGELOG.md and others of the root are pages too; a link to any other file of the tree
 leads to a copy of it in the site. So every page stays readable where it is, on a code forge, and is written once.
-PyPI shows README.md without the tree, so its links begin with the project's address: here they lead to pages again.
 """
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from pathlib import Path, PurePosixPath
@@ -34,45 +34,77 @@ ATTACHED = "attached"
 """Folder of the site for copies of files that pages link to."""
 SOURCE = re.findall(r'^Source = "([^"]+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)[0]
 """The project's address."""
-TREE = (f"{SOURCE}/blob/main/", f"{SOURCE.replace('//github.com', '//raw.githubusercontent.com')}/main/")
-"""Beginnings of the addresses of files of the tree, and of its pictures."""
-LINK = re.compile(rf"(?:(?<=\]\()|(?<=\]: ))(?:{'|'.join(map(re.escape, TREE))}|(?!https?://|#|<))([^)#\s]+)")
-"""The target of a link to a file of the tree: inline, or as a reference; relative, or by the project's address."""
+CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
+LINK = re.compile(rf"{CODE.pattern}|(\]\(|^ {{0,3}}\[[^]\n]+\]: +)(?!https?://|mailto:|#|<)([^)#\s]+)", CODE.flags)
+"""Code, or the target of a relative link and what stands before it: `](` of a link, or a definition at a line's start.
+
+`[text][name]: word` in running text is no definition.
+"""
 BADGES = re.compile(r"^\[!\[.*\n\n", re.MULTILINE)
 """Pictures of other sites, on a line of their own: the site fetches nothing."""
 THREAD = re.compile(r"(?<!\[)\b(PR|issue) (\d{4,})\b(?![^\[\n]*\]\()")
 """A thread of upstream that is no link yet."""
+USERS_WORDS = {
+    "am-i-hit.md": "garbage, gibberish, wrong tokens, exclamation marks, NaN, symptoms, illegal memory access",
+    "performance.md": "overhead, cost, slowdown, latency, throughput, benchmark",
+    "rollout.md": "rollback, roll back, uninstall, canary, kill switch, disable, upgrade",
+    "configuration.md": "environment variables, settings, options",
+    "stacks.md": "Kubernetes, Docker, Helm, KServe, Ray Serve",
+    "reinforcement-learning.md": "verl, RLHF, GRPO, log-probabilities differ",
+    "metrics.md": "Prometheus, Grafana, dashboard, alerts, monitoring",
+    "faq.md": "bug report, workaround, does it take my engine down",
+    "exit-codes.md": "exit code, CI",
+    "long-lived-caches.md": "poisoned cache, LMCache, prefix cache",
+}
+"""Page to words of users that the search leads to it, whether its own text has them or not."""
 HEAD = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
-CODE = re.compile(r"(^```.*?^```$|`[^`\n]*`)", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     section = next(entry["The fixes"] for entry in config.nav or () if "The fixes" in entry)
     section += [{fix.name: f"fixes/{fix.name}.md"} for fix in FIXES]
+    config.edit_uri = f"{SOURCE}/edit/main/"
+    if "MIKE_DOCS_VERSION" in os.environ:  # set by mike; elsewhere the switch would ask for a list that is not there
+        config.extra["version"] = {"provider": "mike"}
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(PROJECT / source)))
-    for file in list(files.documentation_pages()):
-        for match in LINK.finditer(file.content_string):
-            path = in_tree(file.src_uri, match)
-            if in_site(path) == f"{ATTACHED}/{path}" and (PROJECT / path).is_file():
-                copy = File.generated(config, in_site(path), abs_src_path=str(PROJECT / path))
-                copy.inclusion = InclusionLevel.NOT_IN_NAV
-                files.append(copy)
+    pages = list(files.documentation_pages())
+    for path in {path for file in pages for path in linked_files(file.content_string, file.src_uri)}:
+        if in_site(path) == f"{ATTACHED}/{path}" and (PROJECT / path).is_file():
+            copy = File.generated(config, in_site(path), abs_src_path=str(PROJECT / path))
+            copy.inclusion = InclusionLevel.NOT_IN_NAV
+            files.append(copy)
+    for file in pages:
+        file.edit_uri = SOURCES.get(file.src_uri, f"docs/{file.src_uri}")
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    here = posixpath.dirname(page.file.src_uri)
+    if words := USERS_WORDS.get(page.file.src_uri):
+        page.meta["tags"] = words.split(", ")
+    return with_threads(with_links(BADGES.sub("", markdown), page.file.src_uri))
+
+
+def linked_files(markdown: str, page: str) -> set[str]:
+    """Return the files of the tree to which *page* of the site links."""
+    return {in_tree(page, target) for *_, target in LINK.findall(markdown) if target}
+
+
+def with_links(markdown: str, page: str) -> str:
+    """Return the *markdown* of *page* with links that lead to the pages and files of the site."""
 
     def led(match: re.Match[str]) -> str:
-        return posixpath.relpath(in_site(in_tree(page.file.src_uri, match)), here or ".")
+        code, before, target = match.groups()
+        if code:
+            return code
+        return before + posixpath.relpath(in_site(in_tree(page, target)), posixpath.dirname(page) or ".")
 
-    return with_threads(LINK.sub(led, BADGES.sub("", markdown)))
+    return LINK.sub(led, markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -98,15 +130,10 @@ def with_threads(markdown: str) -> str:
     return "".join(parts)
 
 
-def in_tree(page: str, match: re.Match[str]) -> str:
-    """Return the file of the tree that a `LINK` on *page* of the site names.
-
-    It is in `docs/` for a page of docs/, in the root for one of `PAGES`, and for an address.
-    """
-    if match[0] != match[1]:
-        return match[1]
+def in_tree(page: str, target: str) -> str:
+    """Return the file of the tree at *target*, relative to the source of *page* of the site."""
     source = PurePosixPath(SOURCES.get(page, f"docs/{page}"))
-    return posixpath.normpath(posixpath.join(source.parent, match[1]))
+    return posixpath.normpath(posixpath.join(source.parent, target))
 
 
 def in_site(path: str) -> str:
