@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 from vllm_graphfix.commands.links import thread
-from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.fixes import BY_NAME, FIXES
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -58,6 +58,8 @@ USERS_WORDS = {
 }
 """Page to words of users that the search leads to it, whether its own text has them or not."""
 HEAD = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
+NAME = re.compile(r'(?<!">)<code>([a-z\d-]+)</code>(?![^<]*</a>)')
+"""Code that may be the name of a fix, outside of links and headings."""
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 
 
@@ -108,7 +110,8 @@ def with_links(markdown: str, page: str) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Add the name of its column to each cell of a table, which docs/site.css shows on a narrow page."""
+    """Link the names of fixes, and add to each cell of a table its column, which docs/site.css shows on a telephone."""
+    html = NAME.sub(lambda match: linked_name(match, posixpath.dirname(page.url)), html)
 
     def named(table: re.Match[str]) -> str:
         columns = [re.sub("<[^>]+>", "", column).replace('"', "&quot;") for column in HEAD.findall(table[0])]
@@ -116,6 +119,14 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
         return "<tr>".join(_named(row, columns) for row in rows)
 
     return TABLE.sub(named, html)
+
+
+def linked_name(match: re.Match[str], folder: str) -> str:
+    """Return the code of a `NAME` on a page in *folder* with a link to the page of the fix, if it is one."""
+    if match[1] not in BY_NAME:
+        return match[0]
+    address = posixpath.relpath(f"fixes/{match[1]}.html", folder or ".")
+    return f'<a href="{address}"><code class="fix">{match[1]}</code></a>'
 
 
 def _named(row: str, columns: list[str]) -> str:
