@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
+import evidence_tables
 from deployed import CONFIGMAP, DEPLOYMENT, TARGET_LABELS, documents, labels_in, names_in
 from promtool import ran
 from stock import release_environment, release_root
@@ -34,49 +35,8 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 """Commands of vllm-graphfix that take well below a second, and need neither a GPU nor an engine."""
 
 NOT_RUN = {
-    (
-        "python benchmarks/trained.py --site 0.31.0=FOLDER --site 0.29.0=FOLDER --out FOLDER --train-seconds 95 "
-        "--only llama-docs@0.31.0 --only llama-docs@0.29.0 --only mamba2-docs@0.29.0 --only llama-docs-scored@0.31.0"
-    ): "needs a GPU",
-    (
-        "python benchmarks/trained.py --site 0.31.0=FOLDER --out FOLDER --models FOLDER --only mla-mtp-docs "
-        "--only mla-mtp-docs-scored --only deepseek-v4-docs"
-    ): "needs a GPU",
-    (
-        "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare smollm2 --prompts FILE --max-tokens 96 --max-model-len 2048 "
-        "--max-num-seqs 8 --attention-backend FLASH_ATTN -cc.mode=0 -cc.cudagraph_mode=FULL"
-    ): "needs a GPU, and a wheel of 93 MB",
     "kubectl delete pod POD...": "needs a cluster",
     "VLLM_GRAPHFIX_KV_MARKS=1/16 vllm serve MODEL": "an engine that is marked is in test_kv_marks.py",
-    "python benchmarks/trained.py --site 0.25.1=FOLDER --smollm2 WHEEL --only chat --only scored --out FOLDER": (
-        "needs a GPU, and a wheel of 93 MB"
-    ),
-    (
-        "python benchmarks/trained.py --site 0.18.1=FOLDER --site 0.21.0=FOLDER --site 0.25.1=FOLDER --out FOLDER "
-        "--only mla-sort@0.21.0 --only mla-fp8-sort@0.18.1 --only mamba2-song@0.25.1"
-    ): "needs a GPU",
-    (
-        "python benchmarks/trained.py --site 0.21.0=FOLDER --site 0.18.1=FOLDER --site 0.25.1=FOLDER --out FOLDER "
-        "--only mla-mtp-sort@0.21.0 --only mla-mtp-fp8-sort@0.18.1 --only mla-mtp-scored@0.25.1"
-    ): "needs a GPU",
-    (
-        "python benchmarks/trained.py --site 0.22.1=FOLDER --site 0.18.1=FOLDER --out FOLDER --train-seconds 95 "
-        "--only llama-lora-sort@0.18.1 --only mla-fp8-padded-sort@0.18.1 --only mla-mtp-drawn-sort@0.22.1"
-    ): "needs a GPU",
-    (
-        "python benchmarks/trained.py --site 0.30.0=FOLDER --site 0.27.1=FOLDER --out FOLDER --train-seconds 150 "
-        "--only deepseek-v4-chorus --only deepseek-v4-stride-chorus"
-    ): "needs a GPU",
-    "python benchmarks/trained.py --site 0.19.1=FOLDER --out FOLDER --train-seconds 120 --only llama-dcp-sort": (
-        "needs two GPUs"
-    ),
-    "python benchmarks/trained.py --site 0.16.0=FOLDER --out FOLDER --train-seconds 70 --only granite-walk": (
-        "needs a GPU"
-    ),
-    (
-        "python benchmarks/trained.py --site 0.19.1=FOLDER --site 0.25.1=FOLDER --out FOLDER --train-seconds 95 "
-        "--only mla-fp8-padded-sort@0.19.1 --only mamba2-idle@0.25.1 --only llama-lora-sort@0.25.1"
-    ): "needs a GPU",
 }
 """The reason why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on
 real servers."""
@@ -124,7 +84,6 @@ MADE = {
 `make docs` does."""
 
 PARSED = {
-    "python benchmarks/shadow_check.py --out FOLDER [--only CASE] [--part PART]",
     "python tools/record_dashboard.py --seconds 120 http://127.0.0.1:8000/metrics",
     "python tools/walk_rollout.py canary --record 90",
 }
@@ -132,22 +91,11 @@ PARSED = {
 pages."""
 
 COMPARED = (
-    (
-        'export VLLM_USE_V2_MODEL_RUNNER=1 FLASHMLA="--skip-tokenizer-init --max-model-len 2048 --block-size 64 '
-        '--attention-backend FLASHMLA"'
-    ),
     "vllm-graphfix compare MODEL -tp 2",
     "vllm-graphfix compare MODEL -tp 2 --kv-cache-dtype fp8",
     "vllm-graphfix compare MODEL --prompts prompts.txt --max-tokens 256",
     "vllm-graphfix compare MODEL --poison",
     "vllm-graphfix compare MODEL --json > compared.json",
-    "vllm-graphfix compare mla $FLASHMLA",
-    """vllm-graphfix compare mla-mtp $FLASHMLA --speculative-config '{"method": "mtp", "num_speculative_tokens": 2}'""",
-    (
-        "VLLM_USE_V2_MODEL_RUNNER=0 vllm-graphfix compare mamba2 --skip-tokenizer-init --max-model-len 2048 "
-        "--max-num-batched-tokens 64 "
-        "--max-num-seqs 4 -tp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
-    ),
     (
         "vllm-graphfix compare llama --skip-tokenizer-init --max-model-len 2048 --kv-cache-memory-bytes 1073741824 "
         "--gpu-memory-utilization 0.1 "
@@ -167,6 +115,10 @@ COMPARED = (
     ),
 )
 """In this order. Their engines need a GPU; here the command takes its options, and vLLM's parser the flags."""
+
+RECORDED = [run["command"] for name in evidence_tables.names() for run in evidence_tables.load(name)["runs"]]
+"""The commands of docs/evidence/*.json. Scripts that are still in the tree parse their arguments here."""
+RECORDED_COMPARED = [command for command in RECORDED if "vllm-graphfix compare " in command]
 
 PATCHED = {
     (
@@ -194,10 +146,6 @@ SLOW = {
     (
         """PYTHONPATH=$(python tools/fetch_vllm.py 0.16.0) VLLM_GRAPHFIX=off python -c "from """
         """vllm_graphfix.verify.double.scenarios.mamba_all_mode import run; print(run())\""""
-    ),
-    (
-        """python -c "from pathlib import Path; from vllm_graphfix.verify.engine.models import write; """
-        """[write(name, Path()) for name in ('mla', 'mla-mtp', 'mamba2')]\""""
     ),
 }
 """Run with the slow tests."""
@@ -353,7 +301,9 @@ def parse(*calls: list[str]) -> None:
 
 def test_scripts_understand_the_arguments_in_the_docs() -> None:
     values = {"FOLDER": "folder", "CASE": "mla", "PART": "silent"}
-    invocations = [shlex.split(re.sub(r"[][]", "", command)) for command in sorted(PARSED)]
+    recorded = {command for command in RECORDED if command.startswith("python ")}
+    assert recorded
+    invocations = [shlex.split(re.sub(r"[][]", "", command)) for command in sorted({*PARSED, *recorded})]
     parse(*[[values.get(word, word) for word in words[1:]] for words in invocations])
     with pytest.raises(AssertionError, match="unrecognized arguments: --no-such-flag"):
         parse(["tools/update_docs.py", "--no-such-flag"])
@@ -388,7 +338,8 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
     stand_in.chmod(0o700)
     (tmp_path / "prompts.txt").write_text("a prompt\n")
     path = f"{stand_in.parent}:{os.environ['PATH']}"
-    script = "\n".join(COMPARED)
+    (tmp_path / "FILE").write_text("a prompt\n")
+    script = "\n".join([*COMPARED, *RECORDED_COMPARED])
     subprocess.run(["/bin/bash", "-euc", script], cwd=tmp_path, env={"PATH": path}, check=True)
     reached: list[tuple[str, list[str], int, int]] = []
     poisoned: list[bool] = []
@@ -403,7 +354,7 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
     monkeypatch.setattr(compare_run, "run", run)
     monkeypatch.chdir(tmp_path)
     invocations = [json.loads(line) for line in (tmp_path / "given").read_text().splitlines()]
-    assert len(invocations) == len(COMPARED) - 1
+    assert len(invocations) == len(COMPARED) + len(RECORDED_COMPARED)
     assert [CliRunner().invoke(app, arguments).exit_code for arguments in invocations] == [2] * len(invocations)
     assert [(model, prompts, tokens) for model, _, prompts, tokens in reached] == [
         ("MODEL", 0, 128),
@@ -411,14 +362,18 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ("MODEL", 1, 256),
         ("MODEL", 0, 128),
         ("MODEL", 0, 128),
+        ("llama", 0, 128),
+        ("mla-mtp", 0, 128),
+        ("llama", 0, 128),
+        ("mla", 0, 128),
+        ("mla-mtp", 0, 128),
         ("mla", 0, 128),
         ("mla-mtp", 0, 128),
         ("mamba2", 0, 128),
         ("llama", 0, 128),
-        ("mla-mtp", 0, 128),
-        ("llama", 0, 128),
+        ("smollm2", 1, 96),
     ]
-    assert [number for number, poison in enumerate(poisoned) if poison] == [3]
+    assert [number for number, poison in enumerate(poisoned) if poison] == [3, 13]
     flags = json.dumps([["--model", model, *flags] for model, flags, *_ in reached])
     done = run_in_fork("0.21.0", ACCEPTED.format(flags=flags))
     assert [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("ACCEPTED")] == [
@@ -427,12 +382,16 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ["MODEL", 1, None, "auto", None],
         ["MODEL", 1, None, "auto", None],
         ["MODEL", 1, None, "auto", None],
-        ["mla", 1, 2048, "auto", None],
-        ["mla-mtp", 1, 2048, "auto", "mtp"],
-        ["mamba2", 2, 2048, "auto", None],
         ["llama", 2, 2048, "auto", None],
         ["mla-mtp", 2, 2048, "auto", "mtp"],
         ["llama", 1, 2048, "auto", "eagle"],
+        ["mla", 1, 2048, "auto", None],
+        ["mla-mtp", 1, 2048, "auto", "mtp"],
+        ["mla", 2, 2048, "auto", None],
+        ["mla-mtp", 2, 2048, "auto", "mtp"],
+        ["mamba2", 2, 2048, "auto", None],
+        ["llama", 1, None, "auto", None],
+        ["smollm2", 1, 2048, "auto", None],
     ]
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeVar
 
+import evidence_tables
 import measure_claims
 import runtime_modules
 from fetch_vllm import ALL_RELEASES
@@ -55,6 +56,7 @@ PAGES = (
             "configuration",
             "am-i-hit",
             "claims",
+            "evidence",
             "how-it-works",
             "long-lived-caches",
             "verifying",
@@ -167,6 +169,7 @@ def updated(text: str) -> str:
             "runtime-folders": runtime_modules.summary,
             "runtime-modules": runtime_modules.table,
         }
+        made |= {f"evidence/{each}": partial(evidence_tables.table, each) for each in evidence_tables.names()}
         if name in TABLES:
             made[name] = partial(a_row_for_each_fix, *TABLES[name])
         fix, _, part = name.partition("/")

@@ -1,0 +1,48 @@
+"""docs/evidence/*.json: complete, and what the pages add up of it by hand is its sum."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import evidence_tables
+from vllm_graphfix.fixes import BY_NAME
+
+DOCS = Path(__file__).parents[1] / "docs"
+RIGHT = re.compile(r"(\d+) of (\d+)")
+
+
+@pytest.mark.parametrize("name", evidence_tables.names())
+def test_each_file_is_a_table_of_a_page_and_names_fixes_that_exist(name: str) -> None:
+    content = evidence_tables.load(name)
+    assert any(f"<!-- generated: evidence/{name} -->" in page.read_text() for page in DOCS.glob("*.md"))
+    words = {
+        word for run in content["runs"] for figures in run["figures"] for word in figures.get("fix", "").split(", ")
+    }
+    assert {word.partition(" (")[0] for word in words - {"", "none"}} <= BY_NAME.keys()
+    assert all(re.fullmatch(r"[0-9a-f]{7}", run["commit"]) for run in content["runs"])
+
+
+@pytest.mark.parametrize("lack", ["gpu", "date", "command", "commit", "column"])
+def test_a_run_that_lacks_something_is_named(lack: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = json.loads((evidence_tables.FOLDER / "trained.json").read_text())
+    run = content["runs"][1]
+    del (run["figures"][0] if lack == "column" else run)["eager" if lack == "column" else lack]
+    (tmp_path / "planted.json").write_text(json.dumps(content))
+    monkeypatch.setattr(evidence_tables, "FOLDER", tmp_path)
+    with pytest.raises(ValueError, match=r"planted\.json: run 2"):
+        evidence_tables.load("planted")
+
+
+def test_the_page_adds_up_the_answers_of_models_that_were_trained_here() -> None:
+    """SmolLM2 is not one: of its answers it is only known that they are as without graphs."""
+    figures = [row for run in evidence_tables.load("trained")["runs"] for row in run["figures"]]
+    counted = [row for row in figures if row["counted"] == "answers right" and row["fix"] != "none"]
+    every = sum(int(RIGHT.match(row["eager"])[2]) for row in counted)  # type: ignore[index]
+    stock, patched = (
+        sum(int(match[1]) for row in counted if (match := RIGHT.match(row[engine]))) for engine in ("stock", "patched")
+    )
+    assert f"stock had {stock} of {every} answers right, patched {patched}" in (DOCS / "evidence.md").read_text()
