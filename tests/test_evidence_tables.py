@@ -41,8 +41,10 @@ def test_the_page_adds_up_the_answers_of_models_that_were_trained_here() -> None
     """SmolLM2 is not one: of its answers it is only known that they are as without graphs."""
     figures = [row for run in evidence_tables.load("trained")["runs"] for row in run["figures"]]
     counted = [row for row in figures if row["counted"] == "answers right" and row["fix"] != "none"]
-    every = sum(int(RIGHT.match(row["eager"])[2]) for row in counted)  # type: ignore[index]
-    stock, patched = (
-        sum(int(match[1]) for row in counted if (match := RIGHT.match(row[engine]))) for engine in ("stock", "patched")
-    )
-    assert f"stock had {stock} of {every} answers right, patched {patched}" in (DOCS / "evidence.md").read_text()
+
+    def right(engine: str) -> int:
+        return sum(int(match[1]) for row in counted if (match := RIGHT.match(row[engine])))
+
+    every = sum(int(RIGHT.sub(r"\2", row["eager"])) for row in counted)
+    text = (DOCS / "evidence.md").read_text()
+    assert f"stock had {right('stock')} of {every} answers right, patched {right('patched')}" in text

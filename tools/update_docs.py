@@ -59,6 +59,7 @@ PAGES = (
             "evidence",
             "how-it-works",
             "long-lived-caches",
+            "performance",
             "verifying",
             "what-an-engine-imports",
         )
