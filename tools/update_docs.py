@@ -13,6 +13,7 @@ lacks what the pages need.
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ PAGES = (
             "how-it-works",
             "long-lived-caches",
             "performance",
+            "testing",
             "verifying",
             "what-an-engine-imports",
         )
@@ -169,6 +171,7 @@ def updated(text: str) -> str:
             "claims": measure_claims.table,
             "runtime-folders": runtime_modules.summary,
             "runtime-modules": runtime_modules.table,
+            "test-modules": test_modules,
         }
         made |= {f"evidence/{each}": partial(evidence_tables.table, each) for each in evidence_tables.names()}
         if name in TABLES:
@@ -287,6 +290,16 @@ def default_runner_of(release: str) -> str:
 
 def _numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, release.split(".")))
+
+
+def test_modules() -> Iterator[str]:
+    """Yield a row for each module of tests: the first paragraph of its docstring."""
+    yield "| module | what it tests |"
+    yield "|---|---|"
+    for module in sorted((PROJECT / "tests").glob("test_*.py")):
+        text = " ".join((ast.get_docstring(ast.parse(module.read_text())) or "").partition("\n\n")[0].split())
+        text = with_threads(text.replace("``", "`").replace("|", "&#124;"))
+        yield f"| `{module.name}` | {text} |"
 
 
 def variables() -> Iterator[str]:
