@@ -24,6 +24,7 @@ from textwrap import wrap
 from typing import Any, TypeVar
 
 import evidence_tables
+import looked_at
 import measure_claims
 import runtime_modules
 from fetch_vllm import ALL_RELEASES
@@ -60,6 +61,7 @@ PAGES = (
             "evidence",
             "how-it-works",
             "long-lived-caches",
+            "looked-at",
             "performance",
             "testing",
             "verifying",
@@ -172,6 +174,8 @@ def updated(text: str) -> str:
             "runtime-folders": runtime_modules.summary,
             "runtime-modules": runtime_modules.table,
             "test-modules": test_modules,
+            "looked-at/sections": looked_at.sections,
+            **{f"looked-at/{name}": partial(looked_at.table, name) for name in looked_at.COLUMNS},
         }
         made |= {f"evidence/{each}": partial(evidence_tables.table, each) for each in evidence_tables.names()}
         if name in TABLES:
