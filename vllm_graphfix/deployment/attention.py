@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 
 from vllm_graphfix.deployment import hardware
 from vllm_graphfix.deployment.answers import Fact
@@ -45,11 +44,8 @@ class Attention(Model):
         return Fact(False, "the KV cache is not fp8 (--kv-cache-dtype auto)")
 
     def _has_file(self, name: str) -> bool:
-        place = next(iter(self._models), None) or self.value("--model")[0] or ""
-        try:
-            return Path(place).expanduser().joinpath(name).exists()
-        except (OSError, ValueError, RuntimeError):
-            return False
+        folder, _ = self._folder
+        return folder is not None and self._read(folder / name, 1) is not None
 
     def _backend(self) -> tuple[str | None, str | None]:
         """Return the attention backend on the line (None where vLLM chooses), and the information that is missing."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.attention import Attention
 from vllm_graphfix.deployment.graphs import Graphs
+from vllm_graphfix.deployment.hardware import first_bytes
 from vllm_graphfix.deployment.runner import Runner
 from vllm_graphfix.deployment.speculation import Speculation
 
@@ -67,9 +69,13 @@ def read_deployment(
     gpu: str | None = None,
     environment: Mapping[str, str] = os.environ,
     flags: Collection[str] = (),
+    read: Callable[[Path, int], bytes | None] = first_bytes,
 ) -> Deployment:
     """Read the arguments of a `vllm serve`. *flags* are those that fixes read besides (`fixes.flags`).
 
-    Raises FlagsError for a line that vLLM would refuse.
+    *read* returns the first bytes of a file. Raises FlagsError for a line that vLLM would refuse, or for a model's
+    folder that does not exist.
     """
-    return Deployment(line, environment, source, gpu, flags)
+    deployment = Deployment(line, environment, source, gpu, flags, read)
+    deployment.mla()  # reads config.json
+    return deployment

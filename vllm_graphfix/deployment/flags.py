@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.deployment.answers import Fact
+from vllm_graphfix.deployment.hardware import first_bytes
 from vllm_graphfix.deployment.known_flags import flags_of, nearest, unknown, wrong_value
-from vllm_graphfix.deployment.line import FlagsError, json_or, parse
+from vllm_graphfix.deployment.line import FlagsError, FlagValue, json_or, parse
 from vllm_graphfix.text import brief_repr
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from vllm_graphfix.source.files import Source
 
 CONFIG_FILE = "what the file of --config sets (write its flags on the line)"
@@ -27,11 +34,13 @@ class Flags:
         source: Source,
         gpu: str | None = None,
         flags: Collection[str] = (),
+        read: Callable[[Path, int], bytes | None] = first_bytes,
     ) -> None:
         """Parse *line*; raise FlagsError for a flag or a value that the vLLM of *source* does not have.
 
         Assignments in front of the line overrule *environment*. *gpu* is the name of the GPU that serves; by default
-        it is that of this machine. *flags* are read besides those that facts need.
+        it is that of this machine. *flags* are read besides those that facts need. *read* returns the first bytes of a
+        file of the process whose line this is.
         """
         parsed = parse(line, flags)
         known = flags_of(source)
@@ -58,6 +67,40 @@ class Flags:
         self._environment = {**environment, **parsed.environment}
         self._source = source
         self._gpu_named = gpu
+        self._read = read
+        self._is_here = read is first_bytes
+        """True if paths are those of this process."""
+
+    def on(self, source: Source) -> Self:
+        """Return the same deployment on the vLLM of *source*."""
+        other = copy(self)
+        other._source = source
+        return other._without_caches()
+
+    def changed(self, names: Sequence[str], value: object) -> Self:
+        """Return the deployment with another *value* of the flags and variables *names*; None removes them.
+
+        A dictionary is merged into the JSON object that is a flag's value.
+        """
+        other = copy(self)
+        other._flags, other._environment = dict(self._flags), dict(self._environment)
+        for name in names:
+            values = other._flags if name.startswith("-") else other._environment
+            values.pop(name, None)
+            if isinstance(value, dict):
+                other._flags[name] = FlagValue(json.dumps({**self._object(name)[0], **value}), self._object(name)[1])
+            elif value is not None and name.startswith("-"):
+                other._flags[name] = FlagValue(str(value) or None)
+            elif value is not None:
+                other._environment[name] = str(value)
+        return other._without_caches()
+
+    def _without_caches(self) -> Self:
+        """Forget all facts except those of the model's config.json."""
+        for name in [name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)]:
+            if name not in ("_config", "_architectures", "_place", "_folder"):
+                del self.__dict__[name]
+        return self
 
     def value(self, name: str) -> tuple[str | None, str | None]:
         """Return the value of a flag, None if it is not on the line, and what is missing to be sure of it."""

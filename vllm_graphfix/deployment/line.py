@@ -47,6 +47,14 @@ _VALUES = frozenset(
     --kv-offloading-size""".split()
 )
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
+_CONTINUED = re.compile(r"\\[ \t]*\r?\n|(?:(?<=\s)|^)\\(?=\s|$)")
+"""A backslash at the end of a line, also where the end of the line was lost on the way."""
+_QUOTED_OR_OBJECT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?:(?<=[\s=])|^)\{""", re.DOTALL)
+_END = re.compile(r"\d?>{1,2}.*|2>&1|&>.*|\|\|?|&&?|;")
+"""The end of a command in a shell."""
+_IMAGE = re.compile(r"(?:[\w.:-]+/)*vllm[\w.-]*(?::[\w.-]+)?(?:@sha256:\w+)?")
+"""A container's image, behind which `docker run` takes the flags of vLLM."""
+_TITLE = re.compile(r"\w+::(APIServer|EngineCore|Worker|DPCoordinator)")
 _NO_VALUE = re.compile(
     r"--(no|enable|disable|allow|trust|use|skip|async|fully|calculate|ray|return|headless|enforce)\b.*"
 )
@@ -99,28 +107,61 @@ def parse(line: str, flags: Collection[str]) -> Line:
             f"the flags of --for have more than {_LONGEST_LINE:,} characters; give only the arguments of `vllm serve`"
         )
     try:
-        words = shlex.split(line)
+        words = shlex.split(_with_quoted_objects(_CONTINUED.sub(" ", line)))
+        if len(words) == 1 and len(words[0].split()) > 1:  # quoted once more
+            words = shlex.split(_with_quoted_objects(words[0]))
     except ValueError as error:
         raise FlagsError(
             f"a shell could not parse the flags of --for ({error}); quote JSON within the quoted flags, "
             f"as in --for \"… -cc '{{…}}'\""
         ) from error
-    environment: dict[str, str] = {}
-    while words and (_ASSIGNMENT.fullmatch(words[0]) or words[0] in ("env", "exec")):
-        name, _, value = words.pop(0).partition("=")
-        environment[name] = value
-    return Line(environment, *_flags(_without_program(words), _FlagsRead.of(flags)))
+    if words and _TITLE.match(words[0]):
+        raise FlagsError(
+            f"{brief_repr(words[0])} is a title that vLLM gives its processes, in place of their flags; paste the line "
+            "of the `vllm serve` that started them, or use status --running"
+        )
+    end = next((at for at, word in enumerate(words) if _END.fullmatch(word)), len(words))
+    start = _start_of_flags(words[:end])
+    # Also those of `env` and `docker run -e`.
+    assigned = [word.partition("=") for word in words[:start] if _ASSIGNMENT.fullmatch(word)]
+    environment = {name: value for name, _, value in assigned}
+    return Line(environment, *_flags(words[start:end], _FlagsRead.of(flags)))
 
 
-def _without_program(words: list[str]) -> list[str]:
-    name = words[0].rpartition("/")[2] if words else ""
-    if name == "vllm" and words[1:2] == ["serve"]:
-        return words[2:]
-    if name == "serve":
-        return words[1:]
-    if re.fullmatch(r"python[0-9.]*", name) and words[1:2] == ["-m"] and words[2:3]:
-        return _without_program(["vllm", *words[3:]]) if words[2].startswith("vllm.entrypoints.cli") else words[3:]
-    return words
+def _with_quoted_objects(line: str) -> str:
+    """Quote each JSON object in *line* that is not quoted, as in the output of `ps`."""
+    parts, at = [], 0
+    while match := _QUOTED_OR_OBJECT.search(line, at):
+        end = match.end()
+        text = match[0]
+        if text == "{":
+            try:
+                _, end = json.JSONDecoder().raw_decode(line, match.start())
+                text = shlex.quote(line[match.start() : end])
+            except (ValueError, RecursionError):
+                pass
+        parts += [line[at : match.start()], text]
+        at = end
+    return "".join([*parts, line[at:]])
+
+
+def _start_of_flags(words: Sequence[str]) -> int:
+    """Return the index of the first argument of `vllm serve`, behind programs, variables and `docker run`."""
+    names = [word.rpartition("/")[2] for word in words]
+    for at, name in enumerate(names):
+        following = words[at + 1] if at + 1 < len(words) else ""
+        if name == "vllm" and following == "serve":
+            return at + 2
+        if name == "-m" and following.startswith("vllm.entrypoints."):
+            return at + 2 + (words[at + 2 : at + 3] == ["serve"])
+        if name == "api_server.py":
+            return at + 1
+    if names[:1] in (["docker"], ["podman"], ["nerdctl"]):
+        return next((at + 1 for at, word in enumerate(words) if at > 1 and _IMAGE.fullmatch(word)), 1)
+    start = 0
+    while start < len(words) and (_ASSIGNMENT.fullmatch(words[start]) or words[start] in ("env", "exec")):
+        start += 1
+    return start + (words[start : start + 1] == ["serve"])
 
 
 def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue], list[str], list[str]]:
@@ -133,6 +174,11 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
         word = words[at]
         at += 1
         if not _is_flag(word):
+            if models and (setting := re.fullmatch(r"\+{0,2}[\w.]*?(\w+)=(.*)", word, re.DOTALL)):
+                raise FlagsError(
+                    f"{brief_repr(word)} is no argument of `vllm serve`, which has flags such as "
+                    f"--{setting[1].replace('_', '-')}; write what it stands for as a flag, or leave it out"
+                )
             models.append(word)
             continue
         name, equals, value = word.partition("=")

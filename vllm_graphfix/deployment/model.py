@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from vllm_graphfix.deployment import hardware
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.flags import CONFIG_FILE, Flags
-from vllm_graphfix.deployment.line import json_or
-from vllm_graphfix.text import printable
+from vllm_graphfix.deployment.line import FlagsError, json_or
+from vllm_graphfix.text import brief_repr, printable
 
 _LARGEST_CONFIG = 1024 * 1024
 _MOST_NODES = 100_000
@@ -46,20 +43,20 @@ OTHER_RECURRENT = frozenset(
 _RECURRENT_WORDS = re.compile(r"mamba|ssm|conv|recurrent|linear_|hybrid|delta|rwkv|retention", re.IGNORECASE)
 
 
-def _in_the_hub_cache(name: str, revision: str | None, environment: Mapping[str, str]) -> Path | None:
-    """Return the folder of a model in Hugging Face's cache; None without huggingface_hub. Fetches nothing."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.constants import HF_HUB_CACHE
-
-        cache = environment.get("HF_HUB_CACHE") or (
-            str(Path(environment["HF_HOME"], "hub")) if environment.get("HF_HOME") else HF_HUB_CACHE
-        )
-        cache = os.path.expandvars(os.path.expanduser(cache))  # noqa: PTH111  # as huggingface_hub does
-        path = try_to_load_from_cache(name, "config.json", cache_dir=cache, revision=revision)
-    except Exception:  # not installed, or no name of a model
+def _in_the_hub_cache(
+    name: str, revision: str, environment: Mapping[str, str], read: Callable[[Path, int], bytes | None]
+) -> Path | None:
+    """Return the folder of the model *name* in Hugging Face's cache; None where it has none. Fetches nothing."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", revision):
         return None
-    return Path(path).parent if isinstance(path, str) else None
+    home = environment.get("HF_HOME") or str(Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
+    cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or str(Path(home, "hub"))
+    cache = re.sub(r"^~(?=/|$)", environment.get("HOME") or "~", cache)
+    cache = re.sub(r"\$\{?(\w+)\}?", lambda match: environment.get(match[1], match[0]), cache)
+    folder = Path(cache, f"models--{name.replace('/', '--')}")
+    commit = (read(folder / "refs" / revision, 100) or b"").decode("ascii", "replace").strip() or revision
+    snapshot = folder / "snapshots" / commit
+    return snapshot if read(snapshot / "config.json", 1) else None
 
 
 def _values(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -75,37 +72,52 @@ def _values(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 class Model(Flags):
     @cached_property
-    def _config(self) -> tuple[dict[str, Any], str | None]:
-        """The model's config.json, and the information that is missing where it cannot be read."""
-        if self._has("--hf-overrides"):
-            return {}, "a config.json that --hf-overrides does not change"
+    def _place(self) -> tuple[str | None, str]:
+        """The model as the line names it, and the information that is missing where it does not."""
         place = None
         for flag in ("--hf-config-path", "--model"):
             value, missing = self.value(flag)
             if missing is not None and not (flag == "--hf-config-path" and missing == CONFIG_FILE):
                 if flag == "--model" and self._models:
                     continue
-                return {}, missing
+                return None, missing
             place = place or value
         if len(self._models) + self._has("--model") > 1:
-            return {}, "exactly one model: either the first word or --model"
-        place = place or next(iter(self._models), None)
+            return None, "exactly one model: either the first word or --model"
+        return place or next(iter(self._models), None), "the model: put it before the flags"
+
+    @cached_property
+    def _folder(self) -> tuple[Path | None, str]:
+        """The folder with the model's config.json, and the information that is missing where there is none.
+
+        Raises FlagsError for the path of a folder that does not exist.
+        """
+        place, missing = self._place
         if place is None:
-            return {}, "the model: put it before the flags"
+            return None, missing
         try:
             folder = Path(place).expanduser()
-            is_local = folder.is_dir()
+            folder = folder.parent if folder.name == "config.json" else folder
+            if self._read(folder / "config.json", 1) is not None or folder.is_dir():
+                return folder, ""
         except (OSError, ValueError, RuntimeError):
-            return {}, "the model's config.json: name the folder that contains it"
-        if not is_local:
-            cached = _in_the_hub_cache(place, self.value("--revision")[0], self._environment)
-            if cached is None:
-                where = "name a local folder that contains it"
-                if importlib.util.find_spec("huggingface_hub") is None:
-                    where += " (a model in this machine's cache is found where huggingface_hub is installed)"
-                return {}, f"the config.json of {printable(place[:80])}: {where}"
-            folder = cached
-        data = hardware.first_bytes(folder / "config.json", _LARGEST_CONFIG + 1)
+            return None, "the model's config.json: name the folder that contains it"
+        if self._is_here and place.startswith(("/", "./", "../", "~/")):
+            raise FlagsError(f"{brief_repr(place)} does not exist; name a model, its folder or its config.json")
+        cached = _in_the_hub_cache(place, self.value("--revision")[0] or "main", self._environment, self._read)
+        where = "it is not in the cache of Hugging Face (HF_HOME): name a local folder that contains it"
+        return cached, "" if cached else f"the config.json of {printable(place[:80])}; {where}"
+
+    @cached_property
+    def _config(self) -> tuple[dict[str, Any], str | None]:
+        """The model's config.json, and the information that is missing where it cannot be read."""
+        if self._has("--hf-overrides"):
+            return {}, "a config.json that --hf-overrides does not change"
+        folder, missing = self._folder
+        if folder is None:
+            return {}, missing
+        place = str(self._place[0])
+        data = self._read(folder / "config.json", _LARGEST_CONFIG + 1)
         if data is None:
             return {}, f"a readable config.json in {printable(place[:80])}"
         if len(data) > _LARGEST_CONFIG:
