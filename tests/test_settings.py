@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import vllm_graphfix
 from vllm_graphfix.fix import Mode
 from vllm_graphfix.fixes import FIXES as ALL_FIXES
 from vllm_graphfix.settings import environment as settings
@@ -168,11 +169,13 @@ CLOSED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("VLLM_GRAPHFIX", "\x1b[31m" + "x" * 10_000, "valid: observe, off, on, strict.", {"master": Master.OFF}),
     ("VLLM_GRAPHFIX_FLASHMLA_FP8", "of", "did you mean off? flashmla-fp8 is off", OFF_BY_MISTAKE),
     ("VLLM_GRAPHFIX_FLASHMLA_FP8", "2", "valid: auto, observe, off, on. flashmla-fp8 is off", OFF_BY_MISTAKE),
+    ("VLLM_GRAPHFIX_FIXES", "flashmla-fp=off", "mean flashmla-fp8=MODE? Nothing is patched", {"master": Master.OFF}),
+    ("VLLM_GRAPHFIX_FIXES", "off", "no fix and its mode", {"master": Master.OFF}),
     ("VLLM_GRAPHFIX_SHADOW", "often", "valid: off, a fraction such as 1/2000", {}),
     ("VLLM_GRAPHFIX_SHADOW_ACTION", "quarantin", "did you mean quarantine? It counts as report", {}),
     ("VLLM_GRAPHFIX_ADDRESSES", "repare", "did you mean repair? No address", {"addresses": settings.Addresses.OFF}),
     ("VLLM_GRAPHFIX_CLAIMS", "reprot", "did you mean report? No capture", {"claims": settings.Claims.OFF}),
-    ("VLLM_GRAPHFIX_KV_MARKS", "0.1%", "valid: off, a fraction such as 1/16. No cache block is marked", {}),
+    ("VLLM_GRAPHFIX_KV_MARKS", "0.1%", "and an action behind a comma: 1/16,abort. No cache block is marked", {}),
     ("VLLM_GRAPHFIX_KV_MARKS_ACTION", "abrot", "did you mean abort? It counts as report", {}),
     ("VLLM_GRAPHFIX_AGREEMENT_TIMEOUT", "10 minutes", "Ranks wait 600 s", {}),
 ]
@@ -238,6 +241,59 @@ def test_observe_for_all_applies_to_the_fixes_at_auto() -> None:
     assert one_on.modes == {"capture-state": Mode.OBSERVE, "flashmla-fp8": Mode.ON}
     one_off = read({"VLLM_GRAPHFIX": "observe", "VLLM_GRAPHFIX_FLASHMLA_FP8": "off"}, FIXES)
     assert one_off.modes == {"capture-state": Mode.OBSERVE, "flashmla-fp8": Mode.OFF}
+
+
+@pytest.mark.parametrize(
+    ("environment", "modes"),
+    [
+        ({"VLLM_GRAPHFIX_FIXES": "flashmla-fp8=off, CAPTURE_STATE=on"}, {"flashmla-fp8": "off", "capture-state": "on"}),
+        ({"VLLM_GRAPHFIX_FIXES": " , "}, {"flashmla-fp8": "auto", "capture-state": "auto"}),
+        (
+            {"VLLM_GRAPHFIX_FIXES": "flashmla-fp8=off", "VLLM_GRAPHFIX_FLASHMLA_FP8": "observe"},
+            {"flashmla-fp8": "observe", "capture-state": "auto"},
+        ),
+    ],
+)
+def test_one_variable_holds_modes_of_fixes_and_that_of_a_single_fix_wins(
+    environment: dict[str, str], modes: dict[str, str]
+) -> None:
+    parsed = read(environment, FIXES)
+    assert {name: mode.value for name, mode in parsed.modes.items()} == modes
+    assert parsed.problems == ()
+    assert parsed.explicit == {name for name in modes if modes[name] != "auto"}
+
+
+@pytest.mark.parametrize("several", ["flashmla-fp8=off,flashmla-fp8=on", "flashmla-fp8", "capture-state=on,mamba=off"])
+def test_one_entry_that_is_no_fix_and_its_mode_patches_nothing(several: str) -> None:
+    parsed = read({"VLLM_GRAPHFIX": "strict", "VLLM_GRAPHFIX_FIXES": several}, FIXES)
+    assert parsed.master is Master.OFF
+    assert list(parsed.misconfigured) == ["VLLM_GRAPHFIX_FIXES"]
+
+
+def test_an_invalid_mode_of_one_entry_switches_that_fix_off() -> None:
+    parsed = read({"VLLM_GRAPHFIX_FIXES": "flashmla-fp8=onn,capture-state=on"}, FIXES)
+    assert parsed.modes == {"flashmla-fp8": Mode.OFF, "capture-state": Mode.ON}
+    assert parsed.misconfigured == {"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"}
+
+
+@pytest.mark.parametrize("several", ["flashmla-fp8=on", "mamba_padding = ON", "mamba-padding=on:0123456789abcdef"])
+def test_where_nothing_else_can_be_imported_an_entry_that_insists_is_one_that_insists(
+    several: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", {"VLLM_GRAPHFIX_FIXES": several})
+    assert vllm_graphfix._requires_a_fix()
+    monkeypatch.setattr("os.environ", {"VLLM_GRAPHFIX_FIXES": f"{several},nonsense", "VLLM_GRAPHFIX": "strict"})
+    assert not vllm_graphfix._requires_a_fix()
+
+
+def test_the_action_of_a_detector_stands_beside_its_rate_and_a_variable_of_its_own_wins() -> None:
+    both = {"VLLM_GRAPHFIX_SHADOW": "0.1% , quarantine", "VLLM_GRAPHFIX_KV_MARKS": "1/16,abort"}
+    parsed = read(both, FIXES)
+    assert (parsed.shadow, parsed.shadow_action.value) == ("0.1%", "quarantine")
+    assert (parsed.kv_marks, parsed.kv_marks_action.value) == ("1/16", "abort")
+    assert read({**both, "VLLM_GRAPHFIX_SHADOW_ACTION": "report"}, FIXES).shadow_action.value == "report"
+    wrong = read({"VLLM_GRAPHFIX_SHADOW": "0.1%,abrot"}, FIXES)
+    assert (wrong.shadow_action.value, wrong.misconfigured) == ("report", {"VLLM_GRAPHFIX_SHADOW_ACTION": "abrot"})
 
 
 def test_every_name_of_the_interface_is_known() -> None:

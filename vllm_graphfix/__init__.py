@@ -91,6 +91,12 @@ def _requires_a_fix() -> bool:
         return False  # an engine may be outside the rollout, and nobody insists there
     if any(asks_for_less(name, value) for name, value in os.environ.items()):
         return False  # a mistyped name counts as off
+    for entry in filter(None, map(str.strip, variables.pop(f"{PREFIX}_FIXES", "").split(","))):
+        name, _, mode = entry.partition("=")
+        name = f"{PREFIX}_{name.strip().upper().replace('-', '_')}"
+        if not mode.strip() or not _is_a_fix(name):
+            return False  # an entry that means nothing counts as off
+        variables[name] = variables.get(name) or mode.strip()
     on = [name for name, value in variables.items() if re.fullmatch("on|1|true|yes|on:[0-9a-f]{16}", value)]
     return master == "strict" or any(map(_is_a_fix, on))
 

@@ -6,6 +6,7 @@ Imports nothing of the package: `vllm_graphfix.register` goes by it where nothin
 from __future__ import annotations
 
 PREFIX = "VLLM_GRAPHFIX"
+FIXES = "VLLM_GRAPHFIX_FIXES"
 ROLLOUT = "VLLM_GRAPHFIX_ROLLOUT"
 ROLLOUT_KEY = "VLLM_GRAPHFIX_ROLLOUT_KEY"
 
@@ -37,7 +38,7 @@ def asks_for_less(name: str, value: str) -> bool:
     """
     word = name.upper()
     rest = _after_prefix(word)
-    if rest is None or name in (PREFIX, ROLLOUT, ROLLOUT_KEY):
+    if rest is None or name in (PREFIX, FIXES, ROLLOUT, ROLLOUT_KEY):
         return False
     if _within(rest, "ROLLOUT", _EDITS) or any(part in word for part in _OF_A_PERCENTAGE):
         return True

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.fix import Activity, Code, Companion, Diagnosis, Mode, Patch, State, Verdict
 from vllm_graphfix.patching import sites
-from vllm_graphfix.settings.environment import PREFIX, Master, asks_for_less, names
+from vllm_graphfix.settings.environment import FIXES, PREFIX, Master, asks_for_less, names
 
 if TYPE_CHECKING:
     from vllm_graphfix.fix import Patchable
@@ -58,6 +58,8 @@ class Policy(NamedTuple):
         """Return the setting by which *variable* switches something off."""
         if variable in self.misconfigured:
             return f"{variable}={self.misconfigured[variable]} means nothing, which counts as off"
+        if variable == PREFIX and FIXES in self.misconfigured:
+            return f"{FIXES}={self.misconfigured[FIXES]} means nothing, which counts as {PREFIX}=off"
         mistyped = (name for name, value in self.misconfigured.items() if asks_for_less(name, value))
         if variable == PREFIX and (name := next(mistyped, None)):
             return f"{name}={self.misconfigured[name]} is not a variable of vllm-graphfix, and counts as {PREFIX}=off"

@@ -21,6 +21,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=Enum)
 
 PREFIX = _variable_names.PREFIX
+FIXES = _variable_names.FIXES
 ROLLOUT = _variable_names.ROLLOUT
 ROLLOUT_KEY = _variable_names.ROLLOUT_KEY
 is_ours = _variable_names.is_ours
@@ -113,7 +114,7 @@ class Settings(NamedTuple):
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Return every variable of this package, for vLLM's registry of variables."""
     rollout, watches = (ROLLOUT, ROLLOUT_KEY), (SHADOW, SHADOW_ACTION, ADDRESSES, CLAIMS, KV_MARKS, KV_MARKS_ACTION)
-    return (PREFIX, *map(variable, fixes), *rollout, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
+    return (PREFIX, FIXES, *map(variable, fixes), *rollout, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
 
 
 def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -127,9 +128,10 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     *fixes* are the names of all fixes; those in *observed* are observed unless a variable says otherwise.
     """
     fixes = tuple(fixes)
+    environment, unusable = expanded(environment, fixes)
     values = _Values(environment)
     master = values.one_of(PREFIX, Master, Master.ON, Master.OFF, "Nothing is patched")
-    if values.report_unknown(names(fixes)):
+    if values.report_unknown(names(fixes)) or (unusable and values.refuse_entry(unusable, fixes)):
         master = Master.OFF
     modes, trees = values.modes(fixes, observed, master)
     default_timeout = _default_timeout(environment)
@@ -167,6 +169,30 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
         problems=tuple(values.problems),
         misconfigured=values.misconfigured,
     )
+
+
+def expanded(environment: Mapping[str, str], fixes: Iterable[str]) -> tuple[dict[str, str], str]:
+    """Write variables that hold several settings as single ones, which win where they are set, too.
+
+    Also returns the first entry of `FIXES` that is no ``name=mode``, or that names a fix twice; empty if there is none.
+    """
+    single = dict(environment)
+    for rate, action in ((SHADOW, SHADOW_ACTION), (KV_MARKS, KV_MARKS_ACTION)):
+        value, comma, second = environment.get(rate, "").partition(",")
+        if comma and second.strip():
+            single[rate] = value
+            single[action] = environment.get(action, "").strip() or second
+    unseen = set(fixes)
+    for entry in environment.get(FIXES, "").split(","):
+        name, _, mode = (part.strip() for part in entry.partition("="))
+        name = name.lower().replace("_", "-")
+        if not entry.strip():
+            continue
+        if name not in unseen or not mode:
+            return single, entry.strip()
+        unseen.remove(name)
+        single[variable(name)] = environment.get(variable(name), "").strip() or mode
+    return single, ""
 
 
 class _Values:
@@ -252,6 +278,13 @@ class _Values:
             # A cut or replaced name must not stand for a valid variable.
             self.misconfigured[f"{name}_" if name in known else name] = brief(self._environment[key])
         return True in unknown.values()
+
+    def refuse_entry(self, entry: str, fixes: Iterable[str]) -> bool:
+        """Report an *entry* of `FIXES` that is none; returns True."""
+        name = entry.partition("=")[0].strip().lower().replace("_", "-")
+        nearest = _nearest(name, {each: f"{each}=MODE" for each in fixes if each != name})
+        problem = f"has {brief_repr(entry)}, which is no fix and its mode, or a second mode of a fix{nearest}"
+        return self._refuse(FIXES, self._environment[FIXES], f"{problem} Nothing is patched", on_invalid=True)
 
     def _refuse(self, key: str, text: str, problem: str, on_invalid: T) -> T:
         self.misconfigured[key] = brief(text)

@@ -8,8 +8,8 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 OFF = "off"
-VALID = "off, a fraction such as 1/2000, a budget such as 0.1%"
-VALID_FRACTION = "off, a fraction such as 1/16"
+VALID = "off, a fraction such as 1/2000, a budget such as 0.1%, and an action behind a comma: 0.1%,abort"
+VALID_FRACTION = "off, a fraction such as 1/16, and an action behind a comma: 1/16,abort"
 _MOST = 10**9
 NEVER = 1 << 62
 """A number of steps that no process reaches."""

@@ -194,6 +194,9 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     Unknown names with our prefix are only counted, since even such a name may be private.
     """
     variables: list[dict[str, Any]] = []
+    if settings.FIXES in environment:  # its entries are listed as the variables that they stand for
+        variables.append(_variable(settings.FIXES, None))
+    environment, _ = settings.expanded(environment, (fix.name for fix in FIXES))
     modes = {variable(fix.name): [mode.value for mode in Mode] for fix in FIXES}
     actions = [action.value for action in shadow_rate.Action]
     watches = [watch.value for watch in settings.Addresses]
