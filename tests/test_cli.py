@@ -220,9 +220,9 @@ def test_status_begins_with_a_verdict_and_has_rows_for_defects_of_this_vllm_alon
     )
     group = ""
     for line in lines[2:]:
-        group = next((title for title in ("FIXED", "COUNTED") if line.startswith(title)), group)
+        group = next((title for title in ("FIXED", "WATCHED ONLY") if line.startswith(title)), group)
         for name in (fix.name for fix in FIXES if line.startswith(f"{fix.name} ")):
-            assert group == {"active": "FIXED", "observing": "COUNTED"}[state_by_default(name, release)]
+            assert group == {"active": "FIXED", "observing": "WATCHED ONLY"}[state_by_default(name, release)]
             here = tuple(each for each in here if each != name)
             assert about(BY_NAME[name]).seen.replace("`", "")[:20] in line
     assert not here
@@ -245,7 +245,7 @@ def test_a_failed_check_says_why_in_its_last_line() -> None:
     )
     out, err = call("status", "--check", "--json", "--vllm", root, env={"VLLM_GRAPHFIX": "observ"}, code=3)
     assert json.loads(out)["vllm"] == "0.18.1"
-    assert "a value that means nothing (VLLM_GRAPHFIX=observ)" in err
+    assert "an invalid value (VLLM_GRAPHFIX=observ)" in err
 
 
 @pytest.mark.parametrize("name", ["VLLM_GRAPHFIX_ROLOUT", "VLLM_GRAPHFIX_OFF", "VLLM_GRAPFIX", "VLLM_GRAPHFIX_NEWER"])
@@ -253,7 +253,7 @@ def test_a_check_fails_over_a_name_that_means_nothing(name: str) -> None:
     root = str(release_root("0.33.0"))
     out, err = call("status", "--check", "--json", "--vllm", root, env={name: "5"}, code=3)
     assert json.loads(out)["misconfigured"] == {name: "5"}
-    assert f"a name or value that means nothing ({name}=5)" in err
+    assert f"an invalid name or value ({name}=5)" in err
     states = {row["would_be"] for row in json.loads(out)["fixes"]}
     assert ("active" in states) == (name == "VLLM_GRAPHFIX_NEWER")
 

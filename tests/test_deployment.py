@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from served_models import EAGLE, HOPPER, MTP, V2, answer
 from stock import release_root
-from table import affected_by
 from trial_rows import Served, served_of
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.deployment import Concern, read_deployment
@@ -23,7 +22,6 @@ from vllm_graphfix.fixes.draft_decode_mode import needs as needs_of_draft_decode
 from vllm_graphfix.source.files import open_source
 
 pytestmark = pytest.mark.usefixtures("among_models")
-HERE = len(affected_by("0.18.1"))
 YES, NO, MAYBE = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 
 
@@ -242,11 +240,10 @@ def test_the_table_for_eyes_has_an_answer_for_each_fix() -> None:
 def test_what_concerns_a_deployment_comes_first_and_nothing_else_by_default() -> None:
     out = call("--for", "./v3 --kv-cache-dtype fp8", "--gpu", HOPPER).stdout
     lines = out.splitlines()
-    assert lines[2].startswith(f"2 of these {HERE} concern you: flashmla-fp8, flashmla-padding")
+    assert lines[0].startswith("YOU ARE HIT by 2 defects of vLLM 0.18.1 (DeepseekV3ForCausalLM, NVIDIA H100 80GB HBM3)")
     assert "mamba" not in out
-    assert (
-        call("--for", "./llama --enforce-eager").stdout.splitlines()[2].startswith(f"None of these {HERE} concerns you")
-    )
+    first = call("--for", "./llama --enforce-eager").stdout.splitlines()[0]
+    assert first.startswith("NOT HIT by a known defect of vLLM 0.18.1")
 
 
 @pytest.mark.parametrize(
@@ -309,7 +306,7 @@ def test_a_model_of_the_hub_is_read_where_it_was_fetched_to(tmp_path: Path, monk
     (snapshot.parents[1] / "refs" / "main").write_text("abc")
     (snapshot / "config.json").write_text((Path("llama") / "config.json").read_text())
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert f"None of these {HERE} concerns you" in call("--for", "some/model").stdout
+    assert "NOT HIT by a known defect of vLLM 0.18.1" in call("--for", "some/model").stdout
     assert "config.json of another/model" in call("--for", "another/model").stdout
 
 
@@ -325,7 +322,7 @@ def test_the_home_folder_in_the_place_of_the_hub_s_cache_is_expanded(
     monkeypatch.setenv("HOME", str(tmp_path))
     for home in ("~", "$HOME"):
         monkeypatch.setenv(name, f"{home}/cache{below}")
-        assert f"None of these {HERE} concerns you" in call("--for", "some/model").stdout
+        assert "NOT HIT by a known defect of vLLM 0.18.1" in call("--for", "some/model").stdout
 
 
 def test_check_counts_no_fix_that_does_not_concern_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,9 +386,9 @@ def test_what_is_missing_is_reported_once_for_all_that_miss_it() -> None:
         .invoke(app, ["status", "--vllm", str(release_root("0.18.1")), "--for", "no/such-model --kv-cache-dtype fp8"])
         .stdout.splitlines()
     )
-    missing = "cannot tell without the config.json of no/such-model: name a local folder that contains it:"
-    assert out.count(missing) == 1
-    assert out[out.index(missing) + 1].startswith("  flashmla-fp8: garbage")
+    assert out[out.index("LIKELY IF FlashMLA:") + 1].startswith("  flashmla-fp8: garbage")
+    missing = "To know it: the config.json of no/such-model; it is not in the cache of Hugging Face (HF_HOME): "
+    assert sum(line == f"{missing}name a local folder that contains it" for line in out) == 1
     off = (
         CliRunner()
         .invoke(

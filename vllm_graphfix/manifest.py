@@ -81,6 +81,8 @@ def _parsed_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 def diagnose(fix: Patchable, source: Source) -> Diagnosis:
     """Judge *source* for *fix*. Raises `SourceError`, `ManifestError`."""
+    if source.release is not None:
+        return _of_release(fix, source.release)
     try:
         diagnosis = _by_files(fix, source) or _by_structure(fix, source)
         if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT):
@@ -95,6 +97,19 @@ def diagnose(fix: Patchable, source: Source) -> Diagnosis:
         return diagnosis._replace(tree=tree_of(fix, source, diagnosis.shape)) if diagnosis.defect_seen else diagnosis
     except RecursionError as error:
         raise SourceError(f"the code of {source.label} is too deeply nested to be judged; is it vLLM's?") from error
+
+
+def releases() -> tuple[str, ...]:
+    """Return the recorded stock releases, oldest first. Raises `ManifestError`."""
+    recorded = {release for entries in load()["fixes"].values() for entry in entries for release in entry["releases"]}
+    return tuple(sorted(recorded, key=lambda release: [int(part) for part in release.split(".")]))
+
+
+def _of_release(fix: Patchable, release: str) -> Diagnosis:
+    for entry in load()["fixes"].get(fix.name, ()):
+        if release in entry["releases"]:
+            return Diagnosis(Verdict(entry["verdict"]), entry["reason"], entry["where"], entry["shape"], known=True)
+    return Diagnosis.unrecognised(f"{release} is a release", "vllm/__init__.py")
 
 
 def has_recorded_code(fix: Patchable, source: Source) -> bool:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vllm_graphfix import manifest
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.output import stop
 from vllm_graphfix.fix import Fix
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
+from vllm_graphfix.source.files import Source, SourceError, open_source, stock_release
 
 
 class DeviceName(str, Enum):
@@ -26,7 +29,8 @@ VllmOption = Annotated[
     typer.Option(
         "--vllm",
         metavar="PATH",
-        help="A vLLM wheel file, source tree or site-packages folder; default: the installed vLLM.",
+        help="A vLLM wheel file, source tree or site-packages folder; default: the installed vLLM. "
+        "For `status` also a stock release, such as 0.18.1.",
     ),
 ]
 
@@ -51,6 +55,19 @@ VersionOption = Annotated[
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, a stable interface with a schema version.")]
+
+
+def open_vllm(place: Path | None) -> Source:
+    """Open the vLLM at *place*, which may also be the version of a recorded stock release. Raises SourceError."""
+    if place is None or place.exists() or not re.fullmatch(r"v?\d+(\.\d+)+", str(place)):
+        return open_source(place)
+    version, recorded = str(place).removeprefix("v"), manifest.releases()
+    if version not in recorded:
+        raise SourceError(
+            f"{version} is neither a folder nor a recorded stock release; recorded are {recorded[0]} to "
+            f"{recorded[-1]}: give a vLLM wheel file, source tree or site-packages folder"
+        )
+    return stock_release(version)
 
 
 def complete_fix(incomplete: str) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,9 +17,11 @@ from vllm_graphfix.commands.arguments import (
     VllmOption,
     complete_fix,
     find_fix,
+    open_vllm,
 )
 from vllm_graphfix.commands.output import (
     EXIT_CANNOT_TELL,
+    EXIT_HIT,
     EXIT_INCOMPLETE,
     EXIT_INTERRUPTED,
     EXIT_NOT_PROVEN,
@@ -32,6 +34,11 @@ from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.fixes import flags as flags_of_fixes
 from vllm_graphfix.manifest import ManifestError
 from vllm_graphfix.source.files import SourceError, open_source
+from vllm_graphfix.text import printable
+
+if TYPE_CHECKING:
+    from vllm_graphfix.commands.status import Status
+    from vllm_graphfix.source.files import Source
 
 app = typer.Typer(
     name="vllm-graphfix",
@@ -56,7 +63,7 @@ def status(
         typer.Option(
             "--check",
             help="Exit with code 3 if a fix is needed and would not be applied (those that are observed by default "
-            "do not count), or if a variable has a value that means nothing.",
+            "do not count), or if a variable has an invalid value.",
         ),
     ] = False,
     flags: Annotated[
@@ -64,10 +71,20 @@ def status(
         typer.Option(
             "--for",
             metavar="FLAGS",
-            help="The arguments of your `vllm serve`, in quotes: which fixes concern them? "
+            help="Your `vllm serve`, in quotes, also as `ps` prints it: is it hit, and what helps? "
             "Environment variables go in front, as NAME=value.",
         ),
     ] = None,
+    running: Annotated[
+        bool,
+        typer.Option(
+            "--running", help="The same for each `vllm serve` that runs here: flags and environment of /proc."
+        ),
+    ] = False,
+    exit_hit: Annotated[
+        bool,
+        typer.Option("--exit-hit", help="With --for or --running: exit with 1 if it is hit, 4 if that cannot be told."),
+    ] = False,
     gpu: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="With --for: the GPU that serves the model; default: this machine's."),
@@ -83,28 +100,67 @@ def status(
 
     vLLM is not imported.
     """
-    from vllm_graphfix.commands.status import status as judge
     from vllm_graphfix.commands.status_table import show
-    from vllm_graphfix.deployment import FlagsError, read_deployment
+    from vllm_graphfix.deployment import FlagsError
     from vllm_graphfix.deployment.hardware import capability
 
-    if gpu is not None and flags is None:
-        stop("--gpu only goes with --for: vllm-graphfix status --for 'MODEL …' --gpu NAME")
+    if flags is not None and running:
+        stop("--for and --running exclude each other: name the flags, or have them read")
+    for option in ("--gpu",) * (gpu is not None) + ("--exit-hit",) * exit_hit:
+        if flags is None and not running:
+            stop(f"{option} only goes with --for or --running: vllm-graphfix status --for 'MODEL …' {option}")
     if gpu is not None and capability(gpu) is None:
         stop(f"no GPU that this plugin knows is called {gpu!r}; say H100, or its compute capability, such as 9.0")
     try:
-        source = open_source(vllm)
-        deployment = None if flags is None else read_deployment(flags, source, gpu, flags=flags_of_fixes())
-        judged = judge(source, deployment=deployment)._replace(elsewhere=vllm is not None)
+        source = open_vllm(vllm)
+        all_judged = _judged(source, flags, gpu, running=running, elsewhere=vllm is not None)
     except (SourceError, ManifestError, FlagsError) as error:
         stop(str(error))
     if as_json:
-        typer.echo(json.dumps(judged.as_json(), indent=2))
-    else:
+        reports = [judged.as_json() | ({"process": process} if process else {}) for process, judged in all_judged]
+        typer.echo(json.dumps({"schema": 1, "servers": reports} if running else reports[0], indent=2))
+    for process, judged in () if as_json else all_judged:
+        if process:
+            typer.echo(f"{process['pid']}: {process['command']}")
         show(judged, console(), everything=everything, verbose=verbose)
-    if check and (judged.is_incomplete or judged.unknown):
-        typer.echo(f"check failed: {judged.why_incomplete}", err=as_json)
-        raise typer.Exit(EXIT_INCOMPLETE if judged.is_incomplete else EXIT_CANNOT_TELL)
+    for _, judged in all_judged if check else ():
+        if judged.is_incomplete or judged.unknown:
+            typer.echo(f"check failed: {judged.why_incomplete}", err=as_json)
+            raise typer.Exit(EXIT_INCOMPLETE if judged.is_incomplete else EXIT_CANNOT_TELL)
+    if exit_hit and any(judged.hit for _, judged in all_judged):
+        raise typer.Exit(EXIT_HIT)
+    if exit_hit and any(judged.undecided for _, judged in all_judged):
+        raise typer.Exit(EXIT_CANNOT_TELL)
+
+
+def _judged(
+    source: Source, flags: str | None, gpu: str | None, *, running: bool, elsewhere: bool
+) -> list[tuple[dict[str, Any], Status]]:
+    """Judge *source* for *flags*, or for each running server, whose process comes with it."""
+    from vllm_graphfix.commands.running import servers
+    from vllm_graphfix.commands.status import status as judge
+    from vllm_graphfix.deployment import FlagsError, read_deployment
+
+    if not running:
+        deployment = None if flags is None else read_deployment(flags, source, gpu, flags=flags_of_fixes())
+        return [({}, judge(source, deployment=deployment)._replace(elsewhere=elsewhere))]
+    found, notes = servers()
+    judged: list[tuple[dict[str, Any], Status]] = []
+    for server in found:
+        try:
+            deployment = read_deployment(
+                server.line, source, gpu, server.environment, flags=flags_of_fixes(), read=server.read
+            )
+        except FlagsError as error:
+            notes.append(f"process {server.pid}: {error}")
+            continue
+        process = {"pid": server.pid, "command": printable(server.visible_line)}
+        judged.append((process, judge(source, server.environment, deployment)._replace(elsewhere=True)))
+    for note in notes:
+        typer.echo(f"vllm-graphfix: {printable(note)}", err=True)
+    if not judged:
+        stop("no `vllm serve` runs here whose flags can be read; give them with --for")
+    return judged
 
 
 @app.command()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix import manifest
 from vllm_graphfix._version import __version__
-from vllm_graphfix.deployment import Answer, Concern, Deployment, hardware, needs
+from vllm_graphfix.commands.next_step import answer_to
+from vllm_graphfix.deployment import Answer, Concern, Deployment, hardware
 from vllm_graphfix.deployment.runner import Default, default_runner
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
 from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT, about
@@ -72,6 +73,8 @@ class Status(NamedTuple):
     """Names of the GPUs that serve: that of `--gpu`, or this machine's; none where they are not known."""
     elsewhere: bool = False
     """True for the vLLM of `--vllm`: the plugin may not be installed beside it."""
+    deployment: Deployment | None = None
+    """The deployment of `--for` or of a running server."""
 
     @property
     def ran_on(self) -> str:
@@ -83,6 +86,16 @@ class Status(NamedTuple):
         here = sum(all(_is_one_of(gpu, names) for gpu in self.gpus) for names in needed)
         own = ", ".join(printable(gpu[:60]) for gpu in self.gpus)
         return f"run on {', '.join(names)}; on {own}: {here or 'none'} of these {len(needed)}"
+
+    @property
+    def hit(self) -> tuple[Row, ...]:
+        """Defects that the deployment has."""
+        return tuple(row for row in self.rows if row.answer and row.answer.concern is Concern.CONCERNS)
+
+    @property
+    def undecided(self) -> tuple[Row, ...]:
+        """Defects that the deployment may have."""
+        return tuple(row for row in self.rows if row.answer and row.answer.concern is Concern.UNKNOWN)
 
     @property
     def default_runner(self) -> Default:
@@ -113,7 +126,7 @@ class Status(NamedTuple):
             values = ", ".join(f"{name}={value}" for name, value in self.misconfigured.items())
             known = settings.names(row.fix.name for row in self.rows)
             what = "value" if self.misconfigured.keys() <= set(known) else "name or value"
-            reasons.append(f"a {what} that means nothing ({values})")
+            reasons.append(f"an invalid {what} ({values})")
         if self.is_nothing_known:
             reasons.append("none of the code that the fixes concern is there: is this vLLM, 0.14 or later?")
         if rows:
@@ -185,14 +198,14 @@ def status(source: Source, environment: Mapping[str, str] = os.environ, deployme
     )
     rows = tuple(_row(fix, diagnoses, applied_fixes, wanted) for fix in FIXES)
     if deployment is not None:
-        rows = tuple(row._replace(answer=_answer(row.fix, row.diagnosis, deployment)) for row in rows)
+        rows = tuple(row._replace(answer=answer_to(row.fix, row.diagnosis, deployment)) for row in rows)
     unneeded = [variable(row.fix.name) for row in rows if _no_longer_needed(row, wanted)]
     if unneeded:
         notes.append(f"these settings are no longer needed with this vLLM: {', '.join(unneeded)}")
     gpus = tuple(dict.fromkeys(hardware.gpus()))
     if deployment is not None and (name := deployment.gpu[0]) is not None:
         gpus = () if hardware.CAPABILITY.fullmatch(name) else (name,)  # several GPUs have one capability
-    return Status(source, rows, tuple(notes), decision.misconfigured, gpus)
+    return Status(source, rows, tuple(notes), decision.misconfigured, gpus, deployment=deployment)
 
 
 def _is_one_of(gpu: str, names: Sequence[str]) -> bool:
@@ -205,19 +218,6 @@ def _may_be_needed(diagnosis: Diagnosis) -> bool:
 
 def _no_longer_needed(row: Row, wanted: Settings) -> bool:
     return row.fix.name in wanted.explicit and row.diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT)
-
-
-def _answer(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
-    # A diagnosis `fixed` with a shape has open cases, and the fix's needs tell which deployments have them.
-    is_open = diagnosis.verdict is Verdict.FIXED and diagnosis.shape
-    if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT) and not is_open:
-        return Answer(Concern.DOES_NOT, f"this vLLM does not have the defect: {diagnosis.reason}")
-    answer = needs.judge(fix.needs(), deployment, diagnosis.shape)
-    if is_open and answer.concern is Concern.CONCERNS:
-        return Answer(Concern.UNKNOWN, f"a run of such an engine: {diagnosis.reason}")
-    if diagnosis.verdict is Verdict.UNRECOGNISED and answer.concern is Concern.CONCERNS:
-        return Answer(Concern.UNKNOWN, f"a person who reads the code: {diagnosis.reason}")
-    return answer
 
 
 def _row(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.explain import by_default
 from vllm_graphfix.commands.links import fix_name, linked
+from vllm_graphfix.commands.next_step import may_be_stored, other_flags, upgrade
 from vllm_graphfix.deployment import Concern
 from vllm_graphfix.deployment.needs import briefly_here, by_choice
 from vllm_graphfix.fix import State, Verdict
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_graphfix.commands.status import Row, Status
+    from vllm_graphfix.deployment import Answer, Deployment
 
 _NARROW = 80
 """Columns below which a table has a line for each cell."""
-_GROUPS = (("NOT FIXED", "red"), ("FIXED", "green"), ("COUNTED", "cyan"))
+_GROUPS = (("NOT FIXED", "red"), ("FIXED", "green"), ("WATCHED ONLY", "cyan"))
 """Titles and colours of the tables."""
 
 
@@ -43,7 +45,7 @@ class _Output:
         self._console = console
         self._verbose = verbose
         self._needed = [row for row in status.rows if row.diagnosis.needs_action]
-        self._has_deployment = any(row.answer for row in status.rows)
+        self._has_deployment = status.deployment is not None
         # Defects that are fixed save for cases that the deployment may have.
         self._open = [
             row
@@ -66,6 +68,8 @@ class _Output:
         self._print_undecided(undecided)
         if self._status.unknown:
             self._print_unknown(self._status.unknown)
+        if self._status.deployment is not None:
+            self._print_next_step(self._status.deployment)
         self._print_rest(everything=everything)
 
     def _line(self, text: str, style: str = "") -> None:
@@ -75,25 +79,49 @@ class _Output:
         """Print the verdict on this vLLM and on the deployment, then invalid settings and notes."""
         status, needed = self._status, self._needed
         known = all(row.diagnosis.known for row in status.rows)
-        origin = "stock release" if known else "no stock release that was looked at: judged by its code"
+        origin = "stock release" if known else "no recorded stock release: judged by its code"
+        if status.source.release is not None:
+            origin = "the stock wheel as it was recorded: your copy was not read, nor flags checked against it"
         where = f" in {printable(status.source.label)}" if self._verbose or not known else ""
         runner = f"; model runner {status.default_runner} by default" if needed and status.default_runner else ""
+        if status.deployment is not None:
+            self._line(_sentence_on_deployment(status, status.deployment), "bold")
         self._line(f"vLLM {status.source.version or '(version unknown)'}{where}, {origin}{runner}")
-        self._line(verdict(status), "bold")
-        if self._has_deployment:
-            more = f" {len(self._open)} more cannot be told." if self._open else ""
-            self._line(_sentence_on_deployment(needed) + more, "bold")
-        elif chosen := sum(by_choice(row.fix.needs(), status.default_runner, row.diagnosis.shape) for row in needed):
-            verb = "needs" if chosen == 1 else "need"
-            self._line(
-                f"{chosen} of these {len(needed)} {verb} a model runner or a mode that is not the default of this vLLM."
-            )
+        self._line(verdict(status), "" if self._has_deployment else "bold")
+        if not self._has_deployment and (
+            chosen := sum(by_choice(row.fix.needs(), status.default_runner, row.diagnosis.shape) for row in needed)
+        ):
+            verb = "applies" if chosen == 1 else "apply"
+            self._line(f"{chosen} of these {len(needed)} {verb} only if you changed a default.")
         if status.ran_on:
             self._line(f"The fixes were {status.ran_on}.")
         for name, value in status.misconfigured.items():
             self._line(f"misconfigured: {name}={value}", "bold red")
         for note in status.notes:
             self._line(f"! {note}", "yellow")
+
+    def _print_next_step(self, deployment: Deployment) -> None:
+        """Print the ways out of what the deployment is hit by, with their prices; or what would make it hit."""
+        status = self._status
+        if not status.hit:
+            if not status.undecided and (conditions := _would_matter_with(self._needed)):
+                self._line(f"It would matter with: {conditions}")
+            return
+        if status.elsewhere:
+            plugin = "pip install vllm-graphfix there, restart"
+        else:
+            plugin = "installed here: restart the engines that started before it"
+        switched = [f"{row.fix.variable}=auto" for row in status.hit if row.would_be is not State.ACTIVE]
+        if switched:
+            plugin += f"; set {', '.join(switched)}"
+        self._console.print()
+        self._line(f"Do one:  plugin    {plugin}")
+        self._line(f"         upgrade   {upgrade(status.source, deployment)}")
+        judged = [(row.fix, row.diagnosis) for row in (*status.hit, *self._needed)]
+        self._line(f"         flags     {other_flags(judged, deployment)}")
+        stored = [row.fix.name for row in status.hit if may_be_stored(row.fix)]
+        if stored:
+            self._line(f"Then:    empty the stores that outlive the engine, such as LMCache's ({', '.join(stored)})")
 
     def _print_group(self, title: str, colour: str, rows: Sequence[Row]) -> None:
         self._console.print()
@@ -102,6 +130,8 @@ class _Output:
         is_shared = len(rows) > 1 and len(reasons) == 1 and title == "NOT FIXED"
         if is_shared:
             self._line(f"{rows[0].would_be.value}: {rows[0].reason}", colour)
+        # The plugin may not be installed there.
+        title = "FIXED BY THE PLUGIN" if title == "FIXED" and self._status.elsewhere else title
         self._print_table(title, colour, rows, with_reason=not is_shared)
 
     def _print_table(self, title: str, colour: str, rows: Sequence[Row], *, with_reason: bool) -> None:
@@ -153,13 +183,23 @@ class _Output:
 
         if rows:
             self._console.print()
-        for answer in dict.fromkeys(row.answer for row in rows if row.answer is not None):
-            self._line(f"{answer.concern.value} {answer.reason}:", "yellow")
-            for row in (row for row in rows if row.answer == answer):
-                self._console.print(Text("  ") + fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), sep=": ")
-                _, *more = self._details_of(row, with_reason=True)
-                for text in more:
-                    self._line(f"    {text}", "yellow")
+        by_reason: dict[str, dict[Answer, list[Row]]] = {}
+        for row in rows:
+            if row.answer is not None:
+                by_reason.setdefault(row.answer.reason, {}).setdefault(row.answer, []).append(row)
+        for reason, by_answer in by_reason.items():
+            for answer, alike in by_answer.items():
+                likely = f"LIKELY IF {answer.undecided}:" if answer.undecided else f"CANNOT BE TOLD without {reason}:"
+                self._line(likely, "yellow")
+                for row in alike:
+                    self._console.print(
+                        Text("  ") + fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), sep=": "
+                    )
+                    _, *more = self._details_of(row, with_reason=True)
+                    for text in more:
+                        self._line(f"    {text}", "yellow")
+            if any(answer.undecided for answer in by_answer):
+                self._line(f"To know it: {reason}", "yellow")
 
     def _print_unknown(self, rows: Sequence[Row]) -> None:
         """Print defects of which nothing was seen in code that is new, and the command that decides."""
@@ -197,7 +237,7 @@ class _Output:
 
 
 def _group(row: Row) -> str:
-    return {State.ACTIVE: "FIXED", State.OBSERVING: "COUNTED"}.get(row.would_be, "NOT FIXED")
+    return {State.ACTIVE: "FIXED", State.OBSERVING: "WATCHED ONLY"}.get(row.would_be, "NOT FIXED")
 
 
 def verdict(status: Status) -> str:
@@ -214,37 +254,34 @@ def verdict(status: Status) -> str:
         return f"{text}. Nothing will be patched."
     counts = {title: sum(_group(row) == title for row in needed) for title, _ in _GROUPS}
     parts = [f"{counts['FIXED']} fixed"] if counts["FIXED"] else []
-    parts += [f"{counts['COUNTED']} only counted"] if counts["COUNTED"] else []
+    parts += [f"{counts['WATCHED ONLY']} watched only"] if counts["WATCHED ONLY"] else []
     parts += [f"{counts['NOT FIXED']} NOT fixed"] if counts["NOT FIXED"] else []
     when = "With the plugin installed there" if status.elsewhere else "At the next start"
     return f"{text}. {when}: {', '.join(parts)}."
 
 
-def _sentence_on_deployment(needed: Sequence[Row]) -> str:
-    """Count the defects of this vLLM that concern the deployment, in a sentence."""
-    by_concern = {
-        concern: [row for row in needed if row.answer and row.answer.concern is concern] for concern in Concern
-    }
-    hit, unknown, spared = (by_concern[each] for each in (Concern.CONCERNS, Concern.UNKNOWN, Concern.DOES_NOT))
-    if not needed:
-        return "So none concerns you."
-    parts = []
+def _sentence_on_deployment(status: Status, deployment: Deployment) -> str:
+    """Say how many defects the deployment has or may have, in a sentence."""
+    places = ", ".join(filter(None, (deployment.model, printable((deployment.gpu[0] or "")[:60]))))
+    vllm = f"vLLM {status.source.version or '(version unknown)'}" + (f" ({places})" if places else "")
+    hit, undecided = len(status.hit), len(status.undecided)
+    more = f"; {undecided} more cannot be told without more information" if undecided else ""
     if hit:
-        verb = "concerns" if len(hit) == 1 else "concern"
-        parts.append(f"{len(hit)} of these {len(needed)} {verb} you: {', '.join(row.fix.name for row in hit)}")
-    elif not unknown:
-        # One reason often rules out most of them, such as eager mode. The model runner is named only if there is no
-        # other reason, since it says least about the deployment.
-        reasons = Counter(row.answer.reason for row in spared if row.answer)
-        others = {each: number for each, number in reasons.items() if "MODEL_RUNNER" not in each}
-        (why, often), *_ = Counter(others or reasons).most_common(1)
-        because = f": {why}" if often == len(needed) else f"; most often since {why}"
-        parts.append(f"None of these {len(needed)} concerns you{because}")
-    else:
-        parts.append(f"None of these {len(needed)} certainly concerns you")
-    if unknown:
-        parts.append(f"{len(unknown)} cannot be told without more")
-    return "; ".join(parts) + "."
+        return f"YOU ARE HIT by {hit} defect{'s' if hit > 1 else ''} of {vllm}{more}."
+    if undecided:
+        return f"MAYBE HIT by {undecided} defect{'s' if undecided > 1 else ''} of {vllm}: see below what decides."
+    reasons = Counter(row.answer.reason for row in status.rows if row.answer and row.diagnosis.needs_action)
+    # One reason often rules out most of them, such as eager mode. The model runner is named only if there is no other
+    # reason, since it says least about the deployment.
+    others = {each: number for each, number in reasons.items() if "MODEL_RUNNER" not in each} or reasons
+    why = f" Most often since {Counter(others).most_common(1)[0][0]}." if others else ""
+    return f"NOT HIT by a known defect of {vllm}. You do not need the plugin for these flags.{why}"
+
+
+def _would_matter_with(rows: Sequence[Row]) -> str:
+    """List what the deployment lacks to have one of the defects of *rows*: at most five, where it lacks one thing."""
+    lacking = dict.fromkeys(row.answer.undecided for row in rows if row.answer and row.answer.undecided)
+    return "; ".join([texts for texts in lacking if "," not in texts][:5])
 
 
 def _plain(text: str) -> str:

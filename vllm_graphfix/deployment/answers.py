@@ -19,6 +19,8 @@ class Answer(NamedTuple):
 
     concern: Concern
     reason: str
+    undecided: str = ""
+    """For `Concern.UNKNOWN` the preconditions that are not known, for `Concern.DOES_NOT` those that are not met."""
 
 
 class Fact(NamedTuple):

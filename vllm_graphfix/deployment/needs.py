@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from vllm_graphfix.deployment.answers import Answer, Fact, all_of
+from vllm_graphfix.deployment.answers import Answer, Concern, Fact, all_of
 from vllm_graphfix.deployment.facts import Deployment
 
 _NO_DEFAULT = " (not the default here)"
@@ -84,8 +84,11 @@ FLASHMLA = Need(
 
 def judge(needs: Iterable[Need], deployment: Deployment, shape: str) -> Answer:
     """Answer if a defect with these *needs* can show in *deployment*, on code of *shape*."""
-    facts = (need.fact(deployment, shape) for need in needs)
-    return all_of(*(fact for fact in facts if fact is not None))
+    facts = [(need.text, fact) for need in needs if (fact := need.fact(deployment, shape)) is not None]
+    answer = all_of(*(fact for _, fact in facts))
+    holds = {Concern.UNKNOWN: None, Concern.DOES_NOT: False}.get(answer.concern, True)
+    undecided = dict.fromkeys(text for text, fact in facts if fact.holds is holds and not holds)
+    return answer._replace(undecided=", ".join(undecided))
 
 
 def briefly(needs: Iterable[Need]) -> str:

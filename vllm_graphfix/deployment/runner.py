@@ -19,8 +19,15 @@ Default = Literal["V1", "V1, V2 for some models", "V2", ""]
 """The model runner of engines for which nobody chooses one; empty if the code of a vLLM does not show it."""
 
 
+_SINCE: tuple[tuple[tuple[int, ...], Default], ...] = (((0, 29), "V2"), ((0, 22), "V1, V2 for some models"))
+"""The first stock release with each default, newest first; V1 before."""
+
+
 def default_runner(source: Source) -> Default:
     """Return the default model runner of *source*. Where it is V2, V1 still serves the features that V2 lacks."""
+    if source.release is not None:
+        release = tuple(map(int, source.release.split(".")))
+        return next((default for since, default in _SINCE if release >= since), "V1")
     if not source.contains_word(_CONFIG_MODULE, "use_v2_model_runner"):
         by_variable = re.search(rf'getenv\("{_V2}", "0"\)'.encode(), source.read(_ENVS) or b"")
         return "V1" if by_variable or not source.contains_word(_ENVS, _V2) else ""
@@ -55,15 +62,14 @@ class Runner(Model):
 
     def _runner_by_default(self) -> str:
         """Return ``V1``, ``V1 for this model``, or the information that is missing."""
+        missing_runner = f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
+        if self._source.release is not None:
+            return "V1" if default_runner(self._source) == "V1" else missing_runner
         if not self._source.contains_word(_CONFIG_MODULE, "use_v2_model_runner"):
-            return (
-                default_runner(self._source)
-                or f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
-            )
+            return default_runner(self._source) or missing_runner
         listed = self._source.function(_CONFIG_MODULE, "VllmConfig._is_default_v2_model_runner_model")
         first = self._source.function(_CONFIG_MODULE, "VllmConfig.use_v2_model_runner")
         known = first is not None and first.find("if not self._is_default_v2_model_runner_model(): return False")
-        missing_runner = f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
         if listed is None or not known or self._has("--speculative-config") or self._has("--spec-method"):
             return missing_runner
         architectures, missing = self._architectures

@@ -53,8 +53,11 @@ class Source:
         find_version: Callable[[], str | None],
         folder: Path | None = None,
         list_sizes: Callable[[], dict[str, int]] = dict,
+        release: str | None = None,
     ) -> None:
         self.label = label
+        self.release = release
+        """The stock release that this stands for, without files: the manifest has the verdicts on it."""
         self._list_sizes = list_sizes
         self._find_version = find_version
         self.folder = folder
@@ -234,6 +237,11 @@ def open_source(path: str | os.PathLike[str] | None = None) -> Source:
     except (OSError, ValueError, RuntimeError) as error:
         raise SourceError(f"{brief_repr(os.fspath(path))} cannot be examined ({_reason(error)}); {_GIVE}") from error
     raise SourceError(f"{location} holds no vllm/__init__.py; {_GIVE}")
+
+
+def stock_release(version: str) -> Source:
+    """Return a recorded stock release by its *version*; it has no files."""
+    return Source(f"the stock wheel of {version}", lambda path: None, lambda: version, release=version)
 
 
 def _installed() -> Source:

@@ -20,7 +20,7 @@ from vllm_graphfix.settings.environment import STATUS_DIR
 if TYPE_CHECKING:
     import psutil
 
-_TITLE = re.compile(r"(\w+)::(APIServer|EngineCore|Worker)|ray::(RayWorker|EngineCore)|VLLM::")
+TITLE = re.compile(r"(\w+)::(APIServer|EngineCore|Worker)|ray::(RayWorker|EngineCore)|VLLM::")
 """What vLLM calls its processes (VLLM_PROCESS_NAME_PREFIX is the word in front), and Ray the actors that vLLM makes."""
 # Searched in every user's command lines: `\w+` would take quadratic time, minutes for a long argument.
 _NO_PLUGINS = re.compile(r"\w::DPCoordinator|multiprocessing\.(resource_tracker|forkserver)")
@@ -43,7 +43,7 @@ class Unrecorded:
     """It is too young to be missed."""
 
 
-def _is_engine_command(command: Sequence[str]) -> bool:
+def is_engine_command(command: Sequence[str]) -> bool:
     """Return True for the command line of a server of vLLM: `vllm serve`, or a module of its entry points."""
     if not command or not _PYTHON.fullmatch(Path(command[0]).name):
         return False
@@ -125,7 +125,7 @@ def _is_own(member: Member, process: psutil.Process) -> bool:
 
 def _is_vllm(command: Sequence[str]) -> bool:
     text = " ".join(command)
-    return not _NO_PLUGINS.search(text) and (bool(_TITLE.match(text)) or _is_engine_command(command))
+    return not _NO_PLUGINS.search(text) and (bool(TITLE.match(text)) or is_engine_command(command))
 
 
 def _own_view(pid: int, here: Identity) -> tuple[str, int]:

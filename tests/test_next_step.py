@@ -1,0 +1,205 @@
+"""`status` for a deployment: lines as people paste them, the way out and its price, stock releases, running servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from served_models import HOPPER
+from stock import release_root
+from vllm_graphfix import manifest
+from vllm_graphfix.commands import running
+from vllm_graphfix.commands.cli import app
+from vllm_graphfix.commands.status import status as judge
+from vllm_graphfix.deployment import read_deployment
+from vllm_graphfix.deployment.line import FlagsError, parse
+from vllm_graphfix.deployment.runner import default_runner
+from vllm_graphfix.source.files import open_source, stock_release
+
+pytestmark = pytest.mark.usefixtures("among_models")
+FP8 = "./v3 --kv-cache-dtype fp8"
+FULL = {"--compilation-config": '{"cudagraph_mode": "FULL"}'}
+
+
+def status(*arguments: str, code: int = 0, vllm: str = "0.18.1") -> str:
+    done = CliRunner().invoke(app, ["status", "--vllm", vllm, *arguments])
+    assert done.exit_code == code, (done.stdout, done.stderr, done.exception)
+    return done.stdout or done.stderr
+
+
+@pytest.mark.parametrize(
+    ("pasted", "values"),
+    [
+        ("/usr/bin/python3 /usr/local/bin/vllm serve m -tp 8", {"--tensor-parallel-size": "8"}),
+        ("root 7 0.0 1.2 pts/0 Sl 10:02 0:07 /usr/bin/python3 -u /opt/bin/vllm serve m -tp 8", {}),
+        ("python -m vllm.entrypoints.openai.api_server --model m -tp 8", {"--tensor-parallel-size": "8"}),
+        ('vllm serve m --compilation-config {"cudagraph_mode": "FULL"} -tp 8', FULL),
+        ('vllm serve m -cc \'{"cudagraph_mode": "FULL"}\'', FULL),
+        ('vllm serve m --compilation-config={"cudagraph_mode": "FULL"}', FULL),
+        ("vllm serve m \\\n  -tp 8 \\\n", {"--tensor-parallel-size": "8"}),
+        ("vllm serve m \\ -tp 8 \\", {"--tensor-parallel-size": "8"}),
+        ("'vllm serve m -tp 8'", {"--tensor-parallel-size": "8"}),
+        ("nohup vllm serve m -tp 8 > log 2>&1 &", {"--tensor-parallel-size": "8"}),
+        (
+            "docker run --gpus all -e HF_TOKEN=x vllm/vllm-openai:v0.18.1 --model m -tp 8",
+            {"--tensor-parallel-size": "8"},
+        ),
+    ],
+)
+def test_a_line_is_read_as_it_was_pasted(pasted: str, values: dict[str, str]) -> None:
+    line = parse(pasted, ())
+    assert [*line.models, *(line.flags[name].value for name in ("--model",) if name in line.flags)] == ["m"]
+    assert {name: line.flags[name].value for name in values} == values
+
+
+def test_variables_of_docker_are_those_of_the_engine() -> None:
+    line = parse("docker run -e VLLM_USE_V2_MODEL_RUNNER=1 -v /a:/b vllm/vllm-openai m", ())
+    assert (line.environment, line.models) == ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, ["m"])
+
+
+def test_a_title_in_place_of_a_command_line_is_an_error() -> None:
+    with pytest.raises(FlagsError, match="a title that vLLM gives its processes"):
+        parse("VLLM::EngineCore", ())
+
+
+def test_a_setting_of_another_program_is_an_error_that_names_it() -> None:
+    assert "'rollout.enforce_eager=False' is no argument" in status("--for", "./v3 rollout.enforce_eager=False", code=2)
+
+
+def test_a_folder_that_does_not_exist_is_exit_code_2() -> None:
+    assert "'./nowhere' does not exist" in status("--for", "./nowhere", code=2)
+
+
+def test_a_path_of_a_config_json_names_its_folder() -> None:
+    assert "(DeepseekV3ForCausalLM, NVIDIA H100" in status("--for", "./v3/config.json", "--gpu", HOPPER).splitlines()[0]
+
+
+def test_a_deployment_that_is_hit_gets_each_way_out_with_its_price() -> None:
+    out = status("--for", FP8, "--gpu", HOPPER, "--exit-hit", code=1)
+    assert out.startswith("YOU ARE HIT by 2 defects of vLLM 0.18.1 (DeepseekV3ForCausalLM, NVIDIA H100 80GB HBM3).\n")
+    assert "FIXED BY THE PLUGIN  WITHOUT IT" in out
+    assert (
+        "Do one:  plugin    pip install vllm-graphfix there, restart\n"
+        "         upgrade   0.20.0 to 0.21.0\n"
+        "         flags     --kv-cache-dtype auto (the KV cache holds half as many tokens)\n"
+        "Then:    empty the stores that outlive the engine, such as LMCache's (flashmla-fp8)\n"
+    ) in out
+
+
+def test_the_releases_to_upgrade_to_are_judged_free_of_all_defects() -> None:
+    for release, concerned in (("0.19.1", True), ("0.20.0", False), ("0.21.0", False), ("0.22.0", True)):
+        source = open_source(release_root(release))
+        judged = judge(source, {}, read_deployment(FP8, source, HOPPER, {}))
+        stock = stock_release(release)
+        of_manifest = judge(stock, {}, read_deployment(FP8, stock, HOPPER, {}))
+        assert bool(of_manifest.hit or of_manifest.undecided) is concerned
+        assert {row.fix.name for row in judged.hit} == {row.fix.name for row in of_manifest.hit}
+
+
+def test_flags_are_proposed_only_where_no_defect_is_left() -> None:
+    out = status("--for", "./mamba2", "--gpu", HOPPER, "--exit-hit", code=1)
+    assert "flags     -cc.cudagraph_mode=PIECEWISE (decodes at a sixth to two fifths of the speed of full graphs" in out
+
+
+def test_a_deployment_that_is_not_hit_is_told_what_would_matter() -> None:
+    out = status("--for", "./llama", "--gpu", HOPPER, "--exit-hit")
+    assert out.startswith(
+        "NOT HIT by a known defect of vLLM 0.18.1 (LlamaForCausalLM, NVIDIA H100 80GB HBM3). You do not "
+    )
+    assert "\nIt would matter with: recurrent layers; speculative decoding; " in out
+
+
+def test_what_cannot_be_told_is_likely_under_a_condition() -> None:
+    out = status("--for", "./v3 --kv-cache-dtype fp8", "--exit-hit", code=4)
+    assert out.startswith("MAYBE HIT by ")
+    assert "\nLIKELY IF FlashMLA:\n  flashmla-fp8: garbage" in out
+    assert "\nTo know it: the name of the GPU that serves (--gpu NAME)" in out
+
+
+def test_exit_hit_needs_a_deployment() -> None:
+    assert "--exit-hit only goes with --for or --running" in status("--exit-hit", code=2)
+
+
+def test_a_stock_release_is_judged_by_the_manifest_and_said_to_be() -> None:
+    assert "the stock wheel as it was recorded: your copy was not read" in status()
+    assert "0.18.9 is neither a folder nor a recorded stock release" in status(vllm="0.18.9", code=2)
+
+
+@pytest.mark.parametrize("release", ["0.14.1", "0.21.0", "0.22.0", "0.28.0", "0.29.0", "0.33.0"])
+def test_a_stock_release_without_its_files_is_judged_as_with_them(release: str) -> None:
+    source, stock = open_source(release_root(release)), stock_release(release)
+    assert default_runner(stock) == default_runner(source)
+    judged = [
+        {row.fix.name: row.diagnosis._replace(tree="") for row in judge(each, {}).rows} for each in (source, stock)
+    ]
+    assert judged[0] == judged[1]
+
+
+def test_the_manifest_lists_its_releases_from_old_to_new() -> None:
+    releases = manifest.releases()
+    assert releases[0] == "0.14.1"
+    assert releases.index("0.18.1") < releases.index("0.33.0")
+
+
+@pytest.fixture
+def server(tmp_path: Path, served_models: Path) -> Iterator[int]:
+    """A process that looks like `vllm serve`, with a secret on its line."""
+    program = tmp_path / "vllm"
+    program.write_text("import sys, time\nprint(flush=True)\ntime.sleep(60)\n")
+    with subprocess.Popen(
+        [sys.executable, program, "serve", *FP8.split(), "--api-key", "sk-a-very-secret-key"],
+        cwd=served_models,
+        env={"VLLM_GRAPHFIX": "observe", "SECRET_TOKEN": "hf_ofsomebody"},
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout
+        process.stdout.readline()
+        yield process.pid
+        process.kill()
+
+
+def test_a_running_server_is_judged_by_its_own_flags_environment_and_model(server: int) -> None:
+    done = CliRunner().invoke(app, ["status", "--vllm", "0.18.1", "--running", "--gpu", HOPPER, "--json"])
+    (report,) = [each for each in json.loads(done.stdout)["servers"] if each["process"]["pid"] == server]
+    assert report["process"]["command"].endswith("--api-key (hidden)")
+    row = next(row for row in report["fixes"] if row["name"] == "flashmla-fp8")
+    assert (row["concern"]["answer"], row["mode"]) == ("concerns you", "observe")
+    out = CliRunner().invoke(app, ["status", "--vllm", "0.18.1", "--running", "--gpu", HOPPER]).output
+    assert f"{server}: " in out
+    assert "secret" not in out + done.output
+    assert "hf_" not in out + done.output
+
+
+def test_a_process_that_titled_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    titled = type("Process", (), {"pid": 7, "info": {"ppid": 1, "cmdline": ["VLLM::EngineCore", ""]}})
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: [titled])
+    _, notes = running.servers()
+    assert " ".join(notes) == (
+        "process 7 has given itself the title 'VLLM::EngineCore' in place of its command line, and no `vllm serve` "
+        "has started it: give its flags with --for"
+    )
+
+
+def test_no_link_leads_out_of_the_root_of_a_process(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    (root / "model").mkdir(parents=True)
+    (root / "model" / "config.json").write_text("inside")
+    (tmp_path / "config.json").write_text("outside")
+    (root / "absolute").symlink_to("/model")
+    (root / "out").symlink_to(tmp_path)
+    (root / "up").symlink_to("../..")
+    (root / "loop").symlink_to("loop")
+    os.mkfifo(root / "fifo")
+    for path in ("/model/config.json", "/absolute/config.json", "/../../model/config.json", "/up/model/config.json"):
+        with os.fdopen(running.open_beneath(root, Path(path))) as file:
+            assert file.read() == "inside", path
+    for path in ("/out/config.json", "/up/config.json", "/loop/config.json", "/fifo", "/model", "/"):
+        with pytest.raises(OSError, match=r"."):
+            running.open_beneath(root, Path(path))

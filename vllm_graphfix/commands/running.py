@@ -1,0 +1,143 @@
+"""The servers of vLLM that run on this machine: flags, environment and model files, read from /proc.
+
+The command may run as root, and the processes be anybody's: no link leads out of the root of a process, nothing but
+regular files is opened, and nothing that may be a secret is printed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+import stat
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_graphfix.commands.fleet.unrecorded import TITLE, is_engine_command
+from vllm_graphfix.commands.redaction import command_line
+
+_MOST_LINKS = 40
+_MOST_SERVERS = 64
+
+
+class Server(NamedTuple):
+    """One `vllm serve` on this machine."""
+
+    pid: int
+    line: str
+    """Its command line, quoted for a shell; it may hold secrets."""
+    environment: Mapping[str, str]
+    read: Callable[[Path, int], bytes | None]
+    """Returns the first bytes of a regular file in its root."""
+
+    @property
+    def visible_line(self) -> str:
+        return command_line(shlex.split(self.line))
+
+
+def servers() -> tuple[list[Server], list[str]]:
+    """Return the running servers, and notes on processes of vLLM whose flags cannot be read."""
+    import psutil
+
+    found: list[Server] = []
+    notes: list[str] = []
+    commands = {each.pid: each.info for each in psutil.process_iter(["pid", "ppid", "cmdline"])}
+    for pid, info in sorted(commands.items()):
+        words = [word for word in info["cmdline"] or () if word]  # a title is followed by empty ones
+        if TITLE.match(" ".join(words)):
+            if not _has_server_above(pid, commands):
+                notes.append(
+                    f"process {pid} has given itself the title {words[0][:40]!r} in place of its command line, and no "
+                    "`vllm serve` has started it: give its flags with --for"
+                )
+        elif is_engine_command(words) and len(found) < _MOST_SERVERS:
+            try:
+                environment = psutil.Process(pid).environ()
+            except (psutil.Error, OSError):
+                notes.append(f"process {pid} belongs to another user or has ended: run this as its user, or as root")
+                continue
+            found.append(Server(pid, shlex.join(words), environment, _reader(pid)))
+    return found, notes
+
+
+def _has_server_above(pid: int, commands: Mapping[int, Mapping[str, object]]) -> bool:
+    for _ in range(10):
+        info = commands.get(pid)
+        if info is None:
+            return False
+        words = [word for word in info["cmdline"] or () if word]  # type: ignore[attr-defined]
+        if is_engine_command(words):
+            return True
+        pid = int(str(info["ppid"]))
+    return False
+
+
+def _reader(pid: int) -> Callable[[Path, int], bytes | None]:
+    """Return a function that reads the first bytes of a regular file as the process *pid* would find it."""
+
+    def read(path: Path, most: int) -> bytes | None:
+        try:
+            folder = Path(f"/proc/{pid}/cwd").readlink()
+            descriptor = open_beneath(Path(f"/proc/{pid}/root"), folder / path)
+        except (OSError, ValueError):
+            return None
+        with os.fdopen(descriptor, "rb") as file, suppress(OSError):
+            return file.read(most)
+        return None
+
+    return read
+
+
+def open_beneath(root: Path, path: Path) -> int:
+    """Open the regular file *path*, for which *root* is the root folder: links and ``..`` do not lead out of it.
+
+    Returns a descriptor. Raises OSError.
+    """
+    # By descriptors, one part at a time: whoever owns these folders may replace a part by a link at any moment.
+    through = os.O_PATH | os.O_CLOEXEC
+    folders = [os.open(root, through | os.O_DIRECTORY)]
+    parts = deque(path.parts[1:] if path.is_absolute() else path.parts)
+    links = 0
+    try:
+        while parts:
+            name = parts.popleft()
+            if name in ("", "."):
+                continue
+            if name == "..":
+                if len(folders) > 1:
+                    os.close(folders.pop())
+                continue
+            try:
+                target = os.readlink(name, dir_fd=folders[-1])
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # it is no link
+                    raise
+            else:
+                links += 1
+                if links > _MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                while target.startswith("/") and len(folders) > 1:
+                    os.close(folders.pop())
+                parts.extendleft(reversed(target.split("/")))
+                continue
+            if not parts:
+                return _open_regular(name, folders[-1])
+            folders.append(os.open(name, through | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folders[-1]))
+    finally:
+        for folder in folders:
+            os.close(folder)
+    raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+
+def _open_regular(name: str, folder: int) -> int:
+    """Open the regular file *name* of *folder*; opening a device or a FIFO could have an effect."""
+    place = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        if not stat.S_ISREG(os.fstat(place).st_mode):
+            raise OSError(errno.EINVAL, "no regular file")
+        return os.open(f"/proc/self/fd/{place}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(place)
