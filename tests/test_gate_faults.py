@@ -76,7 +76,10 @@ def process_double(environment: dict[str, str]) -> EngineProcess:
     me = EngineProcess(FIXES, environment)
     me.decision = decision.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
     vars(me.manager)["unapplied"] = lambda **_: ()
-    nothing = {name: lambda: None for name in ("publish", "publish_started", "start_heartbeat", "flush")}
+    nothing: dict[str, Any] = {
+        name: lambda: None for name in ("publish", "publish_started", "start_heartbeat", "flush")
+    }
+    nothing["start_relay"] = lambda *_: None
     record = SimpleNamespace(rank=None, agreement=None, problem=None, unchecked=None, **nothing)
     me.gate.status_record = record  # type: ignore[assignment]  # a double
     return me

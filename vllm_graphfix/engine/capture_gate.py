@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.engine.gate_reports import CAPTURED, PROFILING, WARM_UP, RankReports
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import guarded
-from vllm_graphfix.ranks import host_in, world
+from vllm_graphfix.ranks import common_store, host_in, world
 from vllm_graphfix.settings import environment
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ class CaptureGate:
                 "graphfix: with --enable-elastic-ep ranks come and go, so they are not compared with each other"
             )
             return None
+        if stage == CAPTURE:
+            guarded(self._start_relay, rank, world_size)
         decision = self.context.decision
         stops = self.has_graphs and decision is not None and not decision.is_off
         if stage == CAPTURE and not stops and self.status_record.agreement is not None:
@@ -212,6 +214,9 @@ class CaptureGate:
         data_parallel_rank = int(getattr(parallel, "data_parallel_rank", 0) or 0)
         self.status_record.rank = (rank, local_rank, world_size, data_parallel_rank)
         return rank, world_size
+
+    def _start_relay(self, rank: int, world_size: int) -> None:
+        self.status_record.start_relay(common_store(), rank, world_size)
 
     def _agree_alone(self) -> None:
         """Record that the only rank agrees with itself."""

@@ -34,6 +34,7 @@ class StatusRecord:
         self.graphs: bool | None = None
         """This rank captures CUDA graphs; None until that is known."""
         self._reporter: Any = None
+        self._relay: Any = None
         self._has_heartbeat = False
 
     def reset_in_child(self) -> None:
@@ -80,6 +81,18 @@ class StatusRecord:
         """Poll the components, then build the record."""
         self._context.poll()
         return self.record()
+
+    def start_relay(self, store: Any, rank: int, world_size: int) -> None:
+        """Relay the records of ranks on other machines to rank 0 from now on, through *store*."""
+        if self._relay is None:
+            from multiprocessing.util import Finalize
+
+            from vllm_graphfix.engine.record_relay import RecordRelay
+
+            reporter = self._reporter_here()
+            self._relay = RecordRelay(self.base(), lambda: reporter.newest, store, rank, world_size)
+            Finalize(None, self._relay.close, exitpriority=0)
+            self._relay.start()
 
     def flush(self) -> None:
         """Wait a moment for the record to be written, before the process ends."""

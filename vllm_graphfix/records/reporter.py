@@ -74,6 +74,11 @@ class Reporter:
             )
         self._start_writer()
 
+    @property
+    def newest(self) -> Record | None:
+        """The record that was published last."""
+        return self._newest
+
     def keep(self, refresh: Callable[[], Record | None], every: float = HEARTBEAT) -> None:
         """Call *refresh* now and every so many seconds, in a daemon thread.
 

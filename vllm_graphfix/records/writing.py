@@ -8,13 +8,21 @@ import stat
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vllm_graphfix.records.folder import opened
-from vllm_graphfix.records.record import LARGEST, Record
+from vllm_graphfix.records.record import LARGEST
 
 
-def write(base: Path, record: Record) -> Dated:
+class Storable(Protocol):
+    """A `Record`, or one that another rank has encoded."""
+
+    @property
+    def file_name(self) -> str: ...
+    def encode(self) -> bytes: ...
+
+
+def write(base: Path, record: Storable) -> Dated:
     """Replace this process's record for the engine by *record*, atomically. Raises OSError."""
     data = record.encode()
     with opened(base, "write a status record", make=True) as folder:
@@ -53,7 +61,7 @@ def is_outdated(mode: int) -> bool:
     return bool(mode & _OUTDATED)
 
 
-def touch_outdated(base: Path, record: Record) -> None:
+def touch_outdated(base: Path, record: Storable) -> None:
     """Touch the file of *record* and mark its content as outdated.
 
     Raises OSError, also if the file system does not store the mark: without it, the heartbeat would vouch for old
@@ -73,7 +81,7 @@ def touch_outdated(base: Path, record: Record) -> None:
             os.close(descriptor)
 
 
-def touch(base: Path, record: Record) -> Dated:
+def touch(base: Path, record: Storable) -> Dated:
     """Date the file of *record* anew: it still holds. Raises OSError; FileNotFoundError if the file is gone."""
     with opened(base, "touch a status record") as folder:
         return _date(folder, record.file_name)
@@ -86,7 +94,7 @@ def _date(folder: int, name: str) -> Dated:
     return Dated(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime, before, after)
 
 
-def remove(base: Path, record: Record) -> None:
+def remove(base: Path, record: Storable) -> None:
     """Remove the file of *record*, if it is there. Raises OSError."""
     with suppress(FileNotFoundError), opened(base, "remove a status record") as folder:
         os.unlink(record.file_name, dir_fd=folder)
