@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
@@ -142,22 +141,23 @@ def _measuring_class(kind: Any, shadow: Shadow, *, has_full: bool) -> Any:
     vLLM's own again, and its calls do not count: it is a drafter's, which not every rank calls as often, or model
     runner V2's, for pieces.
     """
-    checked = _checking_class(kind, shadow)
-    call, memory = checked.__call__, shadow.memory
+    checked, memory = _checking_class(kind, shadow), shadow.memory
+    own = checked if has_full else kind
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal has_full
-        if not memory.measuring:
-            self.__class__ = checked if has_full else kind
-            return self(*args, **kwargs)
+        nonlocal own
         tokens = None
-        with suppress(Exception):
-            has_full = has_full or _is_full()
-            tokens = _warm_up()
-        run = call if has_full else kind.__call__
-        if tokens is not None:
-            return memory.measured(id(self), tokens, lambda: run(self, *args, **kwargs))
-        return run(self, *args, **kwargs)
+        try:
+            if memory.measuring:
+                own = checked if own is checked or _is_full() else kind
+                tokens = _warm_up()
+            else:
+                self.__class__ = own
+        except Exception:
+            tokens = None  # the call goes on: an error on one rank alone would leave the others in a collective
+        if tokens is None:
+            return own.__call__(self, *args, **kwargs)
+        return memory.measured(id(self), tokens, lambda: own.__call__(self, *args, **kwargs))
 
     names = {"__call__": measured, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), names)
