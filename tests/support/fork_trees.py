@@ -9,7 +9,8 @@ import keyword
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -21,10 +22,10 @@ from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.source.functions import Function
 
+T = TypeVar("T")
 SEED = 47
 RELEASES = ("0.18.1", "0.21.0", "0.25.1", "0.29.0", "0.33.0")
 HONEST_WITH_THE_DEFECT = {Verdict.AFFECTED, Verdict.UNRECOGNISED}
-HONEST_WITHOUT = {Verdict.FIXED, Verdict.UNRECOGNISED}
 _MOST = 40
 """Identifiers of one fix on one release; those that its patterns name most often come first."""
 
@@ -126,28 +127,26 @@ def all_paths() -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for fix in FIXES for path in fix.inspected_files))
 
 
-def moves() -> list[tuple[str, str]]:
-    """Each release and each file that a fix which it is affected by inspects, in an order that the seed gives."""
-    pairs = [
-        (release, path)
-        for release in RELEASES
-        for path in dict.fromkeys(path for fix in _affected(release) for path in fix.inspected_files)
-        if (release_root(release) / path).is_file() and not path.endswith("__init__.py")
-    ]
-    random.Random(SEED).shuffle(pairs)  # noqa: S311 - to choose the same again
-    return pairs
+def moves(release: str) -> list[str]:
+    """Return each file that a fix which *release* is affected by inspects, in an order that the seed gives."""
+    paths = dict.fromkeys(path for fix in _affected(release) for path in fix.inspected_files)
+    return _shuffled(release, [each for each in paths if _is_moved(release, each)])
 
 
-def renames() -> list[tuple[str, str, str]]:
-    """Each release, fix that it is affected by, and identifier that the patterns of the fix name."""
-    triples = [
-        (release, fix.name, word)
-        for release in RELEASES
-        for fix in _affected(release)
-        for word in identifiers(fix.name, release)
-    ]
-    random.Random(SEED).shuffle(triples)  # noqa: S311 - to choose the same again
-    return triples
+def _is_moved(release: str, path: str) -> bool:
+    return (release_root(release) / path).is_file() and not path.endswith("__init__.py")
+
+
+def renames(release: str) -> list[tuple[str, str]]:
+    """Return each fix that *release* is affected by, and identifier that its patterns name, in an order of the seed."""
+    return _shuffled(
+        release, [(fix.name, word) for fix in _affected(release) for word in identifiers(fix.name, release)]
+    )
+
+
+def _shuffled(release: str, some: list[T]) -> list[T]:
+    random.Random(f"{SEED} {release}").shuffle(some)  # noqa: S311 - to choose the same again
+    return some
 
 
 def _affected(release: str) -> Iterator[Fix]:
@@ -209,10 +208,10 @@ class _patterns_heard:  # noqa: N801 - used as a function
             setattr(Function, name, stock)
 
 
-def dishonest_moves(chosen: list[tuple[str, str]]) -> tuple[int, list[str]]:
+def dishonest_moves(release: str, chosen: list[str]) -> tuple[int, list[str]]:
     """Return the number of verdicts on *chosen* moves, and those that are an all-clear with the defect there."""
     tried, dishonest = 0, []
-    for release, path in chosen:
+    for path in chosen:
         tree = ForkTree(release)
         tree.move(path, f"{path.removesuffix('.py')}_impl.py", all_paths())
         for fix in _affected(release):
@@ -224,10 +223,10 @@ def dishonest_moves(chosen: list[tuple[str, str]]) -> tuple[int, list[str]]:
     return tried, dishonest
 
 
-def dishonest_renames(chosen: list[tuple[str, str, str]]) -> tuple[int, list[str]]:
+def dishonest_renames(release: str, chosen: list[tuple[str, str]]) -> tuple[int, list[str]]:
     """The same of *chosen* identifiers, each renamed in all files that its fix inspects."""
     tried, dishonest = 0, []
-    for release, fix, word in chosen:
+    for fix, word in chosen:
         tree = ForkTree(release)
         if tree.rename(word, f"{word}_renamed", BY_NAME[fix].inspected_files):
             tried += 1
@@ -235,6 +234,3 @@ def dishonest_renames(chosen: list[tuple[str, str, str]]) -> tuple[int, list[str
             if verdict.verdict not in HONEST_WITH_THE_DEFECT:
                 dishonest.append(f"{release}, {word} renamed: {fix} {verdict.verdict.value}")
     return tried, dishonest
-
-
-Edits = Mapping[str, tuple[str, Callable[[ForkTree], None], Mapping[str, set[Verdict]]]]
