@@ -222,9 +222,12 @@ def test_dense_flashmla_takes_two_kinds_of_fp8() -> None:
 @pytest.mark.parametrize(
     ("gpu", "sentence"),
     [
-        ("NVIDIA H200", "The fixes were run on H100, H200; on NVIDIA H200: 10 of these 14."),
-        ("NVIDIA GH200 480GB", "The fixes were run on H100, H200; on NVIDIA GH200 480GB: none of these 14."),
-        ("NVIDIA B200", "The fixes were run on H100, H200; on NVIDIA B200: none of these 14."),
+        ("NVIDIA H200", "10 have run in an engine on this GPU, NVIDIA H200; the project's GPUs are H100, H200."),
+        (
+            "NVIDIA GH200 480GB",
+            "none have run in an engine on this GPU, NVIDIA GH200 480GB; the project's GPUs are H100, H200.",
+        ),
+        ("NVIDIA B200", "none have run in an engine on this GPU, NVIDIA B200; the project's GPUs are H100, H200."),
         (None, None),
     ],
 )
@@ -235,14 +238,15 @@ def test_status_says_which_gpus_have_run_the_fixes(
     console = Console(file=io.StringIO(), width=400)
     show(status(open_source(release_root("0.18.1")), {}), console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line for line in lines if line.startswith("The fixes were run")] == ([sentence] if sentence else [])
+    expected = [f"Of the 14 fixes that this vLLM needs, {sentence}"] if sentence else []
+    assert [line for line in lines if "run in an engine" in line] == expected
 
 
 def test_a_compute_capability_names_no_gpu_that_has_run_them() -> None:
     source, line = open_source(release_root("0.18.1")), "./v3 --kv-cache-dtype fp8"
     ran = {gpu: status(source, {}, read_deployment(line, source, gpu, {})).ran_on for gpu in ("9.0", "sm90", "H100")}
     assert ran["9.0"] == ran["sm90"] == ""
-    assert "on H100:" in ran["H100"]
+    assert "all have run in an engine on this GPU, H100." in ran["H100"]
 
 
 def test_what_spares_a_deployment_is_not_its_model_runner_if_there_is_more_to_say() -> None:

@@ -78,14 +78,17 @@ class Status(NamedTuple):
 
     @property
     def ran_on(self) -> str:
-        """Compare the GPUs on which the needed fixes ran with those that serve; empty if either is not known."""
+        """Return on how many of the GPUs that serve the needed fixes have run; empty if either is not known."""
         needed = [row.ran_on for row in self.rows if row.diagnosis.needs_action and not row.is_ruled_out]
         names = sorted({name for names in needed for name in names})
         if not names or not self.gpus:
             return ""
         here = sum(all(_is_one_of(gpu, names) for gpu in self.gpus) for names in needed)
         own = ", ".join(printable(gpu[:60]) for gpu in self.gpus)
-        return f"run on {', '.join(names)}; on {own}: {here or 'none'} of these {len(needed)}"
+        which = "that may concern you" if any(row.answer for row in self.rows) else "that this vLLM needs"
+        count = "all" if here == len(needed) else here or "none"
+        elsewhere = "" if here == len(needed) else f"; the project's GPUs are {', '.join(names)}"
+        return f"Of the {len(needed)} fixes {which}, {count} have run in an engine on this GPU, {own}{elsewhere}."
 
     @property
     def hit(self) -> tuple[Row, ...]:

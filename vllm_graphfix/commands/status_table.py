@@ -94,7 +94,7 @@ class _Output:
             verb = "applies" if chosen == 1 else "apply"
             self._line(f"{chosen} of these {len(needed)} {verb} only if you changed a default.")
         if status.ran_on:
-            self._line(f"The fixes were {status.ran_on}.")
+            self._line(status.ran_on)
         for name, value in status.misconfigured.items():
             self._line(f"misconfigured: {name}={value}", "bold red")
         for note in status.notes:
