@@ -375,12 +375,29 @@ def report(
             help="What `compare --json` has printed, with --poison or without, in place of status records.",
         ),
     ] = None,
+    defect: Annotated[
+        str | None,
+        typer.Option(
+            "--defect",
+            metavar="FIX",
+            help="A known defect, in place of status records: an issue for vLLM, and a test that fails on stock.",
+            autocompletion=complete_fix,
+        ),
+    ] = None,
+    vllm: VllmOption = None,
 ) -> None:
     """Bug reports for vLLM, in Markdown, of what the shadow check, marks in the KV cache and addresses have found.
 
-    With --compared, of what poison and a comparison of answers have. Exit code 0 if there is something to report, 3 if
-    not.
+    With --compared, of what poison and a comparison of answers have; with --defect, of a defect that the vLLM of --vllm
+    has. Exit code 0 if there is something to report, 3 if not, 4 if that cannot be told.
     """
+    if defect is not None:
+        if folder is not None or compared is not None:
+            stop("--defect is about a vLLM, --dir about records, --compared about a comparison: name one of them")
+        _report_defect(defect, vllm)
+        return
+    if vllm is not None:
+        stop("--vllm only goes with --defect: vllm-graphfix report --defect FIX --vllm PATH")
     if compared is not None:
         _report_comparison(compared, folder)
         return
@@ -416,6 +433,24 @@ def _report_comparison(compared: Path, folder: Path | None) -> None:
         typer.echo(f"vllm-graphfix: in {compared} no answer is wrong, and poison was not seen", err=True)
         raise typer.Exit(EXIT_INCOMPLETE)
     typer.echo(text, nl=False)
+
+
+def _report_defect(name: str, vllm: Path | None) -> None:
+    from vllm_graphfix import manifest
+    from vllm_graphfix.commands.defect_report import markdown
+    from vllm_graphfix.fix import Verdict
+
+    fix = find_fix(name)
+    try:
+        source = open_source(vllm)
+        diagnosis = manifest.diagnose(fix, source)
+    except (SourceError, ManifestError) as error:
+        stop(str(error))
+    if diagnosis.verdict is Verdict.AFFECTED:
+        typer.echo(markdown(fix, source.version, diagnosis), nl=False)
+        return
+    typer.echo(f"vllm-graphfix: vLLM {source.version}: {diagnosis.verdict.value}: {diagnosis.reason}", err=True)
+    raise typer.Exit(EXIT_CANNOT_TELL if diagnosis.verdict is Verdict.UNRECOGNISED else EXIT_INCOMPLETE)
 
 
 @app.command()

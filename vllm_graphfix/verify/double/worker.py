@@ -26,6 +26,7 @@ from vllm_graphfix.verify import trial as trials
 from vllm_graphfix.verify.measurement import Watch
 
 if TYPE_CHECKING:
+    from vllm_graphfix.verify.measurement import Measurement
     from vllm_graphfix.verify.trial import Scenario
 
 
@@ -209,6 +210,13 @@ def refuse_misfit(scenario: Scenario) -> None:
     if measured.error or not measured.eager or differing(measured.eager, measured.graphed):
         why = measured.error or "runs with and without graphs differ"
         raise ValueError(f"the scenario does not fit this vLLM: without the defect's condition {why}")
+
+
+def run_on_stock(fix: str, *, trigger: bool = True) -> Measurement:
+    """Run the scenario of *fix* on the vLLM of this environment, unpatched, as `report --defect` drafts it."""
+    os.environ["VLLM_GRAPHFIX"] = "off"  # vLLM may load its plugins
+    _install_kernel_stand_ins()
+    return scenario_of(fix)(trigger=trigger)
 
 
 def _measure(fix: str, *, has_to_fit: bool) -> dict[str, Any]:
