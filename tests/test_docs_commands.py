@@ -36,6 +36,10 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 
 NOT_RUN = {
     "kubectl delete pod POD...": "needs a cluster",
+    (
+        "kubectl exec POD -- sh -c 'pip install -q --target /tmp/g vllm-graphfix && PYTHONPATH=/tmp/g python -m "
+        "vllm_graphfix status --running'"
+    ): "needs a cluster",
     "VLLM_GRAPHFIX_KV_MARKS=1/16 vllm serve MODEL": "an engine that is marked is in test_kv_marks.py",
 }
 """The reason why a command is not run here. Of a block that tools/walk_rollout.py has written, none is: it ran them on
@@ -52,6 +56,7 @@ ELSEWHERE = {
         "test_fleet_command.py::test_watching_goes_on_until_it_is_interrupted_which_is_exit_0"
     ),
     "python examples/rollouts.py MODEL": "test_examples.py::test_the_exit_code_is_1_if_a_fix_is_off",
+    "pip install .": "test_package.py::test_an_empty_environment_judges_a_wheel_of_vllm",
     "vllm collect-env": "test_collect_env.py::test_every_releases_own_report_ends_with_what_the_plugin_would_do",
     "unzip -p vllm_graphfix-*.whl '*/WHEEL'": "test_package.py::test_the_wheel_says_which_setuptools_made_it",
 }
@@ -166,7 +171,8 @@ def commands(page: str) -> list[str]:
 
 DOCUMENTED = sorted({command for page in PAGES for command in commands(page.read_text())})
 REMAINING = [command for command in DOCUMENTED if command not in TRIED and command not in SLOW]
-RUN = [command for command in REMAINING if re.match(rf"(uvx )?vllm-graphfix ({'|'.join(CHEAP)})\b", command)]
+UVX = re.compile(r"uvx (--from \. )?")
+RUN = [command for command in REMAINING if re.match(rf"({UVX.pattern})?vllm-graphfix ({'|'.join(CHEAP)})\b", command)]
 """Never what nobody has looked at: a page may show how to delete something."""
 
 
@@ -178,7 +184,7 @@ def run(command: str, folder: Path) -> str:
     """
     release = release_root("0.18.1")
     script = re.sub(r"\bPATH\b", shlex.quote(str(release)), command).replace("/mnt/shared/graphfix", "records")
-    script = script.removeprefix("uvx ")
+    script = UVX.sub("", script, count=1)
     (folder / "records").mkdir()
     (folder / "tools").symlink_to(PROJECT / "tools")
     bin_of_python = str(Path(sys.executable).parent)

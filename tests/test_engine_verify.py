@@ -23,6 +23,7 @@ import engine_double
 import warm_python
 from edited import edited
 from engine_proofs import CASES, RIGHT, RUNS, came_to_its_end, page, result_of
+from json_outputs import check_output
 from stock import release_root
 from test_engine_device import H200
 from test_engine_processes import SOON, all_end, started
@@ -89,6 +90,7 @@ def verified(release: Path, *names: str, code: int, env: dict[str, str] | None =
     done = CliRunner().invoke(app, ["verify", *names, "--vllm", str(release), "--json"], env=env or {})
     assert done.exit_code == code, (done.stdout, done.stderr, done.exception)
     written: dict[str, Any] = json.loads(done.stdout)
+    check_output("verify", written)
     return written
 
 

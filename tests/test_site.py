@@ -121,7 +121,9 @@ def test_a_reference_before_a_colon_is_no_definition() -> None:
 
 def test_a_fix_is_linked_where_it_is_named(site: Path) -> None:
     page = (site / "am-i-hit.html").read_text()
-    assert set(re.findall(r'<td data-column="look at"><a href="fixes/([\w-]+).html"><code class="fix">', page)) == {*BY_NAME}
+    assert set(re.findall(r'<td data-column="look at"><a href="fixes/([\w-]+).html"><code class="fix">', page)) == {
+        *BY_NAME
+    }
     named = "<code>idle-rank</code>"
     linked = f'<a href="x">{named}</a> <a href="x">{named} here</a><h2 id="a">{named}</h2>'
     assert site_pages.NAME.sub("", linked) == linked

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from stock import release_root
+
 PROJECT = Path(__file__).parent.parent
 WORKFLOWS = sorted((PROJECT / ".github" / "workflows").glob("*.yml"))
 PROGRAMS = Path(sys.executable).parent
@@ -41,6 +43,7 @@ def recipe(target: str) -> list[str]:
 def test_workflows_are_what_github_takes() -> None:
     checked("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *map(str, WORKFLOWS))
     checked("check-jsonschema", "--builtin-schema", "vendor.dependabot", ".github/dependabot.yml")
+    checked("check-jsonschema", "--builtin-schema", "vendor.github-actions", "action.yml")
 
 
 def test_workflows_are_pinned_ask_for_little_and_have_no_known_hole() -> None:
@@ -48,7 +51,7 @@ def test_workflows_are_pinned_ask_for_little_and_have_no_known_hole() -> None:
 
     It looks for permissions, actions without a version, credentials left behind, words of others in a shell.
     """
-    checked("zizmor", "--offline", "--no-progress", "--quiet", "--strict-collection", ".github")
+    checked("zizmor", "--offline", "--no-progress", "--quiet", "--strict-collection", ".github", "action.yml")
 
 
 def test_the_right_to_publish_is_one_job_s_and_that_to_propose_another_s() -> None:
@@ -182,3 +185,37 @@ def test_a_new_release_is_proposed_once(tmp_path: Path) -> None:
     request = f"pr create --head {branch} --title vLLM 99.0.0-99.1.0 --body-file build/new-release.md"
     assert calls == ["auth setup-git", request, "auth setup-git"]
     run(f"git -C origin.git show {branch}:vllm-99.0.0.added.md", tmp_path)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("inputs", "code"),
+    [
+        ({"for": "some/model", "gpu": "H200"}, 4),  # whether the model concerns a defect is not known
+        ({}, 0),
+        ({"vllm": "gone"}, 2),
+    ],
+    ids=["flags", "the whole", "no vLLM"],
+)
+def test_the_action_for_forks_fails_as_status_does(inputs: dict[str, str], code: int, tmp_path: Path) -> None:
+    """Its last step, with the package that runs here as the installed one."""
+    action = yaml.safe_load((PROJECT / "action.yml").read_text())
+    step = action["runs"]["steps"][-1]
+    given = {name: inputs.get(name, str(each["default"])) for name, each in action["inputs"].items()}
+    values = {
+        name: re.sub(r"\$\{\{ inputs\.(\w+) }}", lambda match: given[match[1]], value)
+        for name, value in step["env"].items()
+    }
+    (tmp_path / "vllm-graphfix").symlink_to(PROGRAMS.parent)
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "RUNNER_TEMP": str(tmp_path),
+        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
+    }
+    done = subprocess.run(
+        ["/bin/bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+        cwd=release_root("0.18.1"), env=environment | values, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    if code != 2:
+        assert (tmp_path / "summary").read_text() == f"```text\n{done.stdout}```\n"
