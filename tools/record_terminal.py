@@ -41,11 +41,13 @@ def main() -> int:
         for command in ("status", "verify"):
             arguments = [command, "--vllm", name]
             code, printed = _in_a_terminal([sys.executable, "-m", "vllm_graphfix", *arguments], Path(folder))
+            print(f"docs/{command}.svg: exit code {code}")
+            if code:  # the old picture stays
+                failed |= code
+                continue
             # The picture shows no folder of this machine.
             without_folder = printed.replace(str(stock.resolve()), name)
             _draw(f"vllm-graphfix {' '.join(arguments)}", without_folder, DOCS / f"{command}.svg")
-            print(f"docs/{command}.svg: exit code {code}")
-            failed |= code
     return failed
 
 
