@@ -87,6 +87,16 @@ NEW_PAGE = """# {0}
 THREAD = re.compile(r"\b(PR|issue) (\d+)\b")
 DEFAULT_RUNNERS = {"0.14.1": "V1", "0.22.0": "V1, V2 for some models", "0.29.0": "V2"}
 """The default model runner, by the first release that has it."""
+GROUPS = {
+    "Images and videos": r"images|cudagraph_mm_encoder",
+    "LoRA": r"--enable-lora",
+    "Several ranks, micro-batches": r"data parallelism|--decode-context-parallel-size|--enable-dbo",
+    "Mamba, hybrids, short convolutions": r"Mamba|several groups of Mamba|recurrent layers",
+    "Drafts (speculative decoding)": r"speculative decoding|eagle|DSpark|dflash|extract_hidden_states",
+    "Latent attention (MLA): DeepSeek, Kimi": r"\w+ ?MLA|FlashMLA|sparse attention",
+    "Any other model": "",
+}
+"""What somebody runs, and how a precondition begins by which a defect is listed there; the first that fits."""
 Row = tuple[str, ...]
 TABLES: dict[str, tuple[Row, Callable[[Fix, About], Row]]] = {
     "summary": (
@@ -98,11 +108,7 @@ TABLES: dict[str, tuple[Row, Callable[[Fix, About], Row]]] = {
             record.summary,
         ),
     ),
-    "symptoms": (
-        ("what you see", "only with", "look at", "first test"),
-        lambda fix, record: (record.seen, briefly(fix.needs()), _code(fix), record.first_test),
-    ),
-    "needs": (("fix", "it needs all of this"), lambda fix, record: (_code(fix), _needs(fix))),
+    "needs": (("fix", "you need all of this"), lambda fix, record: (_linked(fix), _needs(fix))),
     "engines": (
         ("fix", "model, engine", "where the defect shows"),
         lambda fix, record: (_code(fix), trial_of(fix.name).engine, trial_of(fix.name).shows_in),
@@ -166,6 +172,8 @@ def updated(text: str) -> str:
         name = match[1]
         made: dict[str, Callable[[], Iterator[str]]] = {
             "defects": defects,
+            "matrix": matrix,
+            "symptoms": symptoms,
             "verdicts": verdict_table,
             "variables": variables,
             "watched": watched,
@@ -220,6 +228,33 @@ def a_row_for_each_fix(columns: Row, row: Callable[[Fix, About], Row]) -> Iterat
     yield from (f"| {' | '.join(row(fix, about(fix)))} |" for fix in FIXES)
 
 
+def symptoms() -> Iterator[str]:
+    """Yield a table for each group of `GROUPS`: what somebody sees who runs that, and where to look."""
+    for title in GROUPS:
+        fixes = [fix for fix in FIXES if _group(fix) == title]
+        yield from ("", f"### {title}", "", "| what you see | only with | look at | first test |", "|---|---|---|---|")
+        for fix in fixes:
+            record = about(fix)
+            yield f"| {record.seen} | {briefly(fix.needs())} | {_linked(fix)} | {record.first_test} |"
+    yield ""
+
+
+def _group(fix: Fix) -> str:
+    texts = [need.text for need in fix.needs()]
+    return next(title for title, begins in GROUPS.items() if any(re.match(begins, text) for text in texts))
+
+
+def matrix() -> Iterator[str]:
+    """Yield a row for each fix, a column for each release: ● affected, · not, ? not recognised."""
+    signs = {Verdict.AFFECTED.value: "●", Verdict.UNRECOGNISED.value: "?"}
+    yield f"| | {' | '.join(release.removeprefix('0.') for release in ALL_RELEASES)} |"
+    yield "|---" * (len(ALL_RELEASES) + 1) + "|"
+    for fix in FIXES:
+        by_release = verdicts(fix)
+        cells = (signs.get(by_release[release], "·") for release in ALL_RELEASES)
+        yield f"| {_linked(fix)} | {' | '.join(cells)} |"
+
+
 def defects() -> Iterator[str]:
     """Yield a row for consecutive releases with the same defects."""
     yield "| vLLM | has the defects |"
@@ -272,7 +307,7 @@ def runners() -> Iterator[str]:
             }
             of_release = {release: _concerned(need, release, shape) for release, shape in affected.items()}
             for (concerned, usual), same in groupby(of_release, key=of_release.__getitem__):
-                yield f"| {_code(fix)} | {_span(list(same))} | {concerned} | {usual} |"
+                yield f"| {_linked(fix)} | {_span(list(same))} | {concerned} | {usual} |"
 
 
 def _concerned(need: Need, release: str, shape: str) -> tuple[str, str]:
