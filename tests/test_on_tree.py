@@ -1,4 +1,4 @@
-"""``VLLM_GRAPHFIX_X=on:TREE``: code that is new to the plugin is run, and the fix is applied to that tree alone."""
+"""A fix that is ``on:TREE``: code that is new to the plugin is run, and the fix is applied to that tree alone."""
 
 from __future__ import annotations
 
