@@ -289,6 +289,7 @@ def test_a_pipe_gets_neither_colour_nor_control_codes() -> None:
     out, _ = call("status", "--vllm", str(release_root("0.18.1")), env={"NO_COLOR": "1"})
     assert out.isascii()
     assert "\x1b" not in out
+    assert not any(line.endswith(" ") for line in out.splitlines())
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
@@ -316,6 +317,12 @@ def test_explain_says_all_that_there_is(fix: Any) -> None:
         page.pr,
         page.cause,
     )
+
+
+@pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
+def test_a_workaround_has_its_price_and_comes_second(fix: Any) -> None:
+    assert list(json.loads(call("explain", fix.name, "--json")[0]))[3:5] == ["symptom", "without_the_plugin"]
+    assert any(word in about(fix).workaround for word in (": ", "which costs", "measured")), about(fix).workaround
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])

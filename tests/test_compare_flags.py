@@ -50,6 +50,28 @@ def call(*arguments: str) -> str:
     return done.stderr
 
 
+@pytest.mark.parametrize("arguments", [("-h",), ("model", "-tp", "2", "-h")])
+def test_a_short_flag_asks_for_help_wherever_it_stands(arguments: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, ["compare", *arguments])
+    assert (done.exit_code, "--num-prompts" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("build", "hidden", "missing"),
+    [("2.11.0+cu130", "", True), ("2.11.0", "-1", True), ("2.11.0+cpu", "", False), ("2.11.0+rocm7", "", False)],
+)
+def test_without_a_gpu_no_engine_is_started(
+    build: str, hidden: str, missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: build)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert compare_run._is_without_gpu({"CUDA_VISIBLE_DEVICES": hidden}) is missing
+    if missing:
+        assert "vLLM would find no GPU here" in call("model")
+
+
 VLLMS = [
     ["-tp", "2"],
     ["-tp=2"],

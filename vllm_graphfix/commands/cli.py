@@ -251,7 +251,8 @@ def verify(
         raise typer.Exit(EXIT_INCOMPLETE)
 
 
-# No short options here: vLLM's flags, such as `-tp`, `-O3` or `-cc.cudagraph_mode=FULL`, would be parsed as ours.
+# No short options here, not even `-h`, which is found among vLLM's arguments: its flags, such as `-dph`, `-O3` or
+# `-cc.cudagraph_mode=FULL`, would be parsed as ours.
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]},
 )
@@ -297,6 +298,9 @@ def compare(
     from vllm_graphfix.commands.compare.report import show
     from vllm_graphfix.commands.compare.run import run
 
+    if "-h" in (model, *context.args):
+        typer.echo(context.get_help())
+        return
     if model.startswith("-") and not Path(model).exists():  # a flag of vLLM's, not a model
         stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
     try:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
+_TITLES = {"concerns": "You need all of this", "no_longer_needed": "Fixed upstream"}
+"""Headings that are no key of the JSON in other letters."""
 
 
 def as_json(fix: Fix) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def show(fix: Fix, console: Console) -> None:
 
     console.print(fix_name(fix.name), about(fix).summary, sep="  ", highlight=False)
     for title, text in _sections(fix).items():
-        console.print(f"\n[bold]{title.replace('_', ' ').capitalize()}[/]")
+        console.print(f"\n[bold]{_TITLES.get(title) or title.replace('_', ' ').capitalize()}[/]")
         console.print(Padding(linked(text), (0, 0, 0, 2)))
 
 
@@ -65,6 +67,7 @@ def _sections(fix: Fix) -> dict[str, str]:
     description = about(fix)
     return {
         "symptom": description.symptom,
+        "without_the_plugin": description.workaround,
         "cause": description.cause,
         "what_the_fix_does": description.remedy,
         "what_it_counts": "\n".join(f"{event.name}: {event.meaning}" for event in fix.events),
@@ -73,7 +76,6 @@ def _sections(fix: Fix) -> dict[str, str]:
         "how_to_tell_that_you_are_hit": description.detect,
         "concerns": needs.described(fix.needs()),
         "by_default": by_default(fix),
-        "without_the_plugin": description.workaround,
         "switch_it_off": f"{fix.variable}=off for this one, VLLM_GRAPHFIX=off for all; then restart the engine.",
         "no_longer_needed": description.removable,
         **({"goes_with": "; ".join(f"{t.name}: without it {t.because}" for t in fix.requires)} if fix.requires else {}),

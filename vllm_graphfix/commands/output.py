@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
 import typer
 
@@ -33,7 +34,22 @@ def console(*, stderr: bool = False) -> Console:
 
     # Rich honours NO_COLOR and a terminal's width. It would wrap tables in a pipe, such as `| less`, at 80 columns.
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream and stream.isatty() else PIPE_WIDTH, soft_wrap=False)
+    if stream is None or stream.isatty():
+        return Console(stderr=stderr, soft_wrap=False)
+    return Console(file=cast("IO[str]", _Unpadded(stream)), width=PIPE_WIDTH, soft_wrap=False)
+
+
+class _Unpadded:
+    """A text stream that writes to *stream*, less the blanks with which Rich fills the last column of a table."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._stream.write(re.sub(r" +(?=\n)", "", text))
 
 
 def stop(message: str, code: int = EXIT_USAGE) -> NoReturn:

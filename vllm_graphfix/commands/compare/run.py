@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 import os
+import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -60,6 +63,10 @@ def run(
     _refuse_settings(os.environ)
     if importlib.util.find_spec("vllm") is None:
         raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
+    if _is_without_gpu(os.environ):
+        raise CompareError(
+            "vLLM would find no GPU here, and there are no CUDA graphs without one; run it where it serves"
+        )
     count = len(prompts) or generated
     lengths = tuple(max(2, round(max_tokens * (1 - (1 - _SHORTEST) * number / count))) for number in range(count))
     named = f"./{model}" if model.startswith("-") else model  # else vLLM would parse it as a flag
@@ -94,6 +101,19 @@ def run(
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     return report
+
+
+def _is_without_gpu(environment: Mapping[str, str]) -> bool:
+    """Return True if a vLLM for NVIDIA's GPUs is sure to find none, as engines take a while to find out."""
+    try:
+        builds = [importlib.metadata.version(name) for name in ("torch", "vllm")]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    is_for_gpus = not any(re.search(r"\+(?!cu)", build) for build in builds)
+    if not is_for_gpus or (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return False
+    hidden = environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+    return hidden or not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists())  # the latter under WSL
 
 
 def _refuse_flags(flags: Sequence[str], *, poison: bool) -> None:
