@@ -187,6 +187,13 @@ def test_a_process_that_titled_itself_is_named(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_a_server_that_runs_another_vllm_is_not_judged_by_this_one(server: int, tmp_path: Path) -> None:
+    maps = "7f00-7f01 r-xp 0 00:01 7   /opt/my env/site-packages/vllm/_C.abi3.so\n7f02-7f03 rw-p 0 00:00 0   [heap]\n"
+    assert running.loaded_vllm(maps) == Path("/opt/my env/site-packages")
+    assert running.why_another_vllm(server, tmp_path) is None
+    assert running.why_another_vllm(1 << 30, tmp_path) is None
+
+
 def test_no_link_leads_out_of_the_root_of_a_process(tmp_path: Path) -> None:
     root = tmp_path / "root"
     (root / "model").mkdir(parents=True)

@@ -87,7 +87,9 @@ def status(
     ] = False,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --for: the GPU that serves the model; default: this machine's."),
+        typer.Option(
+            metavar="NAME", help="With --for or --running: the GPU that serves the model; default: this machine's."
+        ),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Also the defects that this vLLM does not have, or that are not yours.")
@@ -137,7 +139,8 @@ def _judged(
     source: Source, flags: str | None, gpu: str | None, *, running: bool, elsewhere: bool
 ) -> list[tuple[dict[str, Any], Status]]:
     """Judge *source* for *flags*, or for each running server, whose process comes with it."""
-    from vllm_graphfix.commands.running import servers
+    from vllm_graphfix.commands.redaction import without_secrets
+    from vllm_graphfix.commands.running import servers, why_another_vllm
     from vllm_graphfix.commands.status import status as judge
     from vllm_graphfix.deployment import FlagsError, read_deployment
 
@@ -147,6 +150,9 @@ def _judged(
     found, notes = servers()
     judged: list[tuple[dict[str, Any], Status]] = []
     for server in found:
+        if not elsewhere and (why := why_another_vllm(server.pid, source.folder)):
+            notes.append(f"process {server.pid} {why}")
+            continue
         try:
             deployment = read_deployment(
                 server.line, source, gpu, server.environment, flags=flags_of_fixes(), read=server.read
@@ -157,7 +163,7 @@ def _judged(
         process = {"pid": server.pid, "command": printable(server.visible_line)}
         judged.append((process, judge(source, server.environment, deployment)._replace(elsewhere=True)))
     for note in notes:
-        typer.echo(f"vllm-graphfix: {printable(note)}", err=True)
+        typer.echo(f"vllm-graphfix: {printable(without_secrets(note))}", err=True)
     if not judged:
         stop("no `vllm serve` runs here whose flags can be read; give them with --for")
     return judged

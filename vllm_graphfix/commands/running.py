@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import stat
 from collections import deque
@@ -18,9 +19,12 @@ from typing import NamedTuple
 
 from vllm_graphfix.commands.fleet.unrecorded import TITLE, is_engine_command
 from vllm_graphfix.commands.redaction import command_line
+from vllm_graphfix.deployment.hardware import first_bytes
 
 _MOST_LINKS = 40
 _MOST_SERVERS = 64
+_LARGEST_MAPS = 16 * 1024 * 1024
+"""Bytes; an engine has a few thousand mapped regions."""
 
 
 class Server(NamedTuple):
@@ -61,6 +65,26 @@ def servers() -> tuple[list[Server], list[str]]:
                 continue
             found.append(Server(pid, shlex.join(words), environment, _reader(pid)))
     return found, notes
+
+
+def why_another_vllm(pid: int, folder: Path | None) -> str | None:
+    """Return why the process *pid* does not run the vLLM in *folder*, as far as that can be seen; None if it may."""
+    try:
+        own, its = (Path(f"/proc/{each}/ns/mnt").readlink() for each in ("self", pid))
+    except OSError:
+        return None
+    if own != its:
+        return "has its own file systems, as in a container: run this inside, or name its vLLM with --vllm"
+    loaded = loaded_vllm((first_bytes(Path(f"/proc/{pid}/maps"), _LARGEST_MAPS) or b"").decode("utf-8", "replace"))
+    if loaded is None or folder is None or loaded == folder.resolve():
+        return None
+    return f"runs another vLLM: vllm-graphfix status --running --vllm {shlex.quote(str(loaded))}"
+
+
+def loaded_vllm(maps: str) -> Path | None:
+    """Return the folder that contains the vLLM whose kernels are mapped, by the text of /proc/PID/maps."""
+    match = re.search(r" (/[^\n]*)/vllm/[^/\n]*\.so$", maps, re.MULTILINE)
+    return Path(match[1]) if match else None
 
 
 def _has_server_above(pid: int, commands: Mapping[int, Mapping[str, object]]) -> bool:

@@ -117,7 +117,7 @@ class _Output:
         self._console.print()
         self._line(f"Do one:  plugin    {plugin}")
         self._line(f"         upgrade   {upgrade(status.source, deployment)}")
-        judged = [(row.fix, row.diagnosis) for row in (*status.hit, *self._needed)]
+        judged = [(row.fix, row.diagnosis) for row in status.rows]
         self._line(f"         flags     {other_flags(judged, deployment)}")
         stored = [row.fix.name for row in status.hit if may_be_stored(row.fix)]
         if stored:

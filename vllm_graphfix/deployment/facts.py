@@ -77,5 +77,5 @@ def read_deployment(
     folder that does not exist.
     """
     deployment = Deployment(line, environment, source, gpu, flags, read)
-    deployment.mla()  # reads config.json
+    deployment.configured("architectures")  # reads config.json, wherever a fact would need it later
     return deployment

@@ -98,7 +98,7 @@ class Model(Flags):
         try:
             folder = Path(place).expanduser()
             folder = folder.parent if folder.name == "config.json" else folder
-            if self._read(folder / "config.json", 1) is not None or folder.is_dir():
+            if self._read(folder / "config.json", 1) is not None or (self._is_here and folder.is_dir()):
                 return folder, ""
         except (OSError, ValueError, RuntimeError):
             return None, "the model's config.json: name the folder that contains it"
