@@ -147,8 +147,13 @@ def _points(values: Sequence[tuple[float, str]]) -> list[tuple[float, float]]:
 
 
 @contextmanager
-def prometheus(urls: Sequence[str]) -> Iterator[Prometheus]:
-    """Run a Prometheus that scrapes *urls* with the project's rules, and end it on exit."""
+def prometheus(
+    urls: Sequence[str], rules: Path = RULES, changes: Mapping[str, Any] | None = None, flags: Sequence[str] = ()
+) -> Iterator[Prometheus]:
+    """Run a Prometheus that scrapes *urls* with the project's rules, and end it on exit.
+
+    *changes* replace sections of its configuration, *flags* are added to its command line.
+    """
     binary = tool("prometheus")
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
@@ -163,15 +168,16 @@ def prometheus(urls: Sequence[str]) -> Iterator[Prometheus]:
                 "scrape_timeout": f"{SCRAPE}s",
                 "evaluation_interval": f"{SCRAPE}s",
             },
-            "rule_files": [str(RULES)],
+            "rule_files": [str(rules)],
             "scrape_configs": [{"job_name": "vllm", "file_sd_configs": [{"files": [str(here / "engines.json")]}]}],
+            **(changes or {}),
         }
         (here / "prometheus.yml").write_text(json.dumps(settings))  # JSON is YAML
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [str(binary), f"--config.file={here / 'prometheus.yml'}", f"--storage.tsdb.path={here / 'data'}"]
-        command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
+        command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn", *flags]
         with (here / "log").open("w+") as log:
             process = subprocess.Popen(command, cwd=here, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             try:
