@@ -46,6 +46,35 @@ def test_nobody_leaves_when_the_percentage_rises() -> None:
     assert len(before) == 2_000
 
 
+NAMED: dict[str, list[str]] = {
+    "`vllm-0`, … of a StatefulSet": [f"vllm-{number}" for number in range(2_000)],
+    "`gpu-00-00.eu-1.example`, … of a Deployment's nodes": [
+        f"gpu-{number // 100:02d}-{number % 100:02d}.eu-1.example" for number in range(2_000)
+    ],
+    "group keys, SHA-1 of `llm/vllm-0`, …, of a LeaderWorkerSet": [
+        hashlib.sha1(f"llm/vllm-{number}".encode()).hexdigest()  # noqa: S324 # its controller's
+        for number in range(2_000)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_2000_engines_named_as_kubernetes_names_them_get_the_share_that_is_documented(kind: str) -> None:
+    """Within three standard deviations of a draw of 2,000; the same engines each time, and none leaves."""
+    inside: list[set[str]] = []
+    for percentage in (1, 5, 25, 50):
+        environment = {"VLLM_GRAPHFIX_ROLLOUT": str(percentage)}
+        by_key = [settings.read(environment | {"VLLM_GRAPHFIX_ROLLOUT_KEY": key}, FIXES) for key in NAMED[kind]]
+        chosen, again = ({each.rollout_key for each in by_key if decide(each, "0.21.0").canary} for _ in range(2))
+        assert chosen == again
+        assert not inside or inside[-1] < chosen
+        inside.append(chosen)
+        share = percentage / 100
+        assert abs(len(chosen) / 2_000 - share) <= 3 * (share * (1 - share) / 2_000) ** 0.5
+    row = " | ".join(f"{len(chosen) / 20:.2f}" for chosen in inside)
+    assert f"| {kind} | {row} |" in DOCUMENT.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("percentage", ["0", "0.01", "5", "99.99", "100"])
 def test_an_engine_is_in_if_its_bucket_is_below_the_percentage(percentage: str) -> None:
     buckets = buckets_of(percentage)
