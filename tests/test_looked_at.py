@@ -11,4 +11,4 @@ from table import slow_but_for
 
 @pytest.mark.parametrize("release", slow_but_for(("0.18.1", "0.20.0", "0.33.0"), ALL_RELEASES))
 def test_stock_does_what_the_page_says(release: str) -> None:
-    check_behaviours(release, "looked_at", {"VLLM_GRAPHFIX": "off"})
+    check_behaviours(release, "looked_at", {"VLLM_GRAPHFIX": "off"}, also=("looked_at_outside",))
