@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from edited import stock_source
 from served_models import EAGLE, HOPPER, MTP, V2, answer
 from stock import release_root
 from trial_rows import Served, served_of
@@ -19,7 +20,6 @@ from vllm_graphfix.deployment.needs import judge
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.fixes.draft_decode_mode import needs as needs_of_draft_decode_mode
-from vllm_graphfix.source.files import open_source
 
 pytestmark = pytest.mark.usefixtures("among_models")
 YES, NO, MAYBE = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -205,7 +205,7 @@ def test_a_trial_has_lines_that_its_fix_concerns_and_lines_that_it_does_not(fix:
 def test_the_nightlies_shapes_of_draft_decode_mode_have_conditions_of_their_own(
     shape: str, line: str, concern: Concern
 ) -> None:
-    deployment = read_deployment(f"{V2} vllm serve ./llama {line}", open_source(release_root("0.18.1")))
+    deployment = read_deployment(f"{V2} vllm serve ./llama {line}", stock_source(release_root("0.18.1")))
     assert judge(needs_of_draft_decode_mode(), deployment, shape).concern is concern
 
 

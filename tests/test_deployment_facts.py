@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from edited import stock_source
 from served_models import AMPERE, EAGLE, HOPPER, answer
 from stock import ALL_RELEASES, release_root
 from update_docs import default_runner_of
@@ -35,7 +36,7 @@ def test_the_gpu_is_this_machines_where_none_is_named(monkeypatch: pytest.Monkey
 
 
 def test_variables_are_those_of_this_process_under_those_of_the_line() -> None:
-    source = open_source(release_root("0.18.1"))
+    source = stock_source(release_root("0.18.1"))
     here = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     assert read_deployment("x", source, environment=here).runner("V2").holds
     assert not read_deployment("VLLM_USE_V2_MODEL_RUNNER=0 x", source, environment=here).runner("V2").holds
@@ -58,7 +59,7 @@ RUNNERS = [
 def test_who_runs_which_model_runner_by_default_is_read_from_the_code(
     release: str, line: str, runner: str | None
 ) -> None:
-    deployment = Deployment(line, {}, open_source(release_root(release)))
+    deployment = Deployment(line, {}, stock_source(release_root(release)))
     assert {wanted: deployment.runner(wanted).holds for wanted in ("V1", "V2")} == {
         wanted: None if runner is None else wanted == runner for wanted in ("V1", "V2")
     }
@@ -69,7 +70,7 @@ def test_the_default_runner_of_each_release_is_known(release: str) -> None:
     at = ALL_RELEASES.index
     of_some = "V1, V2 for some models" if at(release) >= at("0.22.0") else "V1"
     expected = "V2" if at(release) >= at("0.29.0") else of_some
-    assert default_runner(open_source(release_root(release))) == expected == default_runner_of(release)
+    assert default_runner(stock_source(release_root(release))) == expected == default_runner_of(release)
 
 
 V2_OF = {
@@ -165,7 +166,7 @@ def test_what_is_not_the_default_of_a_release_is_reported(
     release: str, summary: str, beginning: dict[str, str]
 ) -> None:
     console = Console(file=io.StringIO(), width=400)
-    show(status(open_source(release_root(release)), {}), console)
+    show(status(stock_source(release_root(release)), {}), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.startswith(f"vLLM {release}, stock release; model runner {default_runner_of(release)} by default\n")
     assert summary in text
@@ -209,7 +210,7 @@ FACTS = [
 
 @pytest.mark.parametrize(("fact", "line", "holds"), FACTS, ids=[f"{fact}: {line}" for fact, line, _ in FACTS])
 def test_a_fact_holds_or_does_not_or_is_not_known(fact: str, line: str, holds: bool | None) -> None:
-    result = getattr(read_deployment(line, open_source(release_root("0.22.1"))), fact)()
+    result = getattr(read_deployment(line, stock_source(release_root("0.22.1"))), fact)()
     assert result.holds is holds
     assert result.source
 
@@ -236,21 +237,21 @@ def test_status_says_which_gpus_have_run_the_fixes(
 ) -> None:
     monkeypatch.setattr("vllm_graphfix.deployment.hardware.gpus", lambda: (gpu,) * 8 if gpu else ())
     console = Console(file=io.StringIO(), width=400)
-    show(status(open_source(release_root("0.18.1")), {}), console)
+    show(status(stock_source(release_root("0.18.1")), {}), console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     expected = [f"Of the 14 fixes that this vLLM needs, {sentence}"] if sentence else []
     assert [line for line in lines if "run in an engine" in line] == expected
 
 
 def test_a_compute_capability_names_no_gpu_that_has_run_them() -> None:
-    source, line = open_source(release_root("0.18.1")), "./v3 --kv-cache-dtype fp8"
+    source, line = stock_source(release_root("0.18.1")), "./v3 --kv-cache-dtype fp8"
     ran = {gpu: status(source, {}, read_deployment(line, source, gpu, {})).ran_on for gpu in ("9.0", "sm90", "H100")}
     assert ran["9.0"] == ran["sm90"] == ""
     assert "all have run in an engine on this GPU, H100." in ran["H100"]
 
 
 def test_what_spares_a_deployment_is_not_its_model_runner_if_there_is_more_to_say() -> None:
-    source = open_source(release_root("0.18.1"))
+    source = stock_source(release_root("0.18.1"))
     console = Console(file=io.StringIO(), width=200)
     show(status(source, {}, read_deployment("./llama", source, HOPPER, {})), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]

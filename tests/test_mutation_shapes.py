@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from edited import Change, before, both, cut, swap
+from edited import Change, before, both, cut, stock_source, swap
 from stock import release_root
 from vllm_files import CUDAGRAPHS, EAGLE, EAGLE_CUDAGRAPHS, EAGLE_FIRST, FLASHMLA, MAMBA, PREFILL, RUNNER
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Diagnosis, Verdict
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.source.files import Source, open_source
+from vllm_graphfix.source.files import Source
 
 TARGET_DEPENDENT = "vllm/v1/worker/gpu/spec_decode/target_dependent_ar/cudagraph_utils.py"
 
@@ -317,7 +317,7 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
 
 
 def judged(name: str, release: str, path: str, change: Change) -> Diagnosis:
-    stock = open_source(release_root(release))
+    stock = stock_source(release_root(release))
     code = stock.read(path)
     assert code is not None
     text = change(code.decode()).encode()

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 import warm_python
-from edited import changes, edited
+from edited import changes, edited, stock_source
 from nightly import make_nightly
 from stock import release_root
 from table import (
@@ -157,7 +157,7 @@ def proof(name: str, release: str, patched: str) -> Proof:
     stock, other = plain["stock"], (plain if patched in plain else forks(release, *affected_by(release)))[patched]
     return Proof(
         BY_NAME[name],
-        manifest.diagnose(BY_NAME[name], open_source(release_root(release))),
+        manifest.diagnose(BY_NAME[name], stock_source(release_root(release))),
         stock.measured.get(name),
         other.measured.get(name),
         stock.failed.get(name) or other.failed.get(name),

@@ -43,9 +43,9 @@ def edited_source(stock: Path, changes: dict[str, Change]) -> Source:
     )
 
 
-@functools.lru_cache(maxsize=2)
+@functools.cache
 def stock_source(stock: Path) -> Source:
-    """A release as it is; the sizes of its files are asked for once."""
+    """Return the source of a release as it is, for all tests: its files are listed, read and searched once."""
     return open_source(stock)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from edited import stock_source
 from stock import release_root
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.deployment import Concern, hardware, read_deployment
+from vllm_graphfix.deployment import flags as flags_of_lines
+from vllm_graphfix.deployment.known_flags import flags_of
 from vllm_graphfix.fixes import flags
-from vllm_graphfix.source.files import open_source
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "v3": {
@@ -64,6 +67,9 @@ EAGLE = """ --speculative-config '{"method": "eagle3", "model": "draft", "num_sp
 HOPPER, AMPERE, BLACKWELL = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "NVIDIA B200"
 
 
+_flags_of = functools.cache(flags_of)
+
+
 @pytest.fixture(scope="session")
 def served_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
@@ -75,13 +81,14 @@ def served_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def among_models(served_models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are named by `./name`, and this machine has no GPU."""
+    """Models are named by `./name`, and this machine has no GPU. The flags of a release are read once."""
+    monkeypatch.setattr(flags_of_lines, "flags_of", _flags_of)
     monkeypatch.chdir(served_models)
     monkeypatch.setattr(hardware, "gpus", lambda: ())
 
 
 def answer(release: str, fix: str, line: str, gpu: str | None = None) -> tuple[Concern, str]:
-    source = open_source(release_root(release))
+    source = stock_source(release_root(release))
     result = status(source, {}, read_deployment(line, source, gpu, {}, flags()))
     (assessment,) = [row.answer for row in result.rows if row.fix.name == fix]
     assert assessment is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -76,24 +77,25 @@ def stock_of(patch: Patch | Layer) -> Callable[..., Any]:
 
     It returns what it was given, by the names of stock's parameters.
     """
-    parameters = PARAMETERS.get(patch.name) or _in_the_latest_release(patch)
+    parameters = PARAMETERS.get(patch.name) or _in_the_latest_release(patch.module, patch.name)
     made: dict[str, Callable[..., Any]] = {}
     exec(f"def stand_in({parameters}): return told(locals())", {"told": _returned_or_raised}, made)  # noqa: S102 - a signature of stock's
     return made["stand_in"]
 
 
-def _in_the_latest_release(patch: Patch | Layer) -> str:
-    path = patch.module.replace(".", "/") + ".py"
+@functools.cache
+def _in_the_latest_release(module: str, name: str) -> str:
+    path = module.replace(".", "/") + ".py"
     for release in reversed(ALL_RELEASES):
         source = open_source(release_root(release))
         origin = re.search(
-            rf"^from (vllm[\w.]*) import [^#]*?\b{patch.name}\b", (source.read(path) or b"").decode(), re.MULTILINE
+            rf"^from (vllm[\w.]*) import [^#]*?\b{name}\b", (source.read(path) or b"").decode(), re.MULTILINE
         )
         for each in filter(None, (path, origin and origin[1].replace(".", "/") + ".py")):
-            function = source.function(each, patch.name)
+            function = source.function(each, name)
             if function is not None:
                 return function.signature.replace("*, ", "")
-    raise LookupError(f"no release has {patch.name} in {patch.module}")
+    raise LookupError(f"no release has {name} in {module}")
 
 
 class Hostile:
