@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
+from edited import stock_source
 from stock import ALL_RELEASES, release_root
 from table import PAIRS
 from vllm_graphfix.fix import Fix
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import environment
-from vllm_graphfix.source.files import Source, open_source
 from vllm_graphfix.verify import gpu_proof
 from vllm_graphfix.verify.engine import extension
 from vllm_graphfix.verify.engine.case import MODES, Case
@@ -43,14 +43,9 @@ def fix_of(name: str) -> Fix:
     return BY_NAME[name.partition(" ")[0]]
 
 
-@cache
-def stock_source(release: str) -> Source:
-    return open_source(release_root(release))
-
-
 def shows_on(name: str, release: str) -> bool:
     shows_on = CASES[name].shows_on
-    return shows_on is None or shows_on(stock_source(release))
+    return shows_on is None or shows_on(stock_source(release_root(release)))
 
 
 ON_RELEASES = pytest.mark.parametrize(
@@ -62,6 +57,9 @@ ON_RELEASES = pytest.mark.parametrize(
         if fix == fix_of(name).name and shows_on(name, release)
     ],
 )
+
+
+EACH_RELEASE = pytest.mark.parametrize("release", sorted({release for _, release in PAIRS}))
 
 
 def jobs_of(case: Case) -> dict[str, Job]:
@@ -271,7 +269,7 @@ def test_prompts_are_scored_with_one_draft_token_where_more_change_the_lengths()
     """
     case = CASES["prompt-logprobs"]
     for release in ALL_RELEASES:
-        runs = case.on(stock_source(release))
+        runs = case.on(stock_source(release_root(release)))
         drafted = {job.arguments["speculative_config"]["num_speculative_tokens"] for job in runs.jobs(FOLDER)}
         assert drafted == {1 if ALL_RELEASES.index(release) < ALL_RELEASES.index("0.19.0") else 3}
         assert runs.arguments | {"speculative_config": 0} == case.arguments | {"speculative_config": 0}
@@ -290,7 +288,7 @@ def test_a_release_on_which_a_case_is_right_on_stock_too_skips_it(name: str, rel
 
     Before 0.30.0 DeepSeek V4 leaves out no entries on model runner V2.
     """
-    skipped = gpu_proof._what_is_missing(replace(CASES[name], needs=None), stock_source(release))
+    skipped = gpu_proof._what_is_missing(replace(CASES[name], needs=None), stock_source(release_root(release)))
     early = ALL_RELEASES.index(release) < ALL_RELEASES.index("0.19.0")
     if name == "prefill-dispatch" and early:
         assert skipped is not None
@@ -383,7 +381,7 @@ def test_mixtures_of_experts_have_tritons_kernels_where_there_is_a_choice() -> N
         assert ("moe_backend" in parameters(release, "vllm/engine/arg_utils.py", "EngineArgs")) is known
 
 
-@pytest.mark.parametrize("release", sorted({release for _, release in PAIRS}))
+@EACH_RELEASE
 def test_every_affected_release_knows_the_variables(release: str) -> None:
     known = (release_root(release) / "vllm" / "envs.py").read_text()
     named = {name for case in CASES.values() for job in case.jobs(FOLDER) for name in job.environment}
@@ -391,8 +389,8 @@ def test_every_affected_release_knows_the_variables(release: str) -> None:
     assert unknown == set(environment.names(BY_NAME))
 
 
-@ON_RELEASES
-def test_methods_that_are_called_in_workers_exist(name: str, release: str) -> None:
+@EACH_RELEASE
+def test_methods_that_are_called_in_workers_exist(release: str) -> None:
     sampling = parameters(release, "vllm/sampling_params.py", "SamplingParams")
     assert {"temperature", "max_tokens", "ignore_eos", "detokenize", "logprobs", "prompt_logprobs"} <= sampling
     generate = parameters(release, "vllm/entrypoints/llm.py", "LLM.generate")
