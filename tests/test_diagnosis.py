@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from edited import changes, edited, edited_source, swap
+from edited import changes, edited, edited_source, stock_source, swap
 from stock import ALL_RELEASES, release_root
 from table import affected_by, verdict
 from trial_rows import Edit, edits_of
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
-    source = open_source(release_root(release))
+    source = stock_source(release_root(release))
     for fix in FIXES:
         diagnosis = manifest.diagnose(fix, source)
         assert (fix.name, diagnosis.verdict.value) == (fix.name, verdict(fix.name, release))
@@ -36,27 +36,40 @@ def test_every_stock_release_is_judged_as_the_table_says(release: str) -> None:
 # One process of pytest does all of these, and looks at the structure of a release once.
 by_structure = pytest.mark.xdist_group("manifest")
 _examine = manifest.examine
-_examined: dict[tuple[str, str], tuple[Diagnosis, Evidence]] = {}
-_read: dict[tuple[str, str], set[str]] = {}
+_examined: dict[str, list[tuple[dict[str, str | None], tuple[Diagnosis, Evidence]]]] = {}
+"""By fix: the digests of the files that were read, and what came of them: a quarter is the same in the next release."""
+_digests: dict[tuple[str, str], str | None] = {}
 
 
 def examined(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
-    """Examine *source* for *fix* once, and note which files that reads, those included that others have read."""
-    key = (fix.name, source.label)
-    if key not in _examined:
-        requested = _read[key] = set()
+    return _read_and_examined(fix, source)[1]
 
-        def read(path: str) -> bytes | None:
-            requested.add(path)
-            return source.read(path)
 
-        _examined[key] = _examine(fix, Source(source.label, read, lambda: None))
-    return _examined[key]
+def _read_and_examined(fix: Patchable, source: Source) -> tuple[dict[str, str | None], tuple[Diagnosis, Evidence]]:
+    """Examine these files for *fix* once, and note which ones that reads, those included that others have read."""
+    known = _examined.setdefault(fix.name, [])
+    for entry in reversed(known):
+        if all(_digest(source, path) == digest for path, digest in entry[0].items()):
+            return entry
+    requested: dict[str, str | None] = {}
+
+    def read(path: str) -> bytes | None:
+        requested[path] = _digest(source, path)
+        return source.read(path)
+
+    known.append((requested, _examine(fix, Source(source.label, read, lambda: None))))
+    return known[-1]
+
+
+def _digest(source: Source, path: str) -> str | None:
+    if (source.label, path) not in _digests:
+        _digests[source.label, path] = source.digest(path)
+    return _digests[source.label, path]
 
 
 @by_structure
 def test_structure_alone_comes_to_what_the_manifest_says(release: str) -> None:
-    source = open_source(release_root(release))
+    source = stock_source(release_root(release))
     for fix in FIXES:
         diagnosis, _ = examined(fix, source)
         assert diagnosis == manifest.diagnose(fix, source)._replace(known=False)
@@ -93,10 +106,9 @@ def test_a_diagnosis_that_raises_is_an_error_of_one_line_and_writes_no_manifest(
 
 @by_structure
 def test_a_diagnosis_reads_only_the_files_that_it_declares(release: str) -> None:
-    stock = open_source(release_root(release))
+    stock = stock_source(release_root(release))
     for fix in FIXES:
-        examined(fix, stock)
-        requested = _read[fix.name, stock.label]
+        requested, _ = _read_and_examined(fix, stock)
         assert requested
         # A package of the module's name would be imported instead.
         assert {path for path in requested if not path.endswith("/__init__.py")} <= set(fix.inspected_files)
@@ -105,7 +117,7 @@ def test_a_diagnosis_reads_only_the_files_that_it_declares(release: str) -> None
 def test_the_place_is_in_the_source(release: str) -> None:
     root = release_root(release)
     for fix in FIXES:
-        diagnosis = manifest.diagnose(fix, open_source(root))
+        diagnosis = manifest.diagnose(fix, stock_source(root))
         if diagnosis.verdict is Verdict.AFFECTED:
             assert diagnosis.where is not None
             path, line = diagnosis.where.rsplit(":", 1)
@@ -178,6 +190,6 @@ def test_what_is_imported_from_elsewhere_is_neither_absent_nor_fixed(
     """A module that was moved, and imports from its new place what others expect of it."""
     moved = f"from vllm.elsewhere import {names}\n"
     source = edited_source(release_root(release), {path: lambda _: moved})
-    assert manifest.diagnose(BY_NAME[fix], open_source(release_root(release))).verdict is Verdict.AFFECTED
+    assert manifest.diagnose(BY_NAME[fix], stock_source(release_root(release))).verdict is Verdict.AFFECTED
     diagnosis = manifest.diagnose(BY_NAME[fix], source)
     assert (diagnosis.verdict, diagnosis.known) == (Verdict.UNRECOGNISED, False)
