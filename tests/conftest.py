@@ -74,13 +74,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _group(item: pytest.Item) -> str | None:
     """Tests that share what their module makes run in one process, too: another one would make it again."""
     callspec = getattr(item, "callspec", None)
-    release = callspec.params.get("release") if callspec else None
-    if isinstance(release, str):
+    parameters = callspec.params if callspec else {}
+    if isinstance(release := parameters.get("release"), str):
         return release
     if not isinstance(item, pytest.Function):
         return None
     if any(fixture[-1].scope == "module" for fixture in item._fixtureinfo.name2fixturedefs.values()):
         return item.path.stem
+    for value in parameters.values():  # an edit of a release, or a row of a trial: the others' files are parsed once
+        if isinstance(release := getattr(value, "release", None), str):
+            return release
     return _release_in_a_fork(item.function)
 
 
@@ -112,7 +115,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _files_of_releases_are_parsed_once() -> Iterator[None]:
     """Tests of one release follow each other, and nobody changes a tree."""
-    parse = functools.lru_cache(maxsize=64)(ast.parse)
+    parse = functools.lru_cache(maxsize=128)(ast.parse)  # all fixes read 70 of one
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(files, "ast", SimpleNamespace(**vars(ast) | {"parse": parse}))
         yield

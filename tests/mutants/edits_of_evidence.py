@@ -125,6 +125,10 @@ class Case(NamedTuple):
     mutant: Mutant
     right: set[Verdict]
 
+    @property
+    def release(self) -> str:
+        return self.mutant.base.release
+
 
 def edit(fix: str, base: Base, right: set[Verdict], name: str, **changes: Change) -> Case:
     """*changes* by the name of the file, here or in `vllm_files`."""
