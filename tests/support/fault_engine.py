@@ -97,6 +97,9 @@ class Profiler:
         self.calls: dict[str, int] = {}
         """By place: thread, file, function, line, instruction, callee."""
         self.modules: dict[str, str] = {}
+        self.stage = ""
+        self.by_stage: dict[str, dict[str, int]] = {}
+        """The calls of a place in each stage of the process's way."""
         self.fired = False
         self._fault = fault
         self._error = error
@@ -124,13 +127,16 @@ class Profiler:
         place = f"{thread}:{code.co_filename[len(PACKAGE) :]}:{code.co_name}:{caller.f_lineno}:{caller.f_lasti}:{name}"
         number = self.calls[place] = self.calls.get(place, 0) + 1
         self.modules[place] = module
+        in_stages = self.by_stage.setdefault(place, {})
+        in_stages[self.stage] = in_stages.get(self.stage, 0) + 1
         if self._fault == (place, number) and self._error is not None:
             self.fired = True
             raise self._error
 
     def start(self) -> None:
         threading.setprofile(self)
-        sys.setprofile(self)
+        if self._fault is None or self._fault[0].startswith(f"{threading.main_thread().name}:"):
+            sys.setprofile(self)  # which takes half as long as all the rest
 
     def stop(self) -> None:
         sys.setprofile(None)
@@ -206,10 +212,14 @@ def stages(modules: list[str]) -> dict[str, Callable[[], object]]:
         "core": call("vllm.v1.engine.core", "EngineCore", "_initialize_kv_caches"),
         "metrics": metrics,
         "threads": wait_for_threads,
-        "states": lambda: importlib.import_module("vllm_graphfix").states(),
+        "states": lambda: None if _without_plugin() else importlib.import_module("vllm_graphfix").states(),
         "end": multiprocessing.util._run_finalizers,  # type: ignore[attr-defined]
     }
     return way
+
+
+def _without_plugin() -> bool:
+    return os.environ.get("VLLM_PLUGINS") == ""
 
 
 def wait_for_threads() -> None:
@@ -327,12 +337,13 @@ def main(
     ) in environments.items():  # from here, as below: how deep the stack is decides how often it is asked
         counted[mode] = in_fork(modules, None, {"environment": environment, "refusing": mode == "refusing"})
         assert counted[mode] is not None, mode
-    targets = counted["auto"]["targets"]
+    targets, by_stage = counted["auto"]["targets"], {mode: counted[mode].pop("stages") for mode in MODES}
     faults = list(plan(counted))
     with open(results, "w") as file:  # noqa: PTH123
         print(json.dumps({"counted": counted, "planned": len(faults)}), file=file, flush=True)
         for fault in faults[::every]:
             job = fault | {"environment": environments[fault["mode"]], "refusing": fault["mode"] == "refusing"}
+            job |= _in_its_stage(fault, by_stage[fault["mode"]])
             print(json.dumps([fault, in_fork(modules, targets, job)]), file=file, flush=True)
         for kind, damaged in (("tree", trees), ("package", packages)):
             for what, root in damaged.items():
@@ -340,6 +351,16 @@ def main(
                 jobs = {mode: {"environment": environments[mode], kind: root} for mode in modes}
                 outcomes = {mode: in_fork(modules, targets, job) for mode, job in jobs.items()}
                 print(json.dumps([{kind: what}, outcomes]), file=file, flush=True)
+
+
+def _in_its_stage(fault: dict[str, Any], by_stage: dict[str, dict[str, dict[str, int]]]) -> dict[str, Any]:
+    """Return the stage in which the main thread's call is made, and its number there: no profiler runs before that."""
+    number = fault["number"]
+    for stage, calls in by_stage[fault["place"]].items() if fault["place"].startswith("MainThread:") else ():
+        if number <= calls:
+            return {"since": stage, "number": number}
+        number -= calls
+    return {}
 
 
 def warm_up(without: list[str]) -> None:
@@ -420,9 +441,9 @@ def relocate(root: str) -> None:
 def in_fork(modules: list[str], targets: dict[str, Any] | None, job: dict[str, Any]) -> dict[str, Any] | None:
     """Return the result of *job*; None if the process died, or hung.
 
-    *job*: ``environment``; ``place`` and ``number`` of the call that fails, and ``error``; ``refusing``, whether the
-    log fails too; ``tree``, from which what is not there yet of vLLM is imported; ``package``, from which the plugin
-    is.
+    *job*: ``environment``; ``place`` and ``number`` of the call that fails, ``since`` a stage, and ``error``;
+    ``refusing``, whether the log fails too; ``tree``, from which what is not there yet of vLLM is imported;
+    ``package``, from which the plugin is.
     """
     result: dict[str, Any] | None = result_of_fork(job["environment"], _LIMIT, lambda: _run(modules, targets, job))
     return result
@@ -460,9 +481,12 @@ def _run(modules: list[str], targets: dict[str, list[tuple[str, str]]] | None, j
     profiler = Profiler(fault, error_of(job["error"]) if fault else None)
     ends: dict[str, str | None] = {}
     result: dict[str, Any] = {"ends": ends}
-    if targets is None or fault:  # else nobody asks for calls, and the profiler takes longer than all the rest
-        profiler.start()
-    for stage, act in stages(modules).items():
+    way = stages(modules)
+    since = job.get("since", next(iter(way))) if targets is None or fault else None  # else nobody asks for calls
+    for stage, act in way.items():
+        profiler.stage = stage
+        if stage == since:
+            profiler.start()
         try:
             act()
             ends[stage] = None
@@ -471,6 +495,8 @@ def _run(modules: list[str], targets: dict[str, list[tuple[str, str]]] | None, j
             if isinstance(error, (KeyboardInterrupt, SystemExit)) or ENDED.match(ends[stage] or ""):
                 break  # this process has ended
     profiler.stop()
+    if _without_plugin():  # whose states and layers nobody asks for: to import it and to diagnose takes longest
+        return result
     result["fired"] = profiler.fired
     try:
         import vllm_graphfix
@@ -485,6 +511,7 @@ def _run(modules: list[str], targets: dict[str, list[tuple[str, str]]] | None, j
     if targets is None:
         result["targets"] = patched()
         result["calls"] = [[place, number, profiler.modules[place]] for place, number in profiler.calls.items()]
+        result["stages"] = profiler.by_stage
     else:
         result["layers"] = {
             fix: [fix in layers(module, name) for module, name in places] for fix, places in targets.items()
