@@ -72,8 +72,9 @@ def test_a_release_reads_the_same_from_its_wheel(tmp_path: Path) -> None:
         for path in sorted({*(path for fix in FIXES for path in fix.inspected_files), "vllm/__init__.py"}):
             if (root / path).exists():
                 archive.write(root / path, path)
+    packed, unpacked = open_source(wheel), open_source(root)
     for fix in FIXES:
-        assert manifest.diagnose(fix, open_source(wheel)) == manifest.diagnose(fix, open_source(root))
+        assert manifest.diagnose(fix, packed) == manifest.diagnose(fix, unpacked)
 
 
 def test_the_last_definition_of_a_function_is_the_one_that_counts(site_packages: Path) -> None:

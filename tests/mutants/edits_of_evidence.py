@@ -61,7 +61,6 @@ REMEDIED = {FIXED}
 NOT_NEEDED = {FIXED, UNRECOGNISED}
 CURED = {AFFECTED}
 
-FACTORY_CALL = r"forward_fn(?:, attn_state)? = create_forward_fn\(desc\)"
 WITH_KEYWORD = swap(r"create_forward_fn\(desc\)", "create_forward_fn(desc, warmup=True)")
 WARMUP_AND_NOT = both(
     swap(r"create_forward_fn\(desc\)(?=\n\n)", "create_forward_fn(desc, warmup=True)"),
