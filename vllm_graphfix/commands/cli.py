@@ -289,6 +289,13 @@ def compare(
             help="Also: do padded rows, the null block, unused blocks, freed memory reach answers? One more engine.",
         ),
     ] = False,
+    as_twin: Annotated[
+        bool,
+        typer.Option(
+            "--twin",
+            help="A small model of the same architecture, with random weights, made from MODEL's config.json alone.",
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Does this model give the same tokens with CUDA graphs as without? Runs it greedily with your flags.
@@ -311,7 +318,10 @@ def compare(
         stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
     try:
         texts = read_prompts(prompts) if prompts is not None else ()
-        report = run(model, context.args, texts, num_prompts, max_tokens, timeout, console(stderr=True), poison=poison)
+        errors = console(stderr=True)
+        report = run(
+            model, context.args, texts, num_prompts, max_tokens, timeout, errors, poison=poison, as_twin=as_twin
+        )
     except (CompareError, OSError) as error:
         stop(str(error))
     except KeyboardInterrupt as interrupt:

@@ -43,7 +43,7 @@ OTHER_RECURRENT = frozenset(
 _RECURRENT_WORDS = re.compile(r"mamba|ssm|conv|recurrent|linear_|hybrid|delta|rwkv|retention", re.IGNORECASE)
 
 
-def _in_the_hub_cache(
+def in_the_hub_cache(
     name: str, revision: str, environment: Mapping[str, str], read: Callable[[Path, int], bytes | None]
 ) -> Path | None:
     """Return the folder of the model *name* in Hugging Face's cache; None where it has none. Fetches nothing."""
@@ -104,7 +104,7 @@ class Model(Flags):
             return None, "the model's config.json: name the folder that contains it"
         if self._is_here and place.startswith(("/", "./", "../", "~/")):
             raise FlagsError(f"{brief_repr(place)} does not exist; name a model, its folder or its config.json")
-        cached = _in_the_hub_cache(place, self.value("--revision")[0] or "main", self._environment, self._read)
+        cached = in_the_hub_cache(place, self.value("--revision")[0] or "main", self._environment, self._read)
         where = "it is not in the cache of Hugging Face (HF_HOME): name a local folder that contains it"
         return cached, "" if cached else f"the config.json of {printable(place[:80])}; {where}"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
+from vllm_graphfix.commands.compare.twin import FittedTwin
 from vllm_graphfix.verify.comparison import Comparison, Kind, finite_or_none
 from vllm_graphfix.verify.engine.job import EngineResult
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
@@ -55,6 +56,8 @@ class Report:
     """Folder with the engines' logs, if one of them failed."""
     poison: PoisonReport | None = None
     """Report on poison, if it was asked for."""
+    twin: FittedTwin | None = None
+    """The twin that was compared in place of the model."""
 
     @property
     def wrong(self) -> bool:
@@ -114,6 +117,7 @@ def as_json(report: Report) -> dict[str, Any]:
         **report.eager.facts,
         "model": report.model,
         "flags": list(report.flags),
+        "twin": report.twin.as_json() if report.twin else None,
         "corrupt": report.corrupt,
         "inconclusive": report.inconclusive,
         "error": report.error,
@@ -162,6 +166,9 @@ def show(report: Report, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if report.twin is not None:
+        for line in report.twin.lines():
+            console.print(escape(line), highlight=False, soft_wrap=True)
     if report.graphs is not None:
         line = f"graphs: {report.graphs.cudagraph_mode or 'unknown'}; fixes: {_fixes(report.graphs.states)}"
         console.print(line, highlight=False, soft_wrap=True)

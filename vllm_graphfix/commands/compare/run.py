@@ -20,6 +20,7 @@ from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.arbitration import arbitrate
 from vllm_graphfix.commands.compare.prompts import Prompt
 from vllm_graphfix.commands.compare.report import Report
+from vllm_graphfix.commands.compare.twin import fit
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
@@ -49,11 +50,13 @@ def run(
     console: Console,
     *,
     poison: bool = False,
+    as_twin: bool = False,
 ) -> Report:
     """Ask *prompts*, or *generated* ones if there are none, for up to *max_tokens* tokens each.
 
     *flags* are vLLM's. *timeout*, in seconds, is for one engine. With *poison* the engine with graphs is asked once
-    more, in a process of its own, with poison in memory that belongs to no request.
+    more, in a process of its own, with poison in memory that belongs to no request. With *as_twin* a small model of the
+    same architecture is made from the model's config.json, and compared in its place.
 
     Raises CompareError if the flags or settings make no comparison, or if the engine does not run without graphs.
     """
@@ -67,19 +70,48 @@ def run(
         raise CompareError(
             "vLLM would find no GPU here, and there are no CUDA graphs without one; run it where it serves"
         )
+    if as_twin:
+        folder = Path(tempfile.mkdtemp(prefix="graphfix-twin-"))
+        try:
+            twin = fit(model, flags, folder)
+            report = _run_engines(
+                str(twin.folder), twin.flags, prompts, generated, max_tokens, timeout, console, poison, twin.adapters
+            )
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if not report.wrong:
+            shutil.rmtree(folder, ignore_errors=True)
+        return replace(report, model=model, twin=twin)
+    named = f"./{model}" if model.startswith("-") else model  # else vLLM would parse it as a flag
+    return replace(_run_engines(named, flags, prompts, generated, max_tokens, timeout, console, poison), model=model)
+
+
+def _run_engines(
+    model: str,
+    flags: Sequence[str],
+    prompts: Sequence[Prompt],
+    generated: int,
+    max_tokens: int,
+    timeout: float,
+    console: Console,
+    poison: bool,
+    adapters: Sequence[str] = (),
+) -> Report:
     count = len(prompts) or generated
     lengths = tuple(max(2, round(max_tokens * (1 - (1 - _SHORTEST) * number / count))) for number in range(count))
-    named = f"./{model}" if model.startswith("-") else model  # else vLLM would parse it as a flag
+    turns = (None, *adapters)
     jobs = [
         Job(
             name=mode,
             mode=mode,
-            flags=("--model", named, *flags),
+            flags=("--model", model, *flags),
             folder=str(Path.cwd()),
             prompts=tuple(prompts),
             generated=generated,
             max_tokens=lengths,
             extra_passes=int(mode == EAGER),
+            adapters=tuple(turns[number % len(turns)] for number in range(count)) if adapters else (),
         )
         for mode in (EAGER, GRAPHS, COMPILED)
     ]

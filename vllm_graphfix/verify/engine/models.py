@@ -230,7 +230,7 @@ def save(config: Config, shapes: Shapes, made: Path) -> Path:
         matrix, _, kind = tensor.rpartition(".")
         if kind == "scale":
             continue
-        values = _values(tensor, shape, tied)
+        values = values_of(tensor, shape, tied)
         if f"{matrix}.scale" in shapes:
             tensors |= in_blocks(matrix, values, shapes[f"{matrix}.scale"])
         else:
@@ -256,7 +256,7 @@ def in_blocks(matrix: str, values: torch.Tensor, blocks: tuple[int, ...]) -> dic
     }
 
 
-def _values(name: str, shape: tuple[int, ...], tied: bool) -> torch.Tensor:
+def values_of(name: str, shape: tuple[int, ...], tied: bool) -> torch.Tensor:
     import torch
 
     if name.endswith("A_log"):  # decay rates, from slow to fast
