@@ -17,7 +17,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -57,17 +57,17 @@ def served(folder: Path) -> Iterator[str]:
             server.shutdown()
 
 
-def opened(browser: Browser, width: int, base: str, problems: list[str]) -> Page:
-    """Open a window of *width* pixels that adds what goes wrong in it to *problems*."""
+def opened(browser: Browser, width: int, base: str, report: Callable[[str], None]) -> Page:
+    """Open a window of *width* pixels that hands on what goes wrong in it."""
     page = browser.new_page(viewport={"width": width, "height": 900}, device_scale_factor=1)
     page.set_default_timeout(TIMEOUT * 1000)
 
-    def report(problem: str) -> None:
-        problems.append(f"{page.url.removeprefix(base)} at {width} px: {problem}")
+    def here(problem: str) -> None:
+        report(f"{page.url.removeprefix(base)} at {width} px: {problem}")
 
-    page.on("console", lambda message: report(f"console: {message.text}") if message.type == "error" else None)
-    page.on("pageerror", lambda error: report(f"script: {error}"))
-    page.on("request", lambda request: None if request.url.startswith((base, "data:")) else report(request.url))
+    page.on("console", lambda message: here(f"console: {message.text}") if message.type == "error" else None)
+    page.on("pageerror", lambda error: here(f"script: {error}"))
+    page.on("request", lambda request: None if request.url.startswith((base, "data:")) else here(request.url))
     return page
 
 
@@ -105,25 +105,28 @@ def check_search(page: Page, base: str, queries: Sequence[tuple[str, str]]) -> l
     return problems
 
 
-def check(site: Path, program: str, names: Sequence[str], screenshots: Path | None) -> list[str]:
-    """Return what is wrong with the pages *names* of *site*; leave pictures of them in *screenshots*."""
-    problems: list[str] = []
+def check(
+    site: Path, program: str, names: Sequence[str], screenshots: Path | None, report: Callable[[str], None]
+) -> None:
+    """Report what is wrong with the pages *names* of *site*; leave pictures of them in *screenshots*."""
     queries = [
         (word, page.replace(".md", ".html")) for page, words in USERS_WORDS.items() for word in words.split(", ")
     ]
     with served(site) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
         for width in WIDTHS:
-            page = opened(browser, width, address, problems)
+            page = opened(browser, width, address, report)
             for name in names:
-                problems += [f"/{name} at {width} px: {problem}" for problem in look(page, f"{address}/{name}")]
+                for problem in look(page, f"{address}/{name}"):
+                    report(f"/{name} at {width} px: {problem}")
                 if screenshots is not None:
                     page.screenshot(path=screenshots / f"{name.replace('/', '-')}-{width}.png")
-            problems += check_search(page, address, queries if width == max(WIDTHS) else queries[:1])
+            for problem in check_search(page, address, queries if width == max(WIDTHS) else queries[:1]):
+                report(problem)
         folder = site.resolve().as_uri()
-        problems += check_search(opened(browser, max(WIDTHS), folder, problems), folder, queries[:1])
+        for problem in check_search(opened(browser, max(WIDTHS), folder, report), folder, queries[:1]):
+            report(problem)
         browser.close()
-    return problems
 
 
 def main() -> int:
@@ -144,8 +147,14 @@ def main() -> int:
         options.screenshots.mkdir(parents=True, exist_ok=True)
     all_pages = sorted(path.relative_to(options.site).as_posix() for path in options.site.rglob("*.html"))
     names = options.pages or [name for name in all_pages if name != "404.html"]
-    problems = check(options.site, program, names, options.screenshots)
-    print(*problems, f"{len(names)} pages at {' and '.join(map(str, WIDTHS))} px, {len(problems)} problems", sep="\n")
+    problems: list[str] = []
+
+    def report(problem: str) -> None:
+        problems.append(problem)
+        print(problem, flush=True)
+
+    check(options.site, program, names, options.screenshots, report)
+    print(f"{len(names)} pages at {' and '.join(map(str, WIDTHS))} px, {len(problems)} problems")
     return 1 if problems else 0
 
 
