@@ -18,7 +18,7 @@ RIGHT = re.compile(r"(\d+) of (\d+)")
 @pytest.mark.parametrize("name", evidence_tables.names())
 def test_each_file_is_a_table_of_a_page_and_names_fixes_that_exist(name: str) -> None:
     content = evidence_tables.load(name)
-    assert any(f"<!-- generated: evidence/{name} -->" in page.read_text() for page in DOCS.glob("*.md"))
+    assert any(f"<!-- generated: evidence/{name} -->" in page.read_text() for page in DOCS.rglob("*.md"))
     words = {
         word for run in content["runs"] for figures in run["figures"] for word in figures.get("fix", "").split(", ")
     }

@@ -422,7 +422,8 @@ def cause(fix: Fix) -> Iterator[str]:
     affected = [entry for entry in _entries(fix) if entry["verdict"] == Verdict.AFFECTED.value]
     for shape, same in groupby(affected, key=lambda entry: str(entry["shape"])):
         entries = list(same)
-        evidence = ", ".join(f"`{name.partition('::')[2]}`" for name in entries[0]["slices"] if not name.endswith("()"))
+        names = (name.partition("::")[2] for name in entries[0]["slices"] if not name.endswith("()"))
+        evidence = ", ".join(f"`{name}`" for name in dict.fromkeys(filter(None, names)))
         yield f"| `{shape}` | {_span([release for entry in entries for release in entry['releases']])} | {evidence} |"
     yield ""
 
