@@ -148,9 +148,14 @@ def _points(values: Sequence[tuple[float, str]]) -> list[tuple[float, float]]:
 
 @contextmanager
 def prometheus(
-    urls: Sequence[str], rules: Path = RULES, changes: Mapping[str, Any] | None = None, flags: Sequence[str] = ()
+    urls: Sequence[str],
+    rules: Path = RULES,
+    changes: Mapping[str, Any] | None = None,
+    flags: Sequence[str] = (),
+    *,
+    scrape: int = SCRAPE,
 ) -> Iterator[Prometheus]:
-    """Run a Prometheus that scrapes *urls* with the project's rules, and end it on exit.
+    """Run a Prometheus that scrapes *urls* every *scrape* seconds with the project's rules, and end it on exit.
 
     *changes* replace sections of its configuration, *flags* are added to its command line.
     """
@@ -160,13 +165,16 @@ def prometheus(
         groups = []
         for url in urls:
             parts = urllib.parse.urlsplit(url)
-            groups.append({"targets": [parts.netloc], "labels": {"__metrics_path__": parts.path or "/metrics"}})
+            path = parts.path or "/metrics"
+            # Targets of one address are told apart by their paths.
+            names = {} if path == "/metrics" else {"instance": f"{parts.netloc}{path.removesuffix('/metrics')}"}
+            groups.append({"targets": [parts.netloc], "labels": {"__metrics_path__": path, **names}})
         (here / "engines.json").write_text(json.dumps(groups))
         settings = {
             "global": {
-                "scrape_interval": f"{SCRAPE}s",
-                "scrape_timeout": f"{SCRAPE}s",
-                "evaluation_interval": f"{SCRAPE}s",
+                "scrape_interval": f"{scrape}s",
+                "scrape_timeout": f"{scrape}s",
+                "evaluation_interval": f"{scrape}s",
             },
             "rule_files": [str(rules)],
             "scrape_configs": [{"job_name": "vllm", "file_sd_configs": [{"files": [str(here / "engines.json")]}]}],

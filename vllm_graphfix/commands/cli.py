@@ -349,6 +349,26 @@ def fleet(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     folder: FolderOption = None,
     as_json: JsonOption = False,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Ask this Prometheus, Thanos or Mimir for the series of all engines; read no records."
+        ),
+    ] = None,
+    selector: Annotated[
+        str | None,
+        typer.Option(metavar="MATCHERS", help="""With --prometheus: only these targets, as 'namespace="llm"'."""),
+    ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="With --prometheus: a file with a bearer token.")
+    ] = None,
+    ca_file: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="With --prometheus: certificates to trust, instead of the system's."),
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With --prometheus: the tenant, for a Mimir that has several.")
+    ] = None,
 ) -> None:
     """What the processes of the running engines report, and whether all ranks agree.
 
@@ -364,11 +384,21 @@ def fleet(
         stop("--json has all engines with all details: vllm-graphfix fleet --json")
     if watch and as_json:
         stop("--watch and --json do not go together: call `vllm-graphfix fleet --json` as often as you need it")
+    if prometheus is None and (selector, token_file, ca_file, tenant) != (None,) * 4:
+        stop("--selector, --token-file, --ca-file and --tenant go with --prometheus")
+    if prometheus is not None and folder is not None:
+        stop("--dir is for records and --prometheus for series: give one of them")
+
+    def look() -> fleets.Fleet:
+        if prometheus is None:
+            return fleets.look(folder)
+        return fleets.look_at(fleets.Source(prometheus, selector or "", token_file, ca_file, tenant))
+
     try:
         if watch:
-            fleets.watch(folder, 2.0 if seconds is None else seconds, console())
+            fleets.watch(look, 2.0 if seconds is None else seconds, console())
             return
-        engines = fleets.look(folder)
+        engines = look()
     except fleets.FleetError as error:
         stop(str(error))
     except KeyboardInterrupt:

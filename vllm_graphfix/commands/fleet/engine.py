@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm_graphfix.commands.fleet.member import Member
 from vllm_graphfix.fix import State
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.records import FixReport, Liveness, Unreadable
 from vllm_graphfix.text import ranks_named
 
@@ -129,6 +130,11 @@ class Engine:
             if fix in member.record.fixes:
                 states.setdefault(member.record.fixes[fix].state, []).append(member)
         return states
+
+    @property
+    def states_of_fixes(self) -> frozenset[str]:
+        """The states that any fix is in, without detectors."""
+        return frozenset(state for fix in self.fixes if fix in BY_NAME for state in self.states(fix))
 
     def foremost(self, fix: str) -> FixReport:
         """The report of the first process in the state that matters most."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.fleet.engine import Engine, user_name
+from vllm_graphfix.commands.fleet.prometheus import SeriesEngine
 from vllm_graphfix.commands.fleet.survey import Fleet
 
 SCHEMA = 1
@@ -18,9 +19,13 @@ def as_json(fleet: Fleet) -> dict[str, Any]:
         "schema": SCHEMA,
         "graphfix": __version__,
         "host": fleet.here.host,
-        "folder": str(fleet.folder),
+        "folder": str(fleet.folder) if fleet.prometheus is None else None,
+        "prometheus": fleet.prometheus,
         "exit_code": fleet.exit_code,
-        "engines": [_engine_json(engine) for engine in fleet.engines],
+        "engines": [
+            _series_json(engine) if isinstance(engine, SeriesEngine) else _engine_json(engine)
+            for engine in fleet.engines
+        ],
         "unrecorded": [asdict(one) | {"age": round(one.age, 1)} for one in fleet.unrecorded],
         "wrong": list(fleet.wrong),
         "notes": list(fleet.notes),
@@ -84,4 +89,35 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
             }
             for fix in engine.fixes
         },
+    }
+
+
+def _series_json(engine: SeriesEngine) -> dict[str, Any]:
+    """Return the same keys as `_engine_json`; null where no series has it."""
+    percentage = engine.facts.get("rollout_ratio")
+    return {
+        "engine": engine.name,
+        "status": engine.status,
+        "live": engine.live,
+        "user": None,
+        "wrong": list(engine.wrong),
+        "notes": list(engine.notes),
+        "model": next(iter(engine.values_of("model")), None),
+        "vllm": list(engine.values_of("vllm")),
+        "graphfix": list(engine.values_of("graphfix")),
+        "canary": engine.canary,
+        "bucket": None,
+        "percentage": None if percentage is None else round(percentage * 100, 4),
+        "master": None,
+        "misconfigured": dict.fromkeys(engine.values_of("misconfigured")),
+        "hosts": [],
+        "ranks": {
+            "expected": engine.whole("ranks_expected"),
+            "recorded": None,
+            "agreeing": engine.agreeing,
+            "unreadable": None,
+            "missing": None,
+        },
+        "processes": None,
+        "fixes": None,
     }

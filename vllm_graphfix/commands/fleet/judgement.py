@@ -15,7 +15,7 @@ from vllm_graphfix.settings.environment import STATUS_DIR
 from vllm_graphfix.text import ago, lasting, ranks_named
 
 _STOPPED_LATELY = PRUNED_AFTER
-_LIMITED = {Code.CANNOT_ABORT.value: True, Code.GRAPH_EXCLUDED.value: False, Code.UNDELIVERED.value: True}
+LIMITED = {Code.CANNOT_ABORT.value: True, Code.GRAPH_EXCLUDED.value: False, Code.UNDELIVERED.value: True}
 """Codes of a detector that is active and does not do all that it is set to do; True for those that break a promise."""
 
 
@@ -176,7 +176,7 @@ def _states(engine: Engine) -> Iterator[Finding]:
 def _limited_detectors(engine: Engine) -> Iterator[Finding]:
     for name in engine.fixes:
         active = engine.states(name).get(State.ACTIVE.value, ())
-        for code, is_wrong in _LIMITED.items():
+        for code, is_wrong in LIMITED.items():
             if members := [member for member in active if member.record.fixes[name].code == code]:
                 reason = members[0].record.fixes[name].reason
                 yield Finding(f"{name} is limited on {engine.several(members)}: {reason}", is_wrong=is_wrong)

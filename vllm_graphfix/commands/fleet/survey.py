@@ -54,6 +54,8 @@ class Fleet:
     """Engines that may run and of which no record of a living process can be read, a sentence for each."""
     unreadable: tuple[Unreadable, ...] = ()
     """Records of processes that may run, of which no more than the name can be read."""
+    prometheus: str | None = None
+    """The address of the Prometheus whose series were asked for, instead of records."""
 
     @property
     def exit_code(self) -> int:

@@ -6,14 +6,14 @@ import os
 import re
 import time
 from collections import Counter
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_graphfix.commands.fleet.engine import BAD, Engine, user_name
-from vllm_graphfix.commands.fleet.survey import Fleet, FleetError, look
+from vllm_graphfix.commands.fleet.prometheus import SeriesEngine
+from vllm_graphfix.commands.fleet.survey import Fleet, FleetError
 from vllm_graphfix.commands.fleet.unrecorded import Unrecorded
 from vllm_graphfix.fix import State
-from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.records import Liveness, path_text
 from vllm_graphfix.settings.decision import BUCKETS
 from vllm_graphfix.settings.environment import STATUS_DIR
@@ -83,7 +83,8 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
     parts = [
         f"{kinds[each]} {each}" for each in ("fixed", "counting", "stock", "without graphs", "starting") if kinds[each]
     ]
-    line = Text(f"{_counted_noun(len(live), 'engine')} on {_counted_noun(hosts, 'host')}: ", style="bold")
+    where = "" if fleet.prometheus is not None else f" on {_counted_noun(hosts, 'host')}"
+    line = Text(f"{_counted_noun(len(live), 'engine')}{where}: ", style="bold")
     none = "none is heard from" if kinds["silent"] else "none is running"
     line.append(", ".join(parts) if live else none, style="bold")
     if wrong:
@@ -92,7 +93,8 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
         line.append(f"; {kinds[_WRONG] - wrong} not running and {_WRONG}", style="bold red")
     if fleet.skipped:
         s = "" if fleet.skipped == 1 else "s"
-        line.append(f"; {fleet.skipped} file{s} or folder{s} NOT READ", style="bold red")
+        what = "ANSWERS MAY LACK ENGINES" if fleet.prometheus else f"{fleet.skipped} file{s} or folder{s} NOT READ"
+        line.append(f"; {what}", style="bold red")
     if fleet.wrong:
         line.append(f"; {_counted_noun(len(fleet.wrong), 'engine')} NOT READABLE", style="bold red")
     for gone in ("silent", "ended"):
@@ -116,7 +118,7 @@ def kind(engine: Engine) -> str:
         return "starting"
     if engine.graphs is False:
         return "without graphs"
-    states = {state for fix in engine.fixes if fix in BY_NAME for state in engine.states(fix)}  # not of detectors
+    states = engine.states_of_fixes
     if State.ACTIVE.value in states:
         return "fixed"
     return "counting" if State.OBSERVING.value in states else "stock"
@@ -125,8 +127,9 @@ def kind(engine: Engine) -> str:
 _SINCE = re.compile(
     r"(?P<state>not heard from|record not written|in one step) for [^:]*: [^.]*"
     r"|(?P<stop>stopped by vllm-graphfix) [^:]*"
+    r"| \(\d[^()]*\)$"
 )
-"""How long, and which ranks: other ones in each engine."""
+"""How long, which ranks and how many: other ones in each engine."""
 
 
 def _summary_lines(fleet: Fleet) -> list[RenderableType]:
@@ -136,9 +139,9 @@ def _summary_lines(fleet: Fleet) -> list[RenderableType]:
     engines_of: dict[tuple[str, str], list[tuple[Engine, str]]] = {}
     for engine in fleet.engines:
         for what in engine.wrong:
-            engines_of.setdefault(("✗", _SINCE.sub(lambda match: match["state"] or match["stop"], what)), []).append(
-                (engine, what)
-            )
+            engines_of.setdefault(
+                ("✗", _SINCE.sub(lambda match: match["state"] or match["stop"] or "", what)), []
+            ).append((engine, what))
     for engine in fleet.engines:
         for what in engine.notes if engine.live else ():
             engines_of.setdefault(("!", what), []).append((engine, what))
@@ -148,7 +151,8 @@ def _summary_lines(fleet: Fleet) -> list[RenderableType]:
         text = f"{len(of_each)} engines: {alike}" if others else f"{_engine_label(engine)}: {what}"
         lines.append(Text(f"{mark} {text}", style="red" if mark == "✗" else "yellow"))
         if others and mark == "✗":
-            named = [f"{each.name} on {', '.join(each.values_of('host')[:2])}" for each, _ in of_each[:_NAMED]]
+            hosts_of = [(each.name, ", ".join(each.values_of("host")[:2])) for each, _ in of_each[:_NAMED]]
+            named = [" on ".join(filter(None, both)) for both in hosts_of]
             more = f" and {len(of_each) - _NAMED} more" if len(of_each) > _NAMED else ""
             lines.append(Text(f"  {', '.join(named)}{more}", style="dim"))
     for one in dict.fromkeys(one.reason for one in fleet.unrecorded):
@@ -164,7 +168,7 @@ def _summary_lines(fleet: Fleet) -> list[RenderableType]:
 
 def _engine_label(engine: Engine) -> str:
     of = [*engine.values_of("model")[:1], *engine.values_of("host")[:2], *_foreign(engine)]
-    return f"{engine.name} ({', '.join(of)})"
+    return f"{engine.name} ({', '.join(of)})" if of else engine.name
 
 
 def _foreign(engine: Engine) -> list[str]:
@@ -196,7 +200,9 @@ def _details(fleet: Fleet) -> RenderableType:
             parts += [Padding(Text.from_markup(f"{mark} {escape(reason)}"), (0, 0, 0, 2)), Padding(table, (0, 0, 0, 4))]
         parts.append(Text())
     parts += [Text.from_markup(f"[red]✗ {escape(what)}[/]") for what in fleet.wrong]
-    if not (fleet.engines or fleet.unrecorded or fleet.wrong or fleet.skipped):
+    if not fleet.engines and fleet.prometheus is not None:
+        parts.append(Text(f"{fleet.prometheus} has no series of vLLM's for these labels."))
+    elif not (fleet.engines or fleet.unrecorded or fleet.wrong or fleet.skipped):
         parts.append(
             Text.from_markup(
                 f"No records in {escape(path_text(fleet.folder))}, and no vLLM process on {escape(fleet.here.host)}. "
@@ -214,6 +220,8 @@ def _engine_details(engine: Engine) -> list[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
+    if isinstance(engine, SeriesEngine):
+        return _series_details(engine)
     decided = engine.tellers[0].record.decision
     model = escape(next(iter(engine.values_of("model")), "model not known yet"))
     dim = "" if engine.live else "dim"
@@ -283,6 +291,26 @@ def _engine_details(engine: Engine) -> list[RenderableType]:
     return [*parts, Padding(processes, (0, 0, 0, 2)), Padding(fixes, (0, 0, 0, 2))]
 
 
+def _series_details(engine: SeriesEngine) -> list[RenderableType]:
+    """What series tell: no processes, and of the ranks their number alone."""
+    from rich.padding import Padding
+    from rich.text import Text
+
+    expected, agreeing = engine.whole("ranks_expected"), engine.agreeing
+    facts = [
+        *(f"vLLM {version}" for version in engine.values_of("vllm")),
+        *(f"vllm-graphfix {version}" for version in engine.values_of("graphfix")),
+        *([] if engine.canary is None else ["in the rollout" if engine.canary else "not in the rollout"]),
+        *([f"{agreeing} of {expected} ranks agree"] if None not in (agreeing, expected) else []),
+    ]
+    lines = [Text(", ".join(facts)) if facts else None]
+    lines += [Text(f"✗ {what}", style="red") for what in engine.wrong]
+    lines += [Text(f"! {what}", style="yellow") for what in engine.notes]
+    head = Text(next(iter(engine.values_of("model")), "model not known"), style="bold")
+    head.append(f"  {engine.name}  ").append(engine.status, style=_STATUS_COLOURS[engine.status])
+    return [head, *(Padding(line, (0, 0, 0, 2)) for line in lines if line is not None)]
+
+
 def _page(console: Console, what: RenderableType) -> RenderableType:
     """The part of *what* that fits the terminal, and how much more there is."""
     from rich.console import Group
@@ -297,8 +325,8 @@ def _page(console: Console, what: RenderableType) -> RenderableType:
     return Group(Segments(segments), *(more if len(lines) > room else []))
 
 
-def watch(folder: Path | None, seconds: float, console: Console) -> None:
-    """Looks again every so many *seconds*, until it is interrupted. Raises FleetError as `look` does."""
+def watch(look: Callable[[], Fleet], seconds: float, console: Console) -> None:
+    """Call *look* every so many *seconds*, until it is interrupted. Raises FleetError as *look* does."""
     from rich.live import Live
 
     if not _SHORTEST_LOOK <= seconds <= _LONGEST_LOOK:
@@ -306,11 +334,11 @@ def watch(folder: Path | None, seconds: float, console: Console) -> None:
     try:
         if not console.is_terminal:
             while True:
-                console.print(render(look(folder)))
+                console.print(render(look()))
                 time.sleep(seconds)
-        with Live(_page(console, render(look(folder))), console=console, auto_refresh=False, screen=True) as live:
+        with Live(_page(console, render(look())), console=console, auto_refresh=False, screen=True) as live:
             while True:
                 time.sleep(seconds)
-                live.update(_page(console, render(look(folder))), refresh=True)
+                live.update(_page(console, render(look())), refresh=True)
     except KeyboardInterrupt:
         return
