@@ -80,6 +80,7 @@ MADE = {
     "make check",
     "make fix NAME=mamba-padding",
     "make docs",
+    "make site-check",
     "make new-release VERSION=0.34.0",
     "make new-release VERSION=0.34.0 PACK='--machine there.txt --part-size 60'",
     ".ci/run",
