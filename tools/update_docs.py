@@ -24,7 +24,7 @@ from textwrap import wrap
 from typing import Any, TypeVar
 
 import evidence_tables
-import looked_at
+import looked_at_tables
 import measure_claims
 import runtime_modules
 from fetch_vllm import ALL_RELEASES
@@ -182,8 +182,8 @@ def updated(text: str) -> str:
             "runtime-folders": runtime_modules.summary,
             "runtime-modules": runtime_modules.table,
             "test-modules": test_modules,
-            "looked-at/sections": looked_at.sections,
-            **{f"looked-at/{name}": partial(looked_at.table, name) for name in looked_at.COLUMNS},
+            "looked-at/sections": looked_at_tables.sections,
+            **{f"looked-at/{name}": partial(looked_at_tables.table, name) for name in looked_at_tables.COLUMNS},
         }
         made |= {f"evidence/{each}": partial(evidence_tables.table, each) for each in evidence_tables.names()}
         if name in TABLES:

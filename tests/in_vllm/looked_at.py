@@ -19,8 +19,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.mla import flashmla
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.worker import gpu_model_runner
-from vllm.version import __version__
 
+from any_release import RELEASE, module
 from vllm_graphfix.verify.double import flash_attention, idle_runner
 from vllm_graphfix.verify.double.arguments import cached_request, input_batch, supported_kwargs
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
@@ -29,17 +29,8 @@ from vllm_graphfix.verify.double.scenarios import prefill_dispatch as recurrent
 from vllm_graphfix.verify.double.triton_kernels import cpu_triton_kernels
 from vllm_graphfix.verify.double.unpinned import unpinned
 
-RELEASE = tuple(map(int, __version__.split(".")[:3]))
 CPU = torch.device("cpu")
 LONGEST = 4096
-
-
-def module(name: str) -> Any:
-    """A module that not every release has."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 def decodes(tokens: int, lengths: list[int], longest: int) -> CommonAttentionMetadata:

@@ -23,7 +23,7 @@ from vllm.config import CompilationConfig, CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.v1.worker import gpu_model_runner
 
-from looked_at import RELEASE, module
+from any_release import RELEASE, module
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 from vllm_graphfix.verify.double.model_runners import breakable_graphs, wrappers_on_the_double
 
