@@ -24,7 +24,7 @@ from deployed import (
 )
 from judged_fleets import FLEETS, JUDGE_VALUES
 from promtool import ran
-from vllm_graphfix.commands.links import PAGES
+from vllm_graphfix.text import PAGES
 
 
 def test_promtool_accepts_the_rules(promtool: Path) -> None:

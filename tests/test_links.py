@@ -14,6 +14,7 @@ from vllm_graphfix.commands import explain, links, status_table
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import open_source
+from vllm_graphfix.text import PAGES
 
 PROJECT = Path(__file__).parents[1]
 LINK = re.compile(r"\x1b\]8;id=\d+;([^\x1b]*)\x1b\\(.*?)\x1b\]8;;\x1b\\", re.DOTALL)
@@ -36,8 +37,8 @@ def linked(text: str) -> dict[str, str]:
 def test_the_pages_are_those_of_this_project() -> None:
     source = re.search(r'^Source = "(.+)"$', (PROJECT / "pyproject.toml").read_text(), re.MULTILINE)
     assert source is not None
-    assert f"{source[1]}/blob/main/docs" == links.PAGES
-    assert all((PROJECT / "docs" / links.page(name).removeprefix(f"{links.PAGES}/")).is_file() for name in BY_NAME)
+    assert f"{source[1]}/blob/main/docs" == PAGES
+    assert all((PROJECT / "docs" / links.page(name).removeprefix(f"{PAGES}/")).is_file() for name in BY_NAME)
 
 
 def test_threads_of_upstream_are_links() -> None:

@@ -213,9 +213,9 @@ def _detected(engine: Engine) -> Iterator[Finding]:
             f"{first.name} ({first.kind}; after {first.after}; {first.outcome}). See docs/addresses.md"
         )
     if claims := [claim for member in engine.tellers for claim in member.record.claims]:
-        first = {claim.builder: claim for claim in reversed(claims)}
+        of_builders = {claim.builder: claim for claim in reversed(claims)}
         what_to_do = "; ".join(
-            f"{claim.builder} (first in {claim.graph}): {claim.advice}" for claim in reversed(first.values())
+            f"{claim.builder} (first in {claim.graph}): {claim.advice}" for claim in reversed(of_builders.values())
         )
         yield Finding(
             f"full graphs hold decodes with drafts as prompts, and may answer wrongly. {what_to_do}. See docs/claims.md"
