@@ -83,6 +83,23 @@ def test_a_plugin_that_is_filtered_out_is_reported() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("several", "printed"),
+    [
+        ("Mamba_Padding = OFF, flashmla-fp8=on", "mamba_padding=off,flashmla-fp8=on"),
+        ("mamba-padding=hunter2", "mamba-padding=(hidden)"),
+        ("hunter2=off", "(set, not shown)"),
+    ],
+)
+def test_modes_of_several_fixes_are_printed_without_what_is_none(several: str, printed: str) -> None:
+    variables = collect._variables({"VLLM_GRAPHFIX_FIXES": several, "VLLM_GRAPHFIX_SHADOW": "0.1%,abort"})
+    assert {each["name"]: each["value"] for each in variables} == {
+        "VLLM_GRAPHFIX_FIXES": printed,
+        "VLLM_GRAPHFIX_SHADOW": "0.1%",
+        "VLLM_GRAPHFIX_SHADOW_ACTION": "abort",
+    }
+
+
 def test_variables_are_printed_if_their_values_have_the_expected_form() -> None:
     report = examined(
         VLLM_GRAPHFIX="strict",

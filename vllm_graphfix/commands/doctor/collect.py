@@ -194,9 +194,15 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     Unknown names with our prefix are only counted, since even such a name may be private.
     """
     variables: list[dict[str, Any]] = []
-    if settings.FIXES in environment:  # its entries are listed as the variables that they stand for
-        variables.append(_variable(settings.FIXES, None))
-    environment, _ = settings.expanded(environment, (fix.name for fix in FIXES))
+    if several := environment.get(settings.FIXES, "").strip().lower():
+        _, unusable = settings.expanded({settings.FIXES: several}, [fix.name for fix in FIXES])
+        entries = [[part.strip() for part in entry.split("=", 1)] for entry in several.split(",") if entry.strip()]
+        words = {mode.value for mode in Mode}
+        printable = (
+            None if unusable else ",".join(f"{fix}={mode if mode in words else HIDDEN}" for fix, mode in entries)
+        )
+        variables.append(_variable(settings.FIXES, printable))
+    environment, _ = settings.expanded(environment, ())  # actions beside rates
     modes = {variable(fix.name): [mode.value for mode in Mode] for fix in FIXES}
     actions = [action.value for action in shadow_rate.Action]
     watches = [watch.value for watch in settings.Addresses]
@@ -258,10 +264,10 @@ def _status(vllm: Path | None, environment: Mapping[str, str]) -> dict[str, Any]
     # Messages on invalid values quote them, and one on the rollout quotes the key, so neither may reach `status`. A
     # withheld value is invalid and stays so under its placeholder: without it the status would differ.
     printed = {each["name"]: each["value"] for each in _variables(environment)}
-    clean = {name: printed[name] for name in environment if name in printed}
+    known = settings.names(fix.name for fix in FIXES)
+    clean = {name: value for name, value in printed.items() if name in environment or name in known}
     if settings.ROLLOUT_KEY in environment:
         clean[settings.ROLLOUT_KEY] = environment[settings.ROLLOUT_KEY]
-    known = settings.names(fix.name for fix in FIXES)
     for name, value in environment.items():
         if name not in known and settings.is_ours(name) and (value.strip() or settings.asks_for_less(name, value)):
             # Neither is printed, but one that counts as off decides about all fixes.
