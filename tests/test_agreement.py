@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import compare, publish, publish_end
 from vllm_graphfix.engine.rank_report import RankReport
 from vllm_graphfix.fixes import FIXES
+from vllm_graphfix.ranks import BoundedStore, StoreTimeoutError
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import decide
 
@@ -262,3 +264,37 @@ def test_where_the_capture_of_one_rank_has_ended_nobody_waits_for_one_that_hangs
     agreement = compare(store, place, 0, 3, mine, lambda text: None, timeout=60.0)
     assert time.monotonic() - begun < 30
     assert agreement.failing[1].ended
+
+
+class StoppedStoreDouble:
+    """In place of the store of a host that was cut off: `get` waits until the test ends."""
+
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+        self.calls = 0
+
+    def get(self, key: str) -> bytes:
+        self.calls += 1
+        self.ends.wait()
+        return b""
+
+
+def test_a_call_of_a_store_that_does_not_answer_ends_and_no_further_one_waits() -> None:
+    """The lost call holds the store's lock, so that another one could only wait as well."""
+    stopped = StoppedStoreDouble()
+    store = BoundedStore(stopped, 0.01)
+    for _ in range(2):
+        with pytest.raises(StoreTimeoutError, match="the host of rank 0"):
+            store.get("key")
+    stopped.ends.set()
+    assert stopped.calls == 1
+
+
+def test_a_store_that_answers_is_as_it_is_without_the_bound() -> None:
+    store = BoundedStore(PrefixStore("prefix", HashStore()), 60.0)
+    store.set("key", "value")
+    assert store.get("key") == b"value"
+    assert not store.check(["another"])
+    with pytest.raises(RuntimeError, match="(?i)time"):
+        store.wait(["another"], timedelta(milliseconds=10))
+    assert store.underlying_store.get("prefix/key") == b"value"

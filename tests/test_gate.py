@@ -13,6 +13,7 @@ import pytest
 from stock import release_root, run_in_release
 from warm_release import run_in_fork
 
+SOON = {"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "1"}
 WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
     "agrees": (({}, True), ({}, True)),
     "differs": (({}, True), ({"VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True)),
@@ -71,6 +72,15 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
         ({"VLLM_GRAPHFIX": "off", "FAULT": "store"}, True),
         ({"VLLM_GRAPHFIX": "off", "FAULT": "store"}, True),
     ),
+    "differs, on a node without the executor": (
+        ({}, True),
+        ({"VLLM_GRAPHFIX_MAMBA_PADDING": "off", "NODE": "1"}, True),
+    ),
+    "the store does not answer": (({"FAULT": "lost", **SOON}, True), ({"FAULT": "lost", **SOON}, True)),
+    "the store does not answer, off": (
+        ({"VLLM_GRAPHFIX": "off", "FAULT": "lost"}, True),
+        ({"VLLM_GRAPHFIX": "off", "FAULT": "lost"}, True),
+    ),
     "differs, without graphs": (
         ({"GRAPHS": "NONE"}, True),
         ({"GRAPHS": "NONE", "VLLM_GRAPHFIX_MAMBA_PADDING": "off"}, True),
@@ -79,7 +89,7 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
 """Each rank's environment, and whether it has the plugin."""
 
 PROGRAM = """
-import errno, os, sys
+import errno, os, sys, threading
 from types import SimpleNamespace
 sys.path.insert(0, SUPPORT)
 import torch
@@ -100,6 +110,11 @@ def put_a_fault(fault):
         process.states = fail
     elif fault == "give up":
         process.give_up(error)
+    elif fault == "lost":
+        from vllm_graphfix.engine import gate_reports
+        from vllm_graphfix.ranks import BoundedStore
+        silent = SimpleNamespace(add=lambda *_: threading.Event().wait())
+        gate_reports.common_store = lambda limit: BoundedStore(silent, min(limit, 1))
     elif fault == "store":
         del distributed.distributed_c10d._get_default_store
 
@@ -108,7 +123,7 @@ def rank(world, number, size, port, given):
     os.environ.update(env)
     if not plugin:
         os.environ["VLLM_PLUGINS"] = ""
-    os.environ["VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"] = "4" if "lacks" in world else "60"
+    os.environ.setdefault("VLLM_GRAPHFIX_AGREEMENT_TIMEOUT", "4" if "lacks" in world else "60")
     from vllm.plugins import load_general_plugins
     load_general_plugins()
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=number, world_size=size)
@@ -121,7 +136,8 @@ def rank(world, number, size, port, given):
         put_a_fault(os.environ.get("FAULT"))
     mode = SimpleNamespace(name=os.environ.get("GRAPHS", "FULL"))
     worker_double = SimpleNamespace(local_rank=number, use_v2_model_runner=False, vllm_config=SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_rank=0), model_config=SimpleNamespace(enforce_eager=mode.name == "NONE"),
+        parallel_config=SimpleNamespace(data_parallel_rank=0, node_rank_within_dp=int(os.environ.get("NODE", "0"))),
+        model_config=SimpleNamespace(enforce_eager=mode.name == "NONE"),
         compilation_config=SimpleNamespace(cudagraph_mode=mode)))
     try:
         workers.Worker.compile_or_warm_up_model(worker_double)
@@ -166,6 +182,7 @@ def messages() -> dict[str, list[str]]:
         "differs, without graphs",
         "torch's store is gone",
         "torch's store is gone, off",
+        "the store does not answer, off",
     ],
 )
 def test_ranks_start(world: str, messages: dict[str, list[str]]) -> None:
@@ -217,6 +234,19 @@ def test_all_ranks_stop_before_they_capture_where_one_is_set_up_otherwise(
     for line in messages[world]:
         assert "GraphfixError vllm-graphfix stops this engine before it captures its CUDA graphs" in line
         assert what.format(host=socket.gethostname()) in line
+
+
+def test_a_rank_whose_executor_is_on_another_node_ends_its_process(messages: dict[str, list[str]]) -> None:
+    """That executor ends with the engine, and its `shutdown` does not reach this process."""
+    with_executor, without = sorted(messages["differs, on a node without the executor"], key=len)
+    assert "the ranks of this engine do not agree" in with_executor
+    assert without == f"{with_executor} AND ENDS ITS PROCESS"
+
+
+def test_a_rank_stops_if_the_store_does_not_answer_for_as_long_as_it_waits(messages: dict[str, list[str]]) -> None:
+    for message in messages["the store does not answer"]:
+        assert "GraphfixError vllm-graphfix stops this engine before it captures" in message
+        assert "has not answered for 1 s: the host of rank 0" in message
 
 
 def test_all_ranks_that_insist_stop_where_they_cannot_be_compared(messages: dict[str, list[str]]) -> None:

@@ -2,8 +2,62 @@
 
 from __future__ import annotations
 
+import functools
+import queue
 import re
+import threading
+from collections.abc import Callable
 from typing import Any
+
+
+class StoreTimeoutError(RuntimeError):
+    """The host of rank 0, which holds the store of the ranks, does not answer."""
+
+
+class BoundedStore:
+    """A `torch.distributed.Store` each of whose calls ends within *limit* seconds.
+
+    If packets are lost without a sign, as when a host loses its power, a TCPStore waits as long as TCP sends its
+    request again, a quarter of an hour on Linux, whatever timeout the call has: it also waits for the answer to the
+    message by which it ends a wait.
+    """
+
+    def __init__(self, store: Any, limit: float) -> None:
+        self._store, self._limit = store, limit
+        self._is_lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._store, name)
+        return functools.partial(self._call, attribute) if callable(attribute) else attribute
+
+    def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the result of *method*. Raises its error, or StoreTimeoutError."""
+        if self._is_lost:  # a thread still holds the store's lock
+            raise StoreTimeoutError(self._message())
+        outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put((method(*args, **kwargs), None))
+            except BaseException as error:
+                outcome.put((None, error))
+
+        # A daemon: the process must be able to end while this thread waits.
+        threading.Thread(target=run, name="graphfix-store", daemon=True).start()
+        try:
+            result, error = outcome.get(timeout=self._limit)
+        except queue.Empty:
+            self._is_lost = True
+            raise StoreTimeoutError(self._message()) from None
+        if error is not None:
+            raise error
+        return result
+
+    def _message(self) -> str:
+        return (
+            f"The store in which ranks are compared has not answered for {self._limit:.0f} s: the host of rank 0, "
+            "which holds it, is gone or cut off."
+        )
 
 
 def world() -> tuple[int, int]:
@@ -14,14 +68,15 @@ def world() -> tuple[int, int]:
     return (distributed.get_rank(), distributed.get_world_size()) if known else (0, 1)
 
 
-def common_store() -> Any:
+def common_store(limit: float | None = None) -> Any:
     """Return the store that torch.distributed has for all ranks, in a namespace of this package.
 
-    Raises ValueError if there is none.
+    *limit*: seconds within which each of its calls ends (`BoundedStore`). Raises ValueError if there is no store.
     """
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
+    store = distributed_c10d.PrefixStore("vllm_graphfix", distributed_c10d._get_default_store())
+    return store if limit is None else BoundedStore(store, limit)
 
 
 def host_in(store: Any, rank: int, world_size: int) -> str | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.engine.gate_reports import CAPTURED, PROFILING, WARM_UP, RankReports
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import guarded
-from vllm_graphfix.ranks import common_store, host_in, world
+from vllm_graphfix.ranks import StoreTimeoutError, common_store, host_in, world
 from vllm_graphfix.settings import environment
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ class CaptureGate:
             # A rank that is about to stop publishes no report: the others would go on, into a collective with it.
             if failure is None or not self._requires_a_fix():
                 problem = self._compare_ranks(worker_or_runner, stage)
+        except StoreTimeoutError as error:
+            problem = self._difference_without_store(error)
         except Exception as error:
             failure = failure or error
         try:
@@ -97,15 +99,17 @@ class CaptureGate:
                 guarded(self.reports.publish_unchecked, WARM_UP if stage == CAPTURE else PROFILING, failure)
         guarded(self._publish_outcome, problem)
         if problem is not None:
-            if failure is not None:
+            if failure is not None or _has_executor_elsewhere(worker_or_runner):
                 guarded(self._end_process, problem)
             raise GraphfixError(problem)
 
     def _end_process(self, problem: str) -> None:
-        """End the process of a rank that stops because of an error of its own, which the other ranks do not share.
+        """End the process of a rank for which an exception is not enough.
 
-        An exception is not enough: vLLM's executor takes the ranks' results in their order and waits without limit for
-        rank 0, which may wait in a collective with this rank. It notices at once that a process has ended.
+        If it stops because of an error of its own, which the other ranks do not share: vLLM's executor takes the ranks'
+        results in their order and waits without limit for rank 0, which may wait in a collective with this rank. It
+        notices at once that a process has ended. And if the executor is on another node, which ends with it: nobody
+        ends this process then, and it would wait for its next order without limit.
         """
         rank, _ = world()
         if rank > 0:
@@ -244,6 +248,15 @@ class CaptureGate:
         self.status_record.agreement = _with_earlier_followers(agreement, self.status_record.agreement)
         return agreement
 
+    def _difference_without_store(self, error: StoreTimeoutError) -> str | None:
+        """Return the message by which a lost store stops the engine: to this rank all others are unresponsive."""
+        from vllm_graphfix.engine.rank_agreement import Agreement
+
+        report = self.reports.report()
+        agreement = Agreement(report.token, None, world()[1], 1, str(error), all_off=report.off)
+        self.status_record.agreement = agreement
+        return self._difference(agreement)
+
     def _difference(self, agreement: Agreement) -> str | None:
         """Return the message by which a difference stops the engine; None if there is none, or if it is a warning."""
         if agreement.difference is None:
@@ -279,6 +292,8 @@ class CaptureGate:
                 guarded(self._end_process, problem)
         guarded(self._publish_outcome, problem)
         if problem is not None:
+            if _has_executor_elsewhere(worker_or_runner):
+                guarded(self._end_process, problem)
             raise GraphfixError(problem)
 
     def _settle_capture(self, worker_or_runner: Any) -> str | None:
@@ -348,6 +363,12 @@ def _with_earlier_followers(agreement: Agreement, earlier: Agreement | None) -> 
 def _uses_graphs(worker_or_runner: Any) -> bool:
     config = worker_or_runner.vllm_config
     return not config.model_config.enforce_eager and config.compilation_config.cudagraph_mode.name != "NONE"
+
+
+def _has_executor_elsewhere(worker_or_runner: Any) -> bool:
+    """Tell if this rank is on a node of `--nnodes` without the executor of its ranks, as `--headless` ones are."""
+    parallel = getattr(getattr(worker_or_runner, "vllm_config", None), "parallel_config", None)
+    return getattr(parallel, "node_rank_within_dp", 0) > 0
 
 
 def _is_elastic(worker_or_runner: Any) -> bool:

@@ -39,7 +39,7 @@ class RankReports:
             rank, world_size = world()
             report = self.report() if world_size > 1 else None
             if report is not None:
-                store = common_store()
+                store = self._store()
                 self.pending = store, rank_agreement.publish(store, stage, rank, report), report
         except Exception as error:
             self.pending, self._error = None, error
@@ -57,7 +57,7 @@ class RankReports:
         rank, world_size = world()
         if world_size == 1 or self._requires_a_fix():  # a rank that is about to stop must not let others pass
             return
-        store = common_store()
+        store = self._store()
         if stage == WARM_UP:
             self.post_capture_group = store, rank, world_size
         rank_agreement.publish_unchecked(store, stage, rank, f"{type(error).__name__}: {error}")
@@ -68,7 +68,7 @@ class RankReports:
 
         rank, world_size = world()
         if world_size > 1:
-            rank_agreement.publish_stop(common_store(), stage, rank, f"{type(error).__name__}: {error}")
+            rank_agreement.publish_stop(self._store(), stage, rank, f"{type(error).__name__}: {error}")
 
     def take(self, early: Published | None, *, stops: bool) -> Published | None:
         """Return the published report by which this rank is compared; None if there is none, and no error either."""
@@ -90,6 +90,15 @@ class RankReports:
             rank_agreement.publish_end(
                 store, rank_agreement.publish(store, CAPTURED, rank, report._replace(ended=True))
             )
+
+    def _store(self) -> Any:
+        """Return the store of the ranks, whose calls end within the time that this rank waits for the others."""
+        from vllm_graphfix.engine import rank_agreement
+
+        decision = self._context.decision
+        if decision is None or decision.is_off:
+            return common_store(rank_agreement.TIMEOUT_FOR_A_WARNING)
+        return common_store(decision.agreement_timeout)
 
     def report(self) -> Any:
         """Return the report of this rank; None before there is a decision."""
