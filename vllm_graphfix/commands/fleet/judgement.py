@@ -188,7 +188,7 @@ def _unseen(engine: Engine) -> Iterator[Finding]:
     if front_ends and not serves and min(m.unchanged for m in front_ends) >= YOUNG:
         yield Finding(
             "no process of it serves graphfix_* on /metrics, so Prometheus sees nothing of it: it is no server, or its "
-            "front-end is not vLLM's Python one",
+            "front-end is on another host or not vLLM's Python one",
             is_wrong=False,
         )
 
