@@ -252,6 +252,8 @@ def _tell_ends(callers: dict[int, socket.socket], selector: selectors.BaseSelect
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:
             return
+        if child not in callers:  # an orphan, where this is the first process of a namespace
+            continue
         with callers.pop(child) as caller, contextlib.suppress(KeyError, OSError):
             selector.unregister(caller)  # KeyError: the caller went first
             caller.sendall(bytes([os.waitstatus_to_exitcode(status) & 255]))
