@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -41,11 +42,14 @@ def main() -> int:
         record_dashboard.prometheus(simulator.urls, scrape=options.scrape) as prometheus,
     ):
         started = time.monotonic()
-        while (up := _count(prometheus, "count(up == 1)")) < len(states):
+        up = 0
+        while up < len(states):
             if time.monotonic() - started > 5 * options.scrape:
                 print(f"only {up} of {len(states)} engines were scraped", file=sys.stderr)
                 return 2
-            time.sleep(2)
+            time.sleep(5)
+            with suppress(TimeoutError):  # while the first scrapes come in
+                up = _count(prometheus, "count(up == 1)")
         series = _count(prometheus, "sum(scrape_samples_scraped)")
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
         print(f"{len(states)} engines of eight ranks, {series} series; load of this machine: {load:.1f} a processor")

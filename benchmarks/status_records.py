@@ -1,7 +1,7 @@
 """The time of status records and metrics.
 
-Measured are writing one record, reading those of 64 ranks, alone and beside 2,000 records of other engines, and a
-scrape of /metrics.
+Measured are writing one record, reading those of 64 ranks, alone and beside 2,000 records of other engines, a scrape of
+/metrics, and by how much the event loop of a front-end is late while a thread reads beside these 2,000.
 
 python benchmarks/status_records.py [--rounds N]
 """
@@ -9,7 +9,9 @@ python benchmarks/status_records.py [--rounds N]
 from __future__ import annotations
 
 import argparse
+import asyncio
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,10 @@ ENGINE = "0123456789abcdef"
 OTHERS = 2000
 TARGET = 0.005
 """Seconds for a scrape."""
+OFTEN = 0.1
+"""Seconds between two readings beside an event loop: 50 times as often as in an engine."""
+NAPS = 300
+ROUNDS = 15
 LISTED = 0.002
 """Seconds for a folder with `OTHERS` records of other engines."""
 
@@ -69,6 +75,10 @@ def main() -> None:
                 started = time.perf_counter()
                 call()
                 times[name].append(time.perf_counter() - started)
+        late: dict[str, list[float]] = {"nothing else": [], f"a reader beside {OTHERS} records of other engines": []}
+        for _ in range(ROUNDS):
+            for name, look in zip(late, (lambda: None, alone.look), strict=True):
+                late[name].append(lateness(look))
     made = table(f"milliseconds; {rounds} rounds, interleaved", "what", "min", "median", "target")
     for name, (_, target) in measured.items():
         taken = Times.of(times[name])
@@ -77,6 +87,36 @@ def main() -> None:
     out = console()
     out.print(machine(), highlight=False)
     out.print(made)
+    least = min(late["nothing else"])
+    made = table(f"event loop, 99th percentile of its lateness; {ROUNDS} rounds, interleaved", "beside", "min", "ratio")
+    for name, values in late.items():
+        made.add_row(name, f"{min(values) * 1000:.2f}", f"{min(values) / least:.2f}")
+    out.print(made)
+
+
+def lateness(look: Callable[[], object]) -> float:
+    """Return how late an event loop is in 99 of 100 naps, in seconds, while a thread calls *look* every `OFTEN`."""
+    ended = threading.Event()
+
+    def read() -> None:
+        while not ended.wait(OFTEN):
+            look()
+
+    async def nap() -> list[float]:
+        late = []
+        for _ in range(NAPS):
+            started = time.perf_counter()
+            await asyncio.sleep(0.002)
+            late.append(time.perf_counter() - started - 0.002)
+        return late
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        return sorted(asyncio.run(nap()))[NAPS * 99 // 100]
+    finally:
+        ended.set()
+        thread.join()
 
 
 def of_rank(rank: int) -> records.Record:

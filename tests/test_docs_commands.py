@@ -55,6 +55,16 @@ ELSEWHERE = {
     "vllm-graphfix fleet --watch 5": (
         "test_fleet_command.py::test_watching_goes_on_until_it_is_interrupted_which_is_exit_0"
     ),
+    """vllm-graphfix fleet --prometheus https://prometheus:9090 --selector 'namespace="llm"'""": (
+        "test_fleet_prometheus.py::test_a_selector_leaves_engines_out"
+    ),
+    "vllm-graphfix fleet --prometheus https://thanos.example.com --token-file /run/secrets/token --ca-file ca.pem": (
+        "test_fleet_prometheus.py::test_token_and_tenant_are_sent"
+    ),
+    (
+        "vllm-graphfix fleet --prometheus https://mimir.example.com/prometheus --tenant team "
+        """--selector 'cluster="eu",job="vllm"'"""
+    ): "test_fleet_prometheus.py::test_token_and_tenant_are_sent",
     "python examples/rollouts.py MODEL": "test_examples.py::test_the_exit_code_is_1_if_a_fix_is_off",
     "pip install .": "test_package.py::test_an_empty_environment_judges_a_wheel_of_vllm",
     "vllm collect-env": "test_collect_env.py::test_every_releases_own_report_ends_with_what_the_plugin_would_do",

@@ -450,3 +450,20 @@ def test_the_page_names_every_recipe_and_every_place_where_plugins_are_loaded() 
     assert [
         name for name in (*(f"stacks/{stack}.yaml" for stack in STACKS), *LOADED_IN.values()) if name not in page
     ] == []
+
+
+def test_the_values_for_any_chart_make_a_pod() -> None:
+    page = (PROJECT / "docs" / "stacks.md").read_text()
+    values = yaml.safe_load(page.partition("### Values for Helm")[2].partition("```yaml\n")[2].partition("```")[0])
+    container = {"name": "vllm", "image": "vllm", "env": values["env"], "volumeMounts": values["volumeMounts"]}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "vllm", "labels": values["podLabels"]},
+        "spec": {"containers": [container], "volumes": values["volumes"]},
+    }
+    kubernetes_validate.validate(pod, kubernetes_validate.latest_version(), strict=True)
+    assert is_scraped(values["podLabels"])
+    names = {each["name"] for each in values["env"]}
+    assert names <= {*settings.names(BY_NAME)}
+    assert {"VLLM_GRAPHFIX", settings.ROLLOUT, settings.ROLLOUT_KEY, settings.STATUS_DIR} == names
