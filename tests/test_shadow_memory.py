@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graphfix.shadow import memory, runner_v1
+from vllm_graphfix.shadow import memory
 from vllm_graphfix.shadow.memory import RESERVE, Memory
 
 MIB = 1 << 20
@@ -116,28 +116,3 @@ def test_unused_memory_of_the_allocator_is_free_and_that_of_graphs_is_not(gpu: G
 def test_without_a_gpu_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_gpu", lambda: None)
     assert Memory().shortage(1 << 60, 1, 8, must_know=True) is None
-
-
-@pytest.mark.parametrize(("has_full", "counted"), [(True, 1), (False, 0)])
-@pytest.mark.parametrize("fails", ["the flag", "vLLM's context"])
-def test_a_call_goes_on_and_is_counted_where_it_cannot_be_read_whether_it_is_a_warm_up(
-    fails: str, has_full: bool, counted: int
-) -> None:
-    """An error on one rank alone would leave the others in a collective."""
-
-    class Wrapper:
-        def __call__(self, value: int) -> int:
-            return value
-
-    class Unreadable:
-        @property
-        def measuring(self) -> bool:
-            raise OSError("planted")
-
-    schedule = SimpleNamespace(count=0, due=9, timed=False)
-    measurements: Any = Unreadable() if fails == "the flag" else Memory()
-    shadow: Any = SimpleNamespace(schedule=schedule, quarantined=(), memory=measurements)
-    wrapper: Any = Wrapper()
-    wrapper.__class__ = runner_v1._measuring_class(Wrapper, shadow, has_full=has_full)
-    assert wrapper(3) == 3
-    assert schedule.count == counted

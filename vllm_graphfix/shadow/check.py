@@ -181,7 +181,7 @@ class Shadow:
             if self.lockstep is not None or isinstance(error, UnsafeError):
                 self.stop(error)
             else:
-                self._stop_on_this_rank(error)
+                self.stop_on_this_rank(error)
         return None
 
     def _read(self, model: str, function: Callable[[], T]) -> T | None:
@@ -208,9 +208,9 @@ class Shadow:
         try:
             self._plan_next()
         except Exception as error:
-            self._stop_on_this_rank(error)
+            self.stop_on_this_rank(error)
 
-    def _stop_on_this_rank(self, error: Exception) -> None:
+    def stop_on_this_rank(self, error: Exception) -> None:
         """Turn the check off for an error of its own bookkeeping, which the other ranks of a group cannot know of.
 
         They wait for this rank in an agreement, now or at the next step that is due, for as long as a step may take,
@@ -266,7 +266,7 @@ class Shadow:
             if replayed is not None and error is replayed.error:  # vLLM's own
                 raise
             failed = error
-        self._stop_on_this_rank(failed)
+        self.stop_on_this_rank(failed)
         return replayed.output if replayed is not None and replayed.done else replay()
 
     def _check(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:

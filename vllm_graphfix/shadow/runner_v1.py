@@ -183,13 +183,19 @@ def _checking_class(kind: Any, shadow: Shadow) -> Any:
     schedule, quarantined, timed = shadow.schedule, shadow.quarantined, shadow.schedule.timed
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Every rank of a group counts the same calls, whether they replay or not.
-        schedule.count += 1
-        if timed:
-            schedule.tick()
-        if schedule.count < schedule.due and not quarantined:
-            return kind.__call__(self, *args, **kwargs)
-        return _maybe_check(shadow, kind, self, args, kwargs)
+        due = False
+        try:
+            # Every rank of a group counts the same calls, whether they replay or not.
+            schedule.count += 1
+            if timed:
+                schedule.tick()
+            if schedule.count >= schedule.due or quarantined:
+                due = True
+        except Exception as error:  # raised here it would leave the other ranks in a collective of the model
+            shadow.stop_on_this_rank(error)
+        if due:
+            return _maybe_check(shadow, kind, self, args, kwargs)
+        return kind.__call__(self, *args, **kwargs)
 
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), names)
@@ -199,8 +205,6 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
     def replay() -> Any:
         return kind.__call__(wrapper, *args, **kwargs)
 
-    shadow.plan_next()
-
     def read() -> tuple[tuple[int, Any], Any] | None:
         context = sys.modules["vllm.forward_context"]._forward_context
         if not _replays(wrapper, context):
@@ -208,8 +212,14 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
         descriptor = context.batch_descriptor
         return (id(wrapper), descriptor if shadow.lockstep is None else shape_of(descriptor)), context
 
-    call = shadow.read(TARGET, read)
-    together = shadow.lockstep is None or shadow.all_ranks_replay(call[0][1] if call is not None else None)
+    call = None
+    together = False
+    try:
+        shadow.plan_next()
+        call = shadow.read(TARGET, read)
+        together = shadow.lockstep is None or shadow.all_ranks_replay(call[0][1] if call is not None else None)
+    except Exception as error:
+        shadow.stop_on_this_rank(error)
     if call is None or not together:
         return replay()
     key, context = call

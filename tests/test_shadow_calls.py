@@ -1,0 +1,78 @@
+"""Calls of a wrapper of graphs go on, whatever fails in what the shadow check does around them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_graphfix.shadow import runner_v1
+from vllm_graphfix.shadow.memory import Memory
+
+
+class Wrapper:
+    def __call__(self, value: int) -> int:
+        return value
+
+
+@pytest.mark.parametrize(("has_full", "counted"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize("fails", ["the flag", "vLLM's context"])
+def test_a_call_goes_on_and_is_counted_where_it_cannot_be_read_whether_it_is_a_warm_up(
+    fails: str, has_full: bool, counted: int
+) -> None:
+    """An error on one rank alone would leave the others in a collective."""
+
+    class Unreadable:
+        @property
+        def measuring(self) -> bool:
+            raise OSError("planted")
+
+    schedule = SimpleNamespace(count=0, due=9, timed=False)
+    measurements: Any = Unreadable() if fails == "the flag" else Memory()
+    shadow: Any = SimpleNamespace(schedule=schedule, quarantined=(), memory=measurements)
+    wrapper: Any = Wrapper()
+    wrapper.__class__ = runner_v1._measuring_class(Wrapper, shadow, has_full=has_full)
+    assert wrapper(3) == 3
+    assert schedule.count == counted
+
+
+class Failing:
+    """Fails when it is asked for what *fails* names."""
+
+    timed, due, count = False, 1, 0
+
+    def __init__(self, fails: str) -> None:
+        self._fails = fails
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "_fails"):
+            raise OSError("planted")
+        return object.__getattribute__(self, name)
+
+
+class ShadowStandIn(Failing):
+    """A check whose next step is due, and of which nothing is read."""
+
+    quarantined: tuple[str, ...] = ()
+    lockstep = None
+
+    def __init__(self, fails: str, schedule: Failing) -> None:
+        super().__init__(fails)
+        self.schedule = schedule
+        self.stopped: list[Exception] = []
+
+    def plan_next(self) -> None: ...
+
+    def read(self, *_: object) -> None: ...
+
+    def stop_on_this_rank(self, error: Exception) -> None:
+        self.stopped.append(error)
+
+
+@pytest.mark.parametrize("fails", ["", "count", "due", "plan_next", "read", "lockstep"])
+def test_a_check_that_fails_around_a_call_stops_and_the_call_goes_on(fails: str) -> None:
+    shadow: Any = ShadowStandIn(fails, Failing(fails))
+    wrapper: Any = runner_v1._checking_class(Wrapper, shadow)()
+    assert wrapper(3) == 3
+    assert [str(error) for error in shadow.stopped] == (["planted"] if fails else [])
