@@ -18,8 +18,8 @@ def text(picture: str) -> str:
 
 
 def test_the_picture_of_status_counts_todays_fixes() -> None:
-    shown = text("status")
-    (release,) = set(re.findall(r"--vllm vllm-([\d.]+)", shown))
+    words = text("status")
+    (release,) = set(re.findall(r"--vllm vllm-([\d.]+)", words))
     needed, known = affected_by(release), len(BY_NAME)
-    assert f"{len(needed)} of {known} known defects are in it, {known - len(needed)} not." in shown
-    assert [name for name in needed if name not in shown] == []
+    assert f"{len(needed)} of {known} known defects are in it, {known - len(needed)} not." in words
+    assert [name for name in needed if name not in words] == []

@@ -130,8 +130,8 @@ def test_a_fix_is_linked_where_it_is_named(site: Path) -> None:
 
 
 def test_no_page_shows_where_copies_of_files_are(pages: dict[Path, BuiltPage]) -> None:
-    shown = re.compile(rf">[^<]*\b{site_pages.ATTACHED}/")
-    assert [path.name for path in pages if shown.search(path.read_text())] == []
+    printed = re.compile(rf">[^<]*\b{site_pages.ATTACHED}/")
+    assert [path.name for path in pages if printed.search(path.read_text())] == []
 
 
 def test_every_page_leads_to_its_source(pages: dict[Path, BuiltPage]) -> None:

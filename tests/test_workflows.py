@@ -189,21 +189,19 @@ def test_a_new_release_is_proposed_once(tmp_path: Path) -> None:
 
 @pytest.mark.release
 @pytest.mark.parametrize(
-    ("inputs", "code"),
-    [
-        ({"for": "some/model", "gpu": "H200"}, 4),  # whether the model concerns a defect is not known
-        ({}, 0),
-        ({"vllm": "gone"}, 2),
-    ],
-    ids=["flags", "the whole", "no vLLM"],
+    ("inputs", "switch", "code"),
+    [({"for": "some/model", "gpu": "H200"}, "on", 0), ({}, "off", 3), ({"vllm": "gone"}, "on", 2)],
+    ids=["all applied", "needed and not applied", "no vLLM"],
 )
-def test_the_action_for_forks_fails_as_status_does(inputs: dict[str, str], code: int, tmp_path: Path) -> None:
+def test_the_action_for_forks_fails_as_status_does(
+    inputs: dict[str, str], switch: str, code: int, tmp_path: Path
+) -> None:
     """Its last step, with the package that runs here as the installed one."""
     action = yaml.safe_load((PROJECT / "action.yml").read_text())
     step = action["runs"]["steps"][-1]
-    given = {name: inputs.get(name, str(each["default"])) for name, each in action["inputs"].items()}
+    chosen = {name: inputs.get(name, str(each["default"])) for name, each in action["inputs"].items()}
     values = {
-        name: re.sub(r"\$\{\{ inputs\.(\w+) }}", lambda match: given[match[1]], value)
+        name: re.sub(r"\$\{\{ inputs\.(\w+) }}", lambda match: chosen[match[1]], value)
         for name, value in step["env"].items()
     }
     (tmp_path / "vllm-graphfix").symlink_to(PROGRAMS.parent)
@@ -211,6 +209,7 @@ def test_the_action_for_forks_fails_as_status_does(inputs: dict[str, str], code:
         "PATH": "/usr/bin:/bin",
         "RUNNER_TEMP": str(tmp_path),
         "GITHUB_STEP_SUMMARY": str(tmp_path / "summary"),
+        "VLLM_GRAPHFIX": switch,
     }
     done = subprocess.run(
         ["/bin/bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
