@@ -295,6 +295,6 @@ def test_a_store_that_answers_is_as_it_is_without_the_bound() -> None:
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert not store.check(["another"])
-    with pytest.raises(RuntimeError, match="(?i)time"):
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
         store.wait(["another"], timedelta(milliseconds=10))
     assert store.underlying_store.get("prefix/key") == b"value"

@@ -69,7 +69,9 @@ def seen(**changes: Any) -> dict[str, Any]:
 
 
 STOPPED = {"log": {"host-a": ["they do not agree"], "host-b": ["they do not agree"]}}
-OTHER = [{"rank": {"rank": 0}, "decision": {"canary": canary, "bucket": None}, "agreement": None} for canary in (True, False)]
+OTHER = [
+    {"rank": {"rank": 0}, "decision": {"canary": canary, "bucket": None}, "agreement": None} for canary in (True, False)
+]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def rank(world, number, size, port, given):
     return said == "STARTS", said
 
 run_worlds(WORLDS, rank)
-"""  # noqa: E501
+"""
 
 
 @pytest.fixture(scope="module")

@@ -94,14 +94,14 @@ def test_version_has_one_source(metadata: importlib.metadata.Distribution) -> No
 
 def test_links_of_the_description_are_whole(metadata: importlib.metadata.Distribution) -> None:
     """PyPI shows README.md without the tree."""
-    text = metadata.metadata.get_payload()
+    text = str(metadata.read_text("METADATA")).partition("\n\n")[2]
     assert text.count("\n") == (PROJECT / "README.md").read_text().count("\n")
     linked = re.findall(r"\]\(([^)\s]+)\)|^\[[^]\n]+\]: (\S+)$", text, re.MULTILINE)
     assert linked
     assert [target for pair in linked for target in pair if target and not target.startswith("https://")] == []
     source = next(
         address
-        for name, _, address in (url.partition(", ") for url in metadata.metadata.get_all("Project-URL"))
+        for name, _, address in (url.partition(", ") for url in metadata.metadata.get_all("Project-URL") or ())
         if name == "Source"
     )
     assert f"]: {source}/blob/main/docs/am-i-hit.md\n" in text

@@ -52,7 +52,7 @@ def table(values: Schema, text: str = "") -> Schema:
     return of("object", text, additionalProperties=values)
 
 
-def record(text: str = "", optional: Sequence[str] = (), **properties: Schema) -> Schema:
+def record(text: str = "", optional: Sequence[str] = (), /, **properties: Schema) -> Schema:
     """Return the schema of an object with *properties*, all but the *optional* ones always there."""
     required = [name for name in properties if name not in optional]
     return of("object", text, properties=properties, required=required)
@@ -70,7 +70,7 @@ VERSIONS = {"graphfix": of("string", "version of the plugin"), "vllm": of("strin
 MISCONFIGURED = table(TEXT, "variables with an invalid name or value")
 ROW = record(
     "one fix",
-    optional=("concern",),
+    ("concern",),
     name=FIX,
     pr=PR,
     references=array(TEXT, "upstream's other threads"),
@@ -88,7 +88,8 @@ ROW = record(
     concern=record("with `--for` or `--running`", answer=one_of(Concern), reason=TEXT),
 )
 STATUS = record(
-    optional=("process",),
+    "",
+    ("process",),
     process=record("with `--running`: the server", pid=COUNT, command=TEXT),
     schema=of("integer"),
     **VERSIONS,
@@ -206,7 +207,7 @@ OUTPUTS: dict[str, tuple[int, str, Schema]] = {
     "explain": (
         explain.SCHEMA,
         "explain FIX --json",
-        record(optional=("goes_with",), name=FIX, pr=PR, **SECTIONS),
+        record("", ("goes_with",), name=FIX, pr=PR, **SECTIONS),
     ),
     "fixes": (
         explain.SCHEMA,

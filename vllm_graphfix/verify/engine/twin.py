@@ -62,7 +62,7 @@ def make(config: Section, folder: Path, plan: Callable[[Section], Plan]) -> Twin
     from safetensors.torch import load_file, save_file
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     kind = _class_of(config)
     plain = {key: value for key, value in config.items() if key not in ("quantization_config", "auto_map")}
     try:
@@ -114,7 +114,8 @@ def _class_of(config: Section) -> Any:
 def _no_init_weights() -> AbstractContextManager[None]:
     for module in ("transformers.initialization", "transformers.modeling_utils"):  # since 5, up to 4
         with suppress(ImportError, AttributeError):
-            return importlib.import_module(module).no_init_weights()
+            context: AbstractContextManager[None] = importlib.import_module(module).no_init_weights()
+            return context
     return nullcontext()
 
 
