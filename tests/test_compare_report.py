@@ -91,6 +91,7 @@ def test_json_has_the_fields_of_its_schema() -> None:
         **FACTS,
         "model": "the/model",
         "flags": ["-tp", "2"],
+        "twin": None,
         "corrupt": True,
         "inconclusive": None,
         "error": None,

@@ -111,6 +111,7 @@ COMPARED = (
     "vllm-graphfix compare MODEL -tp 2 --kv-cache-dtype fp8",
     "vllm-graphfix compare MODEL --prompts prompts.txt --max-tokens 256",
     "vllm-graphfix compare MODEL --poison",
+    "vllm-graphfix compare MODEL --twin -tp 8 --kv-cache-dtype fp8",
     "vllm-graphfix compare MODEL --json > compared.json",
     (
         "vllm-graphfix compare llama --skip-tokenizer-init --max-model-len 2048 --kv-cache-memory-bytes 1073741824 "
@@ -360,11 +361,20 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
     subprocess.run(["/bin/bash", "-euc", script], cwd=tmp_path, env={"PATH": path}, check=True)
     reached: list[tuple[str, list[str], int, int]] = []
     poisoned: list[bool] = []
+    twins: list[bool] = []
 
     def run(
-        model: str, flags: list[str], prompts: tuple[str, ...], generated: int, tokens: int, *rest: object, poison: bool
+        model: str,
+        flags: list[str],
+        prompts: tuple[str, ...],
+        generated: int,
+        tokens: int,
+        *rest: object,
+        poison: bool,
+        as_twin: bool,
     ) -> None:
         poisoned.append(poison)
+        twins.append(as_twin)
         reached.append((model, flags, len(prompts), tokens))
         raise CompareError("engines are not started here")
 
@@ -379,6 +389,7 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ("MODEL", 1, 256),
         ("MODEL", 0, 128),
         ("MODEL", 0, 128),
+        ("MODEL", 0, 128),
         ("llama", 0, 128),
         ("mla-mtp", 0, 128),
         ("llama", 0, 128),
@@ -390,7 +401,8 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ("llama", 0, 128),
         ("smollm2", 1, 96),
     ]
-    assert [number for number, poison in enumerate(poisoned) if poison] == [3, 13]
+    assert [number for number, poison in enumerate(poisoned) if poison] == [3, 14]
+    assert [number for number, twin in enumerate(twins) if twin] == [4]
     flags = json.dumps([["--model", model, *flags] for model, flags, *_ in reached])
     done = run_in_fork("0.21.0", ACCEPTED.format(flags=flags))
     assert [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if line.startswith("ACCEPTED")] == [
@@ -398,6 +410,7 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ["MODEL", 2, None, "fp8", None],
         ["MODEL", 1, None, "auto", None],
         ["MODEL", 1, None, "auto", None],
+        ["MODEL", 8, None, "fp8", None],
         ["MODEL", 1, None, "auto", None],
         ["llama", 2, 2048, "auto", None],
         ["mla-mtp", 2, 2048, "auto", "mtp"],

@@ -341,7 +341,7 @@ def test_a_checkpoint_without_one_of_the_weights_is_refused_by_vllm() -> None:
     code = LOADS_INTO_VLLM.replace(
         "    folder = Path.cwd()\n",
         "    folder = Path.cwd()\n"
-        f"    values, config, shapes = models._values, *models.MODELS['mla-mtp']\n"
+        f"    values, config, shapes = models.values_of, *models.MODELS['mla-mtp']\n"
         f"    models.MODELS['mla-mtp'] = (config, lambda c: {{{{k: v for k, v in shapes(c).items() if k != "
         f"{name!r}}}}})\n",
     )

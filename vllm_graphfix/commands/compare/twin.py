@@ -77,16 +77,16 @@ class FittedTwin:
 def fit(model: str, flags: Sequence[str], folder: Path) -> FittedTwin:
     """Make the twin of *model* in *folder*, and fit *flags* to it. Raises CompareError."""
     names = {f"{flag}=" for flag in (*_FITTED, "--tokenizer")} | {"--enable-lora"}
-    given = line.parse(shlex.join(flags), names).flags
-    if "--config" in given:
+    parsed = line.parse(shlex.join(flags), names).flags
+    if "--config" in parsed:
         raise CompareError("--twin has to know all flags: write those of --config on the command line")
-    config = _config_of(model, _value(given, "--revision"))
-    if overrides := _value(given, _OVERRIDES):
+    config = _config_of(model, _value(parsed, "--revision"))
+    if overrides := _value(parsed, _OVERRIDES):
         config |= _json(overrides, _OVERRIDES)
-    ranks = _ranks(given, _TENSOR_PARALLEL)
-    fitted = math.gcd(ranks, _devices())
-    whole = "--enable-expert-parallel" in given
-    more = _MORE_LAYERS if (_value(given, "--kv-cache-dtype") or "").startswith("turboquant") else 0
+    ranks = _ranks(parsed, _TENSOR_PARALLEL)
+    fitted = max(count for count in range(1, _devices() + 1) if ranks % count == 0)
+    whole = "--enable-expert-parallel" in parsed
+    more = _MORE_LAYERS if (_value(parsed, "--kv-cache-dtype") or "").startswith("turboquant") else 0
 
     def plan(section: Section) -> Plan:
         return Plan(section, (ranks, fitted), whole, more)
@@ -94,10 +94,10 @@ def fit(model: str, flags: Sequence[str], folder: Path) -> FittedTwin:
     try:
         made = twin.make(config, folder / "model", plan)
         changes = list(made.changes)
-        fitting = _fitted_flags(given, made.folder, fitted, changes)
-        if drafts := _value(given, _DRAFTS):
+        fitting = _fitted_flags(parsed, made.folder, fitted, changes)
+        if drafts := _value(parsed, _DRAFTS):
             fitting += _fitted_drafts(_json(drafts, _DRAFTS), model, made, folder / "draft", plan, changes)
-        adapters = twin.make_adapters(made) if "--enable-lora" in given else ()
+        adapters = twin.make_adapters(made) if "--enable-lora" in parsed else ()
     except twin.TwinError as error:
         raise CompareError(f"no twin of {model}: {error}") from error
     if "vision_config" in config or "audio_config" in config:
@@ -135,14 +135,14 @@ def _json(text: str, flag: str) -> Section:
     return value
 
 
-def _value(given: dict[str, line.FlagValue], flag: str) -> str | None:
-    if flag in given and given[flag].unsure:
-        raise CompareError(f"--twin needs {given[flag].unsure}")
-    return given[flag].value if flag in given else None
+def _value(parsed: dict[str, line.FlagValue], flag: str) -> str | None:
+    if flag in parsed and parsed[flag].unsure:
+        raise CompareError(f"--twin needs {parsed[flag].unsure}")
+    return parsed[flag].value if flag in parsed else None
 
 
-def _ranks(given: dict[str, line.FlagValue], flag: str) -> int:
-    text = _value(given, flag) or "1"
+def _ranks(parsed: dict[str, line.FlagValue], flag: str) -> int:
+    text = _value(parsed, flag) or "1"
     if not text.isdecimal() or int(text) < 1:
         raise CompareError(f"{flag} {text} is no number of ranks")
     return int(text)
@@ -154,14 +154,14 @@ def _devices() -> int:
     return torch.cuda.device_count() or 1
 
 
-def _fitted_flags(given: dict[str, line.FlagValue], folder: Path, ranks: int, changes: list[Change]) -> list[str]:
+def _fitted_flags(parsed: dict[str, line.FlagValue], folder: Path, ranks: int, changes: list[Change]) -> list[str]:
     """Return flags that stand behind the user's, and so replace them."""
     fitting = ["--tokenizer", str(folder)]
-    if _OVERRIDES in given:
+    if _OVERRIDES in parsed:
         fitting += [_OVERRIDES, "{}"]
-    new = {_TENSOR_PARALLEL: str(ranks), _CONTEXT_PARALLEL: str(math.gcd(_ranks(given, _CONTEXT_PARALLEL), ranks))}
+    new = {_TENSOR_PARALLEL: str(ranks), _CONTEXT_PARALLEL: str(math.gcd(_ranks(parsed, _CONTEXT_PARALLEL), ranks))}
     for flag, (fixed, hides, why) in _FITTED.items():
-        before, value = _value(given, flag), fixed or new.get(flag, str(folder))
+        before, value = _value(parsed, flag), fixed or new.get(flag, str(folder))
         if before is not None and before != value:
             fitting += [flag, value]
             changes.append(Change(flag, before, value, hides, why))

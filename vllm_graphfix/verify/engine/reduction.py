@@ -66,7 +66,7 @@ _OF_ENCODERS = ("deepstack_visual_indexes", "fullatt_block_indexes")
 
 @dataclass
 class Plan:
-    """What the sizes of one section of a config depend on."""
+    """One section of a config, and the deployment: all that the sizes of its twin depend on."""
 
     section: Section
     """The section with the defaults of its class."""
@@ -75,12 +75,10 @@ class Plan:
     whole_experts: bool = False
     """Ranks have experts of their own, not parts of all (expert parallelism)."""
     more_layers: int = 0
-    hidden_size: int | None = None
-    """The size that a draft model's states need, which are the target's."""
 
     def first(self, keys: Iterable[str], otherwise: int = 0) -> int:
-        found = (self.section.get(key) for key in keys)
-        return next((value for value in found if isinstance(value, int) and value), otherwise)
+        values = (self.section.get(key) for key in keys)
+        return next((value for value in values if isinstance(value, int) and value), otherwise)
 
     @cached_property
     def layers_before(self) -> int:
@@ -112,8 +110,8 @@ class Plan:
         of_rank, kv_of_rank = max(1, heads // before), max(1, kv_heads // before)
         ratio = max(1, of_rank // kv_of_rank)
         least = max(2, math.ceil(_HIDDEN / (ratio * self.head_size)))
-        kept = min(kv_of_rank, _MLA_HEADS if self.section.get("kv_lora_rank") else least)
-        return ratio * kept * after, kept * after
+        shared = min(kv_of_rank, _MLA_HEADS if self.section.get("kv_lora_rank") else least)
+        return ratio * shared * after, shared * after
 
     @cached_property
     def head_size(self) -> int:
@@ -122,8 +120,6 @@ class Plan:
 
     @cached_property
     def hidden(self) -> int:
-        if self.hidden_size is not None:
-            return self.hidden_size
         before = self.first(_HIDDEN_SIZES)
         if self.first(_HEADS) and not self.first(("head_dim", "attention_head_dim")):
             return min(before, self.head_counts[0] * self.head_size)

@@ -1,7 +1,7 @@
 """Makes twins: models of a config's architecture with random weights, by transformers' own classes.
 
 Weights are those of `models`: norms of 1 and matrices normal(0, 1/sqrt(fan-in)), so that each layer keeps the size of
-what it is given. Then the model is asked once, on the CPU, and its output matrix (its last norm, where the matrix is
+what it is given. Then the model is run once, on the CPU, and its output matrix (its last norm, where the matrix is
 tied to the embeddings) scaled so that logits have a standard deviation of `_SPREAD`: with less, each token would be as
 good as any; multipliers in a config may take it away, as Falcon-H1's do. Needs torch, transformers and safetensors.
 """
@@ -12,7 +12,7 @@ import importlib
 import json
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Tensors = dict[str, torch.Tensor]
 
 _SPREAD = 3.0
-_ASKED = 32
+_PROMPT_TOKENS = 32
 """Tokens of the prompt by which logits are scaled."""
 _LINEAR = re.compile(r"\.(?!eh_proj)(\w+_proj|\w+_proj_with_mqa|w[123])\.weight$")
 """Matrices that checkpoints quantise: none of routers, of embeddings, of convolutions."""
@@ -134,20 +134,29 @@ def _fill(model: Any, twin: Twin) -> None:
                 values *= (values[0].numel() / inner) ** 0.5
             parameter.copy_(values)
         last = model.get_output_embeddings()
-        scaled = [last.weight] if last is not None and not tied else _last_norm(model)
+        scaled = last.weight if last is not None and not tied else _last_norm(model)
+        generator = torch.Generator().manual_seed(zlib.crc32(b"twin"))
+        prompt = torch.randint(len(model.get_input_embeddings().weight), (1, _PROMPT_TOKENS), generator=generator)
         try:
-            generator = torch.Generator().manual_seed(zlib.crc32(b"twin"))
-            asked = torch.randint(len(model.get_input_embeddings().weight), (1, _ASKED), generator=generator)
-            twin.spread = float(model(input_ids=asked, use_cache=False).logits.float().std(-1).mean())
+            twin.spread = _spread(model, prompt)
         except Exception:  # a kernel that needs a GPU
             return
-        for weight in scaled:
-            weight.mul_(_SPREAD / twin.spread)
+        without = 0.0
+        if tied:  # Gemma's norms multiply by 1 more than their weights
+            scaled.zero_()
+            without = _spread(model, prompt)
+            scaled.fill_(1)
+        scaled.mul_((_SPREAD - without) / (twin.spread - without))
 
 
-def _last_norm(model: Any) -> list[Any]:
-    named = [each for name, each in model.named_parameters() if each.dim() == 1 and "norm" in name.rsplit(".", 2)[-2]]
-    return named[-1:]
+def _spread(model: Any, prompt: torch.Tensor) -> float:
+    return float(model(input_ids=prompt, use_cache=False).logits.float().std(-1).mean())
+
+
+def _last_norm(model: Any) -> torch.Tensor:
+    """Return the weights of the norm in front of the output matrix."""
+    named: Iterable[tuple[str, torch.Tensor]] = model.named_parameters()
+    return [each for name, each in named if each.dim() == 1 and "norm" in name.split(".")[-2]][-1]
 
 
 def _draft_layers(tensors: Tensors, config: Section) -> Tensors:
