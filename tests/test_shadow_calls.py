@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_graphfix.shadow import runner_v1
+from vllm_graphfix.shadow import drafter_v2, process, runner_v1, runner_v2
 from vllm_graphfix.shadow.memory import Memory
 
 
@@ -40,7 +40,7 @@ def test_a_call_goes_on_and_is_counted_where_it_cannot_be_read_whether_it_is_a_w
 class Failing:
     """Fails when it is asked for what *fails* names."""
 
-    timed, due, count = False, 1, 0
+    timed, due, count, within = False, 1, 0, 0
 
     def __init__(self, fails: str) -> None:
         self._fails = fails
@@ -75,4 +75,25 @@ def test_a_check_that_fails_around_a_call_stops_and_the_call_goes_on(fails: str)
     shadow: Any = ShadowStandIn(fails, Failing(fails))
     wrapper: Any = runner_v1._checking_class(Wrapper, shadow)()
     assert wrapper(3) == 3
+    assert [str(error) for error in shadow.stopped] == (["planted"] if fails else [])
+
+
+@pytest.mark.parametrize("fails", ["", "count", "due", "plan_next", "read", "quarantined"])
+def test_a_check_that_fails_around_a_replay_of_v2_stops_and_the_replay_goes_on(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadow: Any = ShadowStandIn(fails, Failing(fails))
+    if fails == "quarantined":
+        shadow.schedule.due = 9
+    monkeypatch.setattr(process, "SHADOW", shadow)
+    replay: Any = runner_v2._check_replays(lambda _, desc: desc, SimpleNamespace())  # type: ignore[arg-type]
+    assert replay(SimpleNamespace(), 3) == 3
+    assert [str(error) for error in shadow.stopped] == (["planted"] if fails else [])
+
+
+@pytest.mark.parametrize("fails", ["", "count", "due", "read"])
+def test_a_check_that_fails_around_a_replay_of_a_drafter_stops_and_the_replay_goes_on(fails: str) -> None:
+    shadow: Any = ShadowStandIn(fails, Failing(fails))
+    replay = drafter_v2._counting_replay(lambda desc: desc, drafter_v2._Drafter(None, None, {}), shadow)
+    assert replay(3) == 3
     assert [str(error) for error in shadow.stopped] == (["planted"] if fails else [])

@@ -104,10 +104,16 @@ def _counting_replay(stock: Callable[[Any], Any], drafter: _Drafter, shadow: Sha
     def run_fullgraph(desc: Any) -> Any:
         # Every rank of a group counts the same replays. Only the target model's replays read the clock, for the time of
         # a step; if it has none, a budget uses the assumed cost of a check, as at the beginning.
-        schedule.count += 1
-        if schedule.count < schedule.due and not (quarantined and (mark, desc) in quarantined):
-            return stock(desc)
-        return _maybe_check(shadow, stock, drafter, desc)
+        due = False
+        try:
+            schedule.count += 1
+            if schedule.count >= schedule.due or (quarantined and (mark, desc) in quarantined):
+                due = True
+        except Exception as error:  # raised here it would leave the other ranks in a collective of the model
+            shadow.stop_on_this_rank(error)
+        if due:
+            return _maybe_check(shadow, stock, drafter, desc)
+        return stock(desc)
 
     return run_fullgraph
 
@@ -136,7 +142,11 @@ def _maybe_check(shadow: Shadow, stock: Callable[[Any], Any], drafter: _Drafter,
         return stock(desc)
 
     key = (id(drafter.manager), desc)
-    call = shadow.read("drafter", lambda: _call_in_frames(drafter, desc, stock_caller(_maybe_check)))
+    call = None
+    try:
+        call = shadow.read("drafter", lambda: _call_in_frames(drafter, desc, stock_caller(_maybe_check)))
+    except Exception as error:
+        shadow.stop_on_this_rank(error)
     if call is None:
         return replay()
     if key in shadow.quarantined:  # without padding, as a speculator drafts without graphs

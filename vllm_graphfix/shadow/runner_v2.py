@@ -159,16 +159,22 @@ def _check_replays(stock: StockFunction, _: Activity) -> StockFunction:
             return stock(self, desc)
         if shadow.lockstep is not None:  # `_count_common_step` has counted this step
             return _maybe_check_together(shadow, stock, self, desc)
-        schedule = shadow.schedule
-        before = schedule.count
-        schedule.count = (before | schedule.within) + 1
-        if schedule.timed:
-            schedule.tick()
-        # A graph that is not in quarantine pays for a lookup in a set, not for reading the caller's variables.
-        if schedule.count < schedule.due and not (shadow.quarantined and (id(self), desc) in shadow.quarantined):
-            return stock(self, desc)
-        schedule.drafts = before & schedule.within
-        return _maybe_check(shadow, stock, self, desc)
+        due = False
+        try:
+            schedule = shadow.schedule
+            before = schedule.count
+            schedule.count = (before | schedule.within) + 1
+            if schedule.timed:
+                schedule.tick()
+            # A graph that is not in quarantine pays for a lookup in a set, not for reading the caller's variables.
+            if schedule.count >= schedule.due or (shadow.quarantined and (id(self), desc) in shadow.quarantined):
+                schedule.drafts = before & schedule.within
+                due = True
+        except Exception as error:  # raised here it would leave the other ranks in a collective of the model
+            shadow.stop_on_this_rank(error)
+        if due:
+            return _maybe_check(shadow, stock, self, desc)
+        return stock(self, desc)
 
     return run_fullgraph
 
@@ -240,8 +246,6 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
     def replay() -> Any:
         return stock(manager, desc)
 
-    shadow.plan_next()
-
     def read() -> Mapping[str, Any] | None:
         if (reason := unsafe(manager.vllm_config)) is not None:
             process.refuse(reason)
@@ -251,7 +255,12 @@ def _maybe_check(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) 
             return None
         return caller
 
-    caller = shadow.read(TARGET, read)
+    caller = None
+    try:
+        shadow.plan_next()
+        caller = shadow.read(TARGET, read)
+    except Exception as error:
+        shadow.stop_on_this_rank(error)
     if caller is None:
         return replay()
     return shadow.run((id(manager), desc), lambda: _step(manager, desc, caller), replay)
