@@ -30,7 +30,7 @@ from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.hooks import guarded
-from vllm_graphfix.ranks import host_in
+from vllm_graphfix.ranks import StoreTimeoutError, host_in
 from vllm_graphfix.records import read
 from vllm_graphfix.settings import decision
 from vllm_graphfix.settings import environment as settings
@@ -261,7 +261,7 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     agreed = Agreement("0" * 16, None, 2, 2, None, all_off=False)
     for module in (capture_gate, gate_reports):
         monkeypatch.setattr(module, "world", lambda: (0, 2))
-    monkeypatch.setattr(gate_reports, "common_store", HashStore)
+    monkeypatch.setattr(gate_reports, "common_store", lambda limit: HashStore())
     monkeypatch.setattr(rank_agreement, "compare", lambda *args, **kwargs: agreed)
     return monkeypatch
 
@@ -289,6 +289,34 @@ def test_a_gate_that_fails_stops_who_insists_and_else_says_so_in_the_record(
     assert record.problem is None
     assert me.gate.has_graphs, "what watches graphs must not miss them"
     assert "AttributeError: " in record.unchecked if mode == "auto" else record.unchecked is None
+
+
+def test_an_error_beside_a_lost_store_ends_no_engine_that_requires_nothing(alike: pytest.MonkeyPatch) -> None:
+    me, worker = process_double({}), worker_of(0)
+
+    def lose(limit: float) -> Any:
+        alike.setattr(me.gate.reports, "report", fail)
+        raise StoreTimeoutError
+
+    alike.setattr(gate_reports, "common_store", lose)
+    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    record: Any = me.gate.status_record
+    assert (record.problem, "AttributeError: injected" in record.unchecked) == (None, True)
+
+
+def test_a_lost_store_is_waited_for_once(alike: pytest.MonkeyPatch) -> None:
+    """Each wait may take ten minutes."""
+    me, waits = process_double({}), list[float]()
+
+    def lose(limit: float) -> Any:
+        waits.append(limit)
+        raise StoreTimeoutError
+
+    alike.setattr(gate_reports, "common_store", lose)
+    guarded(me.gate.reports.publish_report, "profiling")
+    with pytest.raises(GraphfixError, match=STOPS):
+        me.gate.before_capture(worker_of(0), "profile_cudagraph_memory")
+    assert waits == [600]
 
 
 @pytest.mark.parametrize("step", ["parallel_config", "world", "compare"])

@@ -81,8 +81,6 @@ class CaptureGate:
             # A rank that is about to stop publishes no report: the others would go on, into a collective with it.
             if failure is None or not self._requires_a_fix():
                 problem = self._compare_ranks(worker_or_runner, stage)
-        except StoreTimeoutError as error:
-            problem = self._difference_without_store(error)
         except Exception as error:
             failure = failure or error
         try:
@@ -195,17 +193,22 @@ class CaptureGate:
         stops = self.has_graphs and decision is not None and not decision.is_off
         if stage == CAPTURE and not stops and self.status_record.agreement is not None:
             return None
-        pending = self.reports.take(early, stops=stops)
-        if pending is None:
-            return None
-        store, place, report = pending
-        if stops and stage == CAPTURE:
-            # Before the comparison, which may fail here: the others will wait for this rank's next report.
-            self.reports.post_capture_group = store, rank, world_size
-        # A warning is not worth minutes: the kill switch must bring a server up, also beside a rank without the plugin.
-        timeout = decision.agreement_timeout if decision and stops else rank_agreement.TIMEOUT_FOR_A_WARNING
-        compare = functools.partial(rank_agreement.with_one_retry, rank_agreement.compare)
-        return self._difference(self._agree(compare, (store, rank, world_size), place, report, timeout))
+        try:
+            pending = self.reports.take(early, stops=stops)
+            if pending is None:
+                return None
+            store, place, report = pending
+            if stops and stage == CAPTURE:
+                # Before the comparison, which may fail here: the others will wait for this rank's next report.
+                self.reports.post_capture_group = store, rank, world_size
+            # A warning is not worth minutes: the kill switch must bring a server up, also beside a rank without the
+            # plugin.
+            timeout = decision.agreement_timeout if decision and stops else rank_agreement.TIMEOUT_FOR_A_WARNING
+            compare = functools.partial(rank_agreement.with_one_retry, rank_agreement.compare)
+            agreement = self._agree(compare, (store, rank, world_size), place, report, timeout)
+        except StoreTimeoutError as error:
+            agreement = self._without_store(error)
+        return self._difference(agreement)
 
     def _record_rank(self, worker_or_runner: Any) -> tuple[int, int]:
         """Put this process's place among the ranks into its record; return its rank and the world size."""
@@ -248,14 +251,14 @@ class CaptureGate:
         self.status_record.agreement = _with_earlier_followers(agreement, self.status_record.agreement)
         return agreement
 
-    def _difference_without_store(self, error: StoreTimeoutError) -> str | None:
-        """Return the message by which a lost store stops the engine: to this rank all others are unresponsive."""
+    def _without_store(self, error: StoreTimeoutError) -> Agreement:
+        """Record that the store is lost, and return that as a difference: to this rank all others are unresponsive."""
         from vllm_graphfix.engine.rank_agreement import Agreement
 
         report = self.reports.report()
         agreement = Agreement(report.token, None, world()[1], 1, str(error), all_off=report.off)
         self.status_record.agreement = agreement
-        return self._difference(agreement)
+        return agreement
 
     def _difference(self, agreement: Agreement) -> str | None:
         """Return the message by which a difference stops the engine; None if there is none, or if it is a warning."""
