@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from vllm_graphfix.commands.status import Row, Status
-    from vllm_graphfix.deployment import Answer, Deployment
+    from vllm_graphfix.deployment import Deployment
 
 _NARROW = 80
 """Columns below which a table has a line for each cell."""
@@ -178,28 +178,33 @@ class _Output:
             yield f"by default {by_default(row.fix)}"
 
     def _print_undecided(self, rows: Sequence[Row]) -> None:
-        """Print defects that may concern the deployment, grouped by the missing information."""
+        """Print defects that may concern the deployment by what they need, then what is missing to know it, once."""
         from rich.text import Text
 
         if rows:
             self._console.print()
-        by_reason: dict[str, dict[Answer, list[Row]]] = {}
+        groups: dict[str, list[Row]] = {}
+        missing: dict[str, None] = {}
         for row in rows:
-            if row.answer is not None:
-                by_reason.setdefault(row.answer.reason, {}).setdefault(row.answer, []).append(row)
-        for reason, by_answer in by_reason.items():
-            for answer, alike in by_answer.items():
-                likely = f"LIKELY IF {answer.undecided}:" if answer.undecided else f"CANNOT BE TOLD without {reason}:"
-                self._line(likely, "yellow")
-                for row in alike:
-                    self._console.print(
-                        Text("  ") + fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), sep=": "
-                    )
-                    _, *more = self._details_of(row, with_reason=True)
-                    for text in more:
-                        self._line(f"    {text}", "yellow")
-            if any(answer.undecided for answer in by_answer):
-                self._line(f"To know it: {reason}", "yellow")
+            if row.answer is None:
+                continue
+            if row.answer.undecided:
+                title = f"LIKELY IF {row.answer.undecided}:"
+                missing |= dict.fromkeys(row.answer.missing)
+            else:
+                title = f"CANNOT BE TOLD without {row.answer.reason}:"
+            groups.setdefault(title, []).append(row)
+        for title, alike in groups.items():
+            self._line(title, "yellow")
+            for row in alike:
+                self._console.print(Text("  ") + fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), sep=": ")
+                _, *more = self._details_of(row, with_reason=True)
+                for text in more:
+                    self._line(f"    {text}", "yellow")
+        # Whoever has one item needs no other that contains it, such as an alternative to it.
+        decisive = [each for each in missing if not any(other != each and other in each for other in missing)]
+        for number, each in enumerate(decisive):
+            self._line(f"{'and:' if number else 'To know it:'} {each}", "yellow")
 
     def _print_unknown(self, rows: Sequence[Row]) -> None:
         """Print defects of which nothing was seen in code that is new, and the command that decides."""

@@ -21,6 +21,8 @@ class Answer(NamedTuple):
     reason: str
     undecided: str = ""
     """For `Concern.UNKNOWN` the preconditions that are not known, for `Concern.DOES_NOT` those that are not met."""
+    missing: tuple[str, ...] = ()
+    """For `Concern.UNKNOWN` the items of `reason`."""
 
 
 class Fact(NamedTuple):
@@ -39,7 +41,7 @@ def all_of(*facts: Fact) -> Answer:
             return Answer(Concern.DOES_NOT, fact.source)
     missing = list(dict.fromkeys(fact.source for fact in facts if fact.holds is None))
     if missing:
-        return Answer(Concern.UNKNOWN, "; and ".join(missing))
+        return Answer(Concern.UNKNOWN, "; and ".join(missing), missing=tuple(missing))
     return Answer(Concern.CONCERNS, ", ".join(dict.fromkeys(fact.source for fact in facts)))
 
 

@@ -14,6 +14,7 @@ from vllm_graphfix.deployment.flags import CONFIG_FILE, Flags
 from vllm_graphfix.deployment.line import FlagsError, json_or
 from vllm_graphfix.text import brief_repr, printable
 
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LARGEST_CONFIG = 1024 * 1024
 _MOST_NODES = 100_000
 """Limit of values in a model's config.json."""
@@ -47,7 +48,7 @@ def in_the_hub_cache(
     name: str, revision: str, environment: Mapping[str, str], read: Callable[[Path, int], bytes | None]
 ) -> Path | None:
     """Return the folder of the model *name* in Hugging Face's cache; None where it has none. Fetches nothing."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", revision):
+    if not _HUB_NAME.fullmatch(name) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)*", revision):
         return None
     home = environment.get("HF_HOME") or str(Path(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"))
     cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE") or str(Path(home, "hub"))
@@ -105,8 +106,10 @@ class Model(Flags):
         if self._is_here and place.startswith(("/", "./", "../", "~/")):
             raise FlagsError(f"{brief_repr(place)} does not exist; name a model, its folder or its config.json")
         cached = in_the_hub_cache(place, self.value("--revision")[0] or "main", self._environment, self._read)
-        where = "it is not in the cache of Hugging Face (HF_HOME): name a local folder that contains it"
-        return cached, "" if cached else f"the config.json of {printable(place[:80])}; {where}"
+        name = printable(place[:80])
+        otherwise = f", or `hf download {name} config.json` first" if _HUB_NAME.fullmatch(name) else ""
+        where = f"it is not in the cache of Hugging Face (HF_HOME): name a local folder that contains it{otherwise}"
+        return cached, "" if cached else f"the config.json of {name}; {where}"
 
     @cached_property
     def _config(self) -> tuple[dict[str, Any], str | None]:

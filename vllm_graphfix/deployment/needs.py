@@ -84,7 +84,11 @@ FLASHMLA = Need(
 
 def judge(needs: Iterable[Need], deployment: Deployment, shape: str) -> Answer:
     """Answer if a defect with these *needs* can show in *deployment*, on code of *shape*."""
-    facts = [(need.text, fact) for need in needs if (fact := need.fact(deployment, shape)) is not None]
+    facts = [
+        (need.here("", shape) if need.runners else need.text, fact)
+        for need in needs
+        if (fact := need.fact(deployment, shape)) is not None
+    ]
     answer = all_of(*(fact for _, fact in facts))
     holds = {Concern.UNKNOWN: None, Concern.DOES_NOT: False}.get(answer.concern, True)
     undecided = dict.fromkeys(text for text, fact in facts if fact.holds is holds and not holds)
