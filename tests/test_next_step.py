@@ -46,6 +46,7 @@ def status(*arguments: str, code: int = 0, vllm: str = "0.18.1") -> str:
         ("vllm serve m \\\n  -tp 8 \\\n", {"--tensor-parallel-size": "8"}),
         ("vllm serve m \\ -tp 8 \\", {"--tensor-parallel-size": "8"}),
         ("'vllm serve m -tp 8'", {"--tensor-parallel-size": "8"}),
+        ("cd /x && vllm serve m -tp 8; echo", {"--tensor-parallel-size": "8"}),
         ("nohup vllm serve m -tp 8 > log 2>&1 &", {"--tensor-parallel-size": "8"}),
         (
             "docker run --gpus all -e HF_TOKEN=x vllm/vllm-openai:v0.18.1 --model m -tp 8",
@@ -210,3 +211,26 @@ def test_no_link_leads_out_of_the_root_of_a_process(tmp_path: Path) -> None:
     for path in ("/out/config.json", "/up/config.json", "/loop/config.json", "/fifo", "/model", "/"):
         with pytest.raises(OSError, match=r"."):
             running.open_beneath(root, Path(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("./v3 --kv-cache-dtypes fp8", "--kv-cache-dtype written out in full, instead of '--kv-cache-dtypes'"),
+        ("./v3 --kv-cache-dtype fp9", "a --kv-cache-dtype that vLLM takes (fp9 is unknown)"),
+    ],
+)
+def test_a_typing_mistake_that_no_source_corrects_is_no_all_clear(line: str, missing: str) -> None:
+    assert f": {missing}" in status("--for", line, "--gpu", HOPPER, "--exit-hit", code=4)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("$MODEL -tp 8", "'$MODEL' is no model"),
+        ('{"model": "m"}', "is no model"),
+        ("rollout.model.path=m", "-tp 8 for tensor_model_parallel_size=8"),
+    ],
+)
+def test_what_names_no_model_is_refused(line: str, message: str) -> None:
+    assert message in status("--for", line, code=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -13,6 +14,8 @@ from vllm_graphfix.text import printable
 _FLASH_ATTENTION_FIRST = (8, 9, 12)
 """Compute capabilities on which vLLM tries FlashAttention first."""
 _CONTEXT_PARALLEL = "--decode-context-parallel-size"
+_NOT_FP8 = re.compile(r"(b?float(16|32)|int\d|nvfp4|turboquant|ultraquant|octave)\w*")
+"""Values of --kv-cache-dtype in the releases, other than auto and those that begin with fp8."""
 _LOGGED = "the attention backend that vLLM logs when it starts, or --attention-backend"
 
 
@@ -27,6 +30,8 @@ class Attention(Model):
                 return Fact(True, f"--kv-cache-dtype {value}")
             if value.startswith("fp8"):
                 return Fact(False, f"FlashMLA takes no --kv-cache-dtype {printable(value[:20])} for dense attention")
+            if not _NOT_FP8.fullmatch(value):
+                return Fact(None, f"a --kv-cache-dtype that vLLM takes ({printable(value[:20])} is unknown)")
             return Fact(False, f"--kv-cache-dtype {printable(value[:20])} is not fp8")
         config, missing = self._config
         if missing is not None:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from vllm_graphfix.text import brief_repr
@@ -54,6 +55,11 @@ _END = re.compile(r"\d?>{1,2}.*|2>&1|&>.*|\|\|?|&&?|;")
 """The end of a command in a shell."""
 _IMAGE = re.compile(r"(?:[\w.:-]+/)*vllm[\w.-]*(?::[\w.-]+)?(?:@sha256:\w+)?")
 """A container's image, behind which `docker run` takes the flags of vLLM."""
+_SETTING = re.compile(r"\+{0,2}[\w.]+=.*", re.DOTALL)
+"""A setting of Hydra, which verl and NeMo-RL use."""
+_LEAST_ALIKE = 0.92
+"""The least ratio of two names of which one misspells the other; no flag of a release is as close to one that is
+read."""
 _TITLE = re.compile(r"\w+::(APIServer|EngineCore|Worker|DPCoordinator)")
 _NO_VALUE = re.compile(
     r"--(no|enable|disable|allow|trust|use|skip|async|fully|calculate|ray|return|headless|enforce)\b.*"
@@ -78,6 +84,15 @@ class _FlagsRead(NamedTuple):
         values = frozenset(flag.removesuffix("=") for flag in flags if flag.endswith("="))
         switches = _SWITCHES | {flag for flag in flags if not flag.endswith("=")}
         return cls(switches, _VALUES | values, {f"--no-{name[2:]}": name for name in switches})
+
+    def meant_by(self, name: str) -> list[str]:
+        """Return the flags that *name* may stand for: those that begin with it, or else the one that it misspells."""
+        longs = [*self.switches, *self.values, *self.negated]
+        # argparse takes any beginning that is one flag's alone.
+        beginning = [long for long in longs if len(name) > 2 and long.startswith(name)]
+        if beginning or f"--no-{name[2:]}" in longs:
+            return beginning
+        return get_close_matches(name, longs, n=1, cutoff=_LEAST_ALIKE)
 
 
 class FlagValue(NamedTuple):
@@ -120,8 +135,9 @@ def parse(line: str, flags: Collection[str]) -> Line:
             f"{brief_repr(words[0])} is a title that vLLM gives its processes, in place of their flags; paste the line "
             "of the `vllm serve` that started them, or use status --running"
         )
-    end = next((at for at, word in enumerate(words) if _END.fullmatch(word)), len(words))
-    start = _start_of_flags(words[:end])
+    words = [each for word in words for each in ((word[:-1], ";") if word.endswith(";") else (word,)) if each]
+    start = _start_of_flags(words)
+    end = next((at for at in range(start, len(words)) if _END.fullmatch(words[at])), len(words))
     # Also those of `env` and `docker run -e`.
     assigned = [word.partition("=") for word in words[:start] if _ASSIGNMENT.fullmatch(word)]
     environment = {name: value for name, _, value in assigned}
@@ -174,10 +190,10 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
         word = words[at]
         at += 1
         if not _is_flag(word):
-            if models and (setting := re.fullmatch(r"\+{0,2}[\w.]*?(\w+)=(.*)", word, re.DOTALL)):
+            if _SETTING.fullmatch(word):
                 raise FlagsError(
-                    f"{brief_repr(word)} is no argument of `vllm serve`, which has flags such as "
-                    f"--{setting[1].replace('_', '-')}; write what it stands for as a flag, or leave it out"
+                    f"{brief_repr(word)} is no argument of `vllm serve`; write a framework's settings as flags, the "
+                    "model first: -tp 8 for tensor_model_parallel_size=8, --enforce-eager for enforce_eager=True"
                 )
             models.append(word)
             continue
@@ -210,11 +226,10 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
                 text, at = words[at], at + 1
             flags[name] = FlagValue(text or "", None if text else f"a value for {name}")
         elif name.startswith("--"):
-            for long in (*known.switches, *known.values, *known.negated) if len(name) > 2 else ():
-                if long.startswith(name):  # argparse takes any beginning that is one flag's alone
-                    flags[known.negated.get(long, long)] = FlagValue(
-                        "", f"{long} written out in full, instead of {brief_repr(name)}"
-                    )
+            for long in known.meant_by(name) if named[-1] not in named[:-1] else ():
+                flags[known.negated.get(long, long)] = FlagValue(
+                    "", f"{long} written out in full, instead of {brief_repr(name)}"
+                )
             while text is None and not _NO_VALUE.fullmatch(name) and at < len(words) and not _is_flag(words[at]):
                 at += 1
         else:

@@ -103,6 +103,8 @@ class Model(Flags):
                 return folder, ""
         except (OSError, ValueError, RuntimeError):
             return None, "the model's config.json: name the folder that contains it"
+        if self._is_here and re.match(r"[{[]|.*\$\{?\w", place):
+            raise FlagsError(f"{brief_repr(place)} is no model: write the arguments of `vllm serve`, without variables")
         if self._is_here and place.startswith(("/", "./", "../", "~/")):
             raise FlagsError(f"{brief_repr(place)} does not exist; name a model, its folder or its config.json")
         cached = in_the_hub_cache(place, self.value("--revision")[0] or "main", self._environment, self._read)
