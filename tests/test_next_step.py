@@ -87,7 +87,8 @@ def test_a_deployment_that_is_hit_gets_each_way_out_with_its_price() -> None:
     assert out.startswith("YOU ARE HIT by 2 defects of vLLM 0.18.1 (DeepseekV3ForCausalLM, NVIDIA H100 80GB HBM3).\n")
     assert "FIXED BY THE PLUGIN  WITHOUT IT" in out
     assert (
-        "Do one:  plugin    pip install vllm-graphfix there, restart\n"
+        "Do one:  plugin    pip install vllm-graphfix there, restart (decodes at most 7 % slower, where measured; the "
+        "first start recompiles once)\n"
         "         upgrade   0.20.0 to 0.21.0\n"
         "         flags     --kv-cache-dtype auto (the KV cache holds half as many tokens)\n"
         "Then:    empty the stores that outlive the engine, such as LMCache's (flashmla-fp8)\n"
@@ -234,3 +235,13 @@ def test_a_typing_mistake_that_no_source_corrects_is_no_all_clear(line: str, mis
 )
 def test_what_names_no_model_is_refused(line: str, message: str) -> None:
     assert message in status("--for", line, code=2)
+
+
+@pytest.mark.parametrize(
+    "line", ["https://u:hunter2hunter2@host/m", "./v3 hf_token=hunter2hunter2", "s3://k:hunter2@b/m"]
+)
+@pytest.mark.parametrize("options", [(), ("--json",), ("--all", "--verbose")])
+def test_no_secret_of_a_line_is_printed(line: str, options: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, ["status", "--vllm", "0.18.1", "--gpu", HOPPER, *options, "--for", line])
+    assert "(hidden)" in done.output
+    assert "hunter2" not in done.output

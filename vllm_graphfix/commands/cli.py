@@ -102,6 +102,7 @@ def status(
 
     vLLM is not imported.
     """
+    from vllm_graphfix.commands.redaction import without_secrets
     from vllm_graphfix.commands.status_table import show
     from vllm_graphfix.deployment import FlagsError
     from vllm_graphfix.deployment.hardware import capability
@@ -117,12 +118,13 @@ def status(
         source = open_vllm(vllm)
         all_judged = _judged(source, flags, gpu, running=running, elsewhere=vllm is not None)
     except (SourceError, ManifestError, FlagsError) as error:
-        stop(str(error))
+        stop(without_secrets(str(error)))
     if as_json:
         reports = [judged.as_json() | ({"process": process} if process else {}) for process, judged in all_judged]
         typer.echo(json.dumps({"schema": 1, "servers": reports} if running else reports[0], indent=2))
-    for process, judged in () if as_json else all_judged:
+    for number, (process, judged) in enumerate(() if as_json else all_judged):
         if process:
+            typer.echo("\n" * bool(number), nl=False)
             typer.echo(f"{process['pid']}: {process['command']}")
         show(judged, console(), everything=everything, verbose=verbose)
     for _, judged in all_judged if check else ():

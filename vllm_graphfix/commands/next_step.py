@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_graphfix import manifest
+from vllm_graphfix.commands.redaction import without_secrets
 from vllm_graphfix.deployment import Answer, Concern, Deployment, needs
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.fixes import FIXES, about
@@ -68,6 +69,9 @@ def answer_to(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
     if diagnosis.verdict in (Verdict.FIXED, Verdict.ABSENT) and not is_open:
         return Answer(Concern.DOES_NOT, f"this vLLM does not have the defect: {diagnosis.reason}")
     answer = needs.judge(fix.needs(), deployment, diagnosis.shape)
+    # The address of a model may have a password in it.
+    reason, *missing = map(without_secrets, (answer.reason, *answer.missing))
+    answer = answer._replace(reason=reason, missing=tuple(missing))
     if is_open and answer.concern is Concern.CONCERNS:
         return Answer(Concern.UNKNOWN, f"a run of such an engine: {diagnosis.reason}")
     if diagnosis.verdict is Verdict.UNRECOGNISED and answer.concern is Concern.CONCERNS:

@@ -75,7 +75,7 @@ def examine(
     }
     parts: dict[str, Any] = {name: _part_or_error(gather) for name, gather in gathered.items() if name not in without}
     parts["errors"] = {"last": parts["fleet"].pop("errors", [])}
-    verdicts = [parts[part].pop("verdict", f"{part} not known") for part in ("status", "fleet")]
+    verdicts = [parts[part].pop("verdict", f"{part} not known.") for part in ("status", "fleet")]
     mask = Mask(environment, parts["fleet"].pop("hosts", ()), parts["fleet"].pop("models", ()))
     return Doctor(mask.text(" ".join(verdicts)), {name: mask.everywhere(part) for name, part in parts.items()})
 
