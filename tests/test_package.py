@@ -104,8 +104,8 @@ def test_links_of_the_description_are_whole(metadata: importlib.metadata.Distrib
         for name, _, address in (url.partition(", ") for url in metadata.metadata.get_all("Project-URL") or ())
         if name == "Source"
     )
-    assert f"]: {source}/blob/main/docs/am-i-hit.md\n" in text
-    assert f"]: {source.replace('//github.com', '//raw.githubusercontent.com')}/main/docs/status.svg\n" in text
+    assert f"{source}/blob/main/docs/am-i-hit.md" in text
+    assert f"{source.replace('//github.com', '//raw.githubusercontent.com')}/main/docs/status.svg" in text
 
 
 def test_installing_moves_no_peer(metadata: importlib.metadata.Distribution) -> None:
@@ -116,7 +116,7 @@ def test_installing_moves_no_peer(metadata: importlib.metadata.Distribution) -> 
     assert required == {"psutil", "rich", "typer", "wrapt"}
     assert {"vllm", "torch", "triton", "flashinfer", "flashinfer-python"} & set(optional) == {"vllm"}
     assert str(optional["vllm"].marker) == 'extra == "vllm"'
-    assert metadata.metadata.get_all("Provides-Extra") == ["vllm"]  # what developers need is no business of a wheel's
+    assert metadata.metadata.get_all("Provides-Extra") == ["prometheus", "vllm"]  # what developers need is no business of a wheel's
     assert SpecifierSet(metadata.metadata["Requires-Python"]).contains("3.10")
 
 

@@ -60,6 +60,8 @@ USERS_WORDS = {
 HEAD = re.compile(r"<th\b[^>]*>(.*?)</th>", re.DOTALL)
 NAME = re.compile(r'(?<!">)<code>([a-z\d-]+)</code>(?![^<]*</a>)')
 """Code that may be the name of a fix, outside of links and headings."""
+LINKED_NAME = re.compile(r'(<a href="(?:[./]*fixes/)?[\w-]+\.html"><code)(>[\w-]+</code></a>)')
+"""The name of a fix that a page links itself."""
 TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 
 
@@ -112,6 +114,7 @@ def with_links(markdown: str, page: str) -> str:
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Link the names of fixes, and add to each cell of a table its column, which docs/site.css shows on a telephone."""
     html = NAME.sub(lambda match: linked_name(match, posixpath.dirname(page.url)), html)
+    html = LINKED_NAME.sub(r'\1 class="fix"\2', html)
 
     def named(table: re.Match[str]) -> str:
         columns = [re.sub("<[^>]+>", "", column).replace('"', "&quot;") for column in HEAD.findall(table[0])]

@@ -36,7 +36,7 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if stream is None or stream.isatty():
         return Console(stderr=stderr, soft_wrap=False)
-    return Console(file=cast("IO[str]", _Unpadded(stream)), width=PIPE_WIDTH, soft_wrap=False)
+    return Console(file=cast("IO[str]", _Unpadded(stream)), stderr=stderr, width=PIPE_WIDTH, soft_wrap=False)
 
 
 class _Unpadded:
