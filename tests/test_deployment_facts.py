@@ -255,5 +255,5 @@ def test_what_spares_a_deployment_is_not_its_model_runner_if_there_is_more_to_sa
     console = Console(file=io.StringIO(), width=200)
     show(status(source, {}, read_deployment("./llama", source, HOPPER, {})), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "None of these" in text
+    assert "NOT HIT" in text
     assert "MODEL_RUNNER" not in text.splitlines()[2]

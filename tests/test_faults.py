@@ -55,7 +55,8 @@ def test_the_calls_are_counted(release: str, every: int, record_property: Callab
         "engine/graph_dispatch.py",
         "engine/failed_graphs.py",
     }  # `test_fault_acts.py` has these
-    where_a_rank_has_captured = {"engine/rank_addresses.py", "engine/inventory.py"}  # `test_addresses.py`
+    # `test_addresses.py`, `test_record_relay.py`
+    where_a_rank_has_captured = {"engine/rank_addresses.py", "engine/inventory.py", "engine/record_relay.py"}
     in_a_report = "engine/environment_report.py"  # `test_collect_env.py`
     where_requests_are_ended = {
         f"engine/{name}.py" for name in ("abort", "abort_channel", "ended_requests", "verdict")

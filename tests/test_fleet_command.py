@@ -43,6 +43,7 @@ def test_the_json_is_the_interface_that_is_documented(tmp_path: Path, two: tuple
         "graphfix": __version__,
         "host": mine.host,
         "folder": str(tmp_path),
+        "prometheus": None,
         "exit_code": 0,
         "unrecorded": [],
         "wrong": [],

@@ -116,7 +116,10 @@ def test_installing_moves_no_peer(metadata: importlib.metadata.Distribution) -> 
     assert required == {"psutil", "rich", "typer", "wrapt"}
     assert {"vllm", "torch", "triton", "flashinfer", "flashinfer-python"} & set(optional) == {"vllm"}
     assert str(optional["vllm"].marker) == 'extra == "vllm"'
-    assert metadata.metadata.get_all("Provides-Extra") == ["prometheus", "vllm"]  # what developers need is no business of a wheel's
+    assert metadata.metadata.get_all("Provides-Extra") == [
+        "prometheus",
+        "vllm",
+    ]  # what developers need is no business of a wheel's
     assert SpecifierSet(metadata.metadata["Requires-Python"]).contains("3.10")
 
 

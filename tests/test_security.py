@@ -416,4 +416,4 @@ def test_the_tests_and_links_that_the_page_names_are_there() -> None:
     assert [name for name in named if not (PROJECT / "tests" / f"{name}.py").is_file()] == []
     linked = [target for target in re.findall(r"\]\(([^)\s#]+)", text) if not target.startswith("https://")]
     assert [target for target in linked if not (PROJECT / target).is_file()] == []
-    assert "/SECURITY.md\n" in (PROJECT / "README.md").read_text()
+    assert "SECURITY.md" in (PROJECT / "README.md").read_text()

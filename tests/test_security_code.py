@@ -65,9 +65,15 @@ def forbidden(code: str) -> set[str]:
 
 OWN_PYTHON = "starts this Python's own interpreter, by `-m` with a module of this package"
 EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
+    "commands/fleet/prometheus.py": {
+        "httpx": "asks the Prometheus that the user names with `fleet --prometheus`",
+        "ssl": "reads the certificates that the user names",
+        "urllib.parse": "takes that address apart",
+    },
     "fixes/__init__.py": {
         "import_module": "loads them: one a fix",
     },
+    "verify/engine/twin.py": {"import_module": "the module in which this transformers keeps a function"},
     "engine/metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
     "engine/role.py": {"multiprocessing": "the name of this process, and the id of the one that started it"},
     "engine/abort.py": {"multiprocessing": "the id of the process that started this one: only its scheduler is told"},

@@ -296,7 +296,10 @@ def test_pods_that_decide_separately_have_the_key_of_their_group_and_equal_setti
     source = open_source(release_root("0.21.0"))
     for pod in (leader, worker):
         assert (
-            read_deployment(line_of(pod.container, size), source, environment={}).decides_separately() == "--nnodes 2"
+            read_deployment(
+                line_of(pod.container, size), source, environment={}, read=lambda *_: None
+            ).decides_separately()
+            == "--nnodes 2"
         )
         assert pod.variables[settings.ROLLOUT_KEY]["valueFrom"]["fieldRef"]["fieldPath"] == GROUP
     assert leader.labels == worker.labels
@@ -311,7 +314,7 @@ def test_pods_that_are_engines_have_the_key_of_their_node(stack: str) -> None:
     for pod in engines(stack):
         assert pod.variables[settings.ROLLOUT_KEY]["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
         line = line_of({"args": ["model"], **pod.container}, 1)  # production-stack and llm-d make theirs themselves
-        assert read_deployment(line, source, environment={}).decides_separately() is None
+        assert read_deployment(line, source, environment={}, read=lambda *_: None).decides_separately() is None
 
 
 # Kustomize.

@@ -130,7 +130,7 @@ PROOF = {
     "unwatched": of("string?", "why the shadow check cannot see it"),
     "poison": nullable(table(TEXTS), "effects of poison, by mode"),
     "poison_notes": nullable(table(TEXT), "by mode"),
-    "state": one_of([*State, "not started"]),
+    "state": one_of([*State, "not started", ""]),
     "state_reason": TEXT,
 }
 POISON = record(
@@ -237,6 +237,9 @@ OUTPUTS: dict[str, tuple[int, str, Schema]] = {
             **dict.fromkeys(("vllm", "graphfix", "torch", "python", "device", "driver", "switches", "seed"), TEXT),
             model=TEXT,
             flags=TEXTS,
+            twin=nullable(
+                record(folder=TEXT, parameters=COUNT, changes=array(of("object"))), "with `--twin`: what was compared"
+            ),
             corrupt=of("boolean"),
             inconclusive=of("string?", "why there is no verdict"),
             error=of("string?", "of the engine with graphs"),
@@ -260,7 +263,8 @@ OUTPUTS: dict[str, tuple[int, str, Schema]] = {
         record(
             graphfix=TEXT,
             host=TEXT,
-            folder=TEXT,
+            folder=TEXT_OR_NULL,
+            prometheus=of("string?", "address of the server that was asked; null: records were read"),
             exit_code=COUNT,
             engines=array(ENGINE),
             unrecorded=array(

@@ -59,7 +59,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, a stable i
 
 def open_vllm(place: Path | None) -> Source:
     """Open the vLLM at *place*, which may also be the version of a recorded stock release. Raises SourceError."""
-    if place is None or place.exists() or not re.fullmatch(r"v?\d+(\.\d+)+", str(place)):
+    if place is None or not re.fullmatch(r"v?\d+(\.\d+)+", str(place)) or place.exists():
         return open_source(place)
     version, recorded = str(place).removeprefix("v"), manifest.releases()
     if version not in recorded:
