@@ -298,7 +298,7 @@ PARSES = """
 
     parse, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, parse_and_stop
     for sys.argv in json.load(sys.stdin):
-        sys.path[0] = str(Path(sys.argv[0]).parent.resolve())
+        sys.path.insert(0, str(Path(sys.argv[0]).parent.resolve()))  # scripts may have put folders of theirs there
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except Parsed:

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 from ranks import STAGE, report
 from records import eventually
+from vllm_graphfix import ranks
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import capture_gate, gate_reports, own_report, rank_agreement, rank_report
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
@@ -137,6 +138,8 @@ def gate_of_two(
     with monkeypatch.context() as patched:
         patched.setattr(distributed_c10d, "_get_default_store", lambda: shared)
         patched.setattr(distributed_c10d, "PrefixStore", lambda name, store: FailingStore(real(name, store), faults))
+        # Its calls are made in a thread of their own, which is no rank's here; `test_agreement.py` has its bound.
+        patched.setattr(ranks, "BoundedStore", lambda store, limit: store)
         for module in (capture_gate, gate_reports):
             patched.setattr(module, "world", lambda: (faults.here.rank, 2))
         patched.setattr(own_report, "host_name", faults.around("host_name", lambda: f"node-{faults.here.rank}"))
@@ -422,7 +425,7 @@ def test_a_node_that_cannot_leave_its_later_report_still_follows_rank_0(monkeypa
     monkeypatch.setattr(rank_agreement, "_LAST_READERS", 0.1)
     for module in (capture_gate, gate_reports):
         monkeypatch.setattr(module, "world", lambda: (0, 2))
-    monkeypatch.setattr(gate_reports, "common_store", lambda: store)
+    monkeypatch.setattr(gate_reports, "common_store", lambda *_: store)
     me, worker = process_double({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "5"}), worker_of(0)
     states_double = {fix.name: FixState(fix.name, Mode.AUTO, None, State.ACTIVE, "") for fix in FIXES}
     vars(me.manager)["states"] = lambda **_: states_double
