@@ -75,10 +75,10 @@ EXPECTED = {
 }
 
 
-def test_each_planted_state_is_found_and_nothing_else(fleet: Fleet) -> None:
-    found = {state: list(engine.wrong) for state, engine in by_state(fleet).items()}
-    found["old numbers"] = [re.sub(r"\d+ min", "15 min", text) for text in found["old numbers"]]
-    assert found == EXPECTED
+def test_each_planted_state_shows_and_nothing_else(fleet: Fleet) -> None:
+    states = {state: list(engine.wrong) for state, engine in by_state(fleet).items()}
+    states["old numbers"] = [re.sub(r"\d+ min", "15 min", text) for text in states["old numbers"]]
+    assert states == EXPECTED
     kinds = {state: kind(engine) for state, engine in by_state(fleet).items() if not engine.wrong}
     assert kinds == {
         "fixed": "fixed",
@@ -121,7 +121,7 @@ def test_a_selector_leaves_engines_out(scraped: tuple[str, Simulator]) -> None:
     assert (done.exit_code, [each["status"] for each in engines]) == (0, ["in order", "in order"])
 
 
-def test_where_nothing_is_found_no_engine_runs(scraped: tuple[str, Simulator]) -> None:
+def test_without_series_no_engine_runs(scraped: tuple[str, Simulator]) -> None:
     done = CliRunner().invoke(app, ["fleet", "--prometheus", scraped[0], "--selector", 'namespace="elsewhere"'])
     assert (done.exit_code, "has no series of vLLM's for these labels" in done.output) == (3, True)
 
@@ -228,7 +228,7 @@ def test_json_of_something_else_is_an_error() -> None:
         (Source("https://prometheus:9090", ca_file=Path("/nonexistent")), "cannot read /nonexistent"),
     ],
 )
-def test_what_cannot_be_asked_is_an_error_before_anything_is_sent(source: Source, error: str) -> None:
+def test_an_impossible_query_is_an_error_before_anything_is_sent(source: Source, error: str) -> None:
     with pytest.raises(FleetError, match=error):
         look_at(source)
 

@@ -105,12 +105,12 @@ def test_the_releases_to_upgrade_to_are_judged_free_of_all_defects() -> None:
         assert {row.fix.name for row in judged.hit} == {row.fix.name for row in of_manifest.hit}
 
 
-def test_flags_are_proposed_only_where_no_defect_is_left() -> None:
+def test_flags_are_proposed_only_where_no_defect_remains() -> None:
     out = status("--for", "./mamba2", "--gpu", HOPPER, "--exit-hit", code=1)
     assert "flags     -cc.cudagraph_mode=PIECEWISE (decodes at a sixth to two fifths of the speed of full graphs" in out
 
 
-def test_a_deployment_that_is_not_hit_is_told_what_would_matter() -> None:
+def test_a_deployment_that_is_not_hit_learns_what_would_matter() -> None:
     out = status("--for", "./llama", "--gpu", HOPPER, "--exit-hit")
     assert out.startswith(
         "NOT HIT by a known defect of vLLM 0.18.1 (LlamaForCausalLM, NVIDIA H100 80GB HBM3). You do not "
@@ -118,7 +118,7 @@ def test_a_deployment_that_is_not_hit_is_told_what_would_matter() -> None:
     assert "\nIt would matter with: recurrent layers; speculative decoding; " in out
 
 
-def test_what_cannot_be_told_is_likely_under_a_condition() -> None:
+def test_what_is_undecided_is_likely_under_a_condition() -> None:
     out = status("--for", "./v3 --kv-cache-dtype fp8", "--exit-hit", code=4)
     assert out.startswith("MAYBE HIT by ")
     assert "\nLIKELY IF FlashMLA:\n  flashmla-fp8: garbage" in out
@@ -129,7 +129,7 @@ def test_exit_hit_needs_a_deployment() -> None:
     assert "--exit-hit only goes with --for or --running" in status("--exit-hit", code=2)
 
 
-def test_a_stock_release_is_judged_by_the_manifest_and_said_to_be() -> None:
+def test_a_stock_release_is_judged_by_the_manifest_and_named_as_one() -> None:
     assert "the stock wheel as it was recorded: your copy was not read" in status()
     assert "0.18.9 is neither a folder nor a recorded stock release" in status(vllm="0.18.9", code=2)
 

@@ -196,17 +196,17 @@ def connector(place: str, name: str) -> Any:
 def test_connectors_with_hooks_of_layers_do_not_ask_for_piecewise_graphs() -> None:
     """LMCache's own settings in `kv_connector_extra_config` begin with `lmcache.`; another key is asked for."""
     base = connector("base", "KVConnectorBase_V1")
-    is_asked = hasattr(base, "requires_piecewise_for_cudagraph")
-    assert is_asked == (RELEASE >= (0, 17))
+    is_called = hasattr(base, "requires_piecewise_for_cudagraph")
+    assert is_called == (RELEASE >= (0, 17))
     lmcache = connector("lmcache_connector", "LMCacheConnectorV1")
     nccl = connector("p2p.p2p_nccl_connector", "P2pNcclConnector")
     moriio = connector("moriio.moriio_connector", "MoRIIOConnector")
     assert (nccl is not None) == (RELEASE < (0, 24))
     for cls in filter(None, (lmcache, nccl, moriio)):
         assert cls.save_kv_layer is not base.save_kv_layer
-        if is_asked:
+        if is_called:
             assert cls.requires_piecewise_for_cudagraph({"lmcache.use_layerwise": True}) is False
-    if is_asked:
+    if is_called:
         assert lmcache.requires_piecewise_for_cudagraph({"use_layerwise": True}) is True
     adapter = Path(inspect.getfile(base)).parent / "lmcache_integration" / "vllm_v1_adapter.py"
     source = adapter.read_text()

@@ -97,9 +97,14 @@ class CaptureGate:
                 guarded(self.reports.publish_unchecked, WARM_UP if stage == CAPTURE else PROFILING, failure)
         guarded(self._publish_outcome, problem)
         if problem is not None:
-            if failure is not None or _has_executor_elsewhere(worker_or_runner):
+            if failure is not None:
                 guarded(self._end_process, problem)
+            guarded(self._end_without_executor, worker_or_runner, problem)
             raise GraphfixError(problem)
+
+    def _end_without_executor(self, worker_or_runner: Any, problem: str) -> None:
+        if _has_executor_elsewhere(worker_or_runner):
+            self._end_process(problem)
 
     def _end_process(self, problem: str) -> None:
         """End the process of a rank for which an exception is not enough.
@@ -295,8 +300,7 @@ class CaptureGate:
                 guarded(self._end_process, problem)
         guarded(self._publish_outcome, problem)
         if problem is not None:
-            if _has_executor_elsewhere(worker_or_runner):
-                guarded(self._end_process, problem)
+            guarded(self._end_without_executor, worker_or_runner, problem)
             raise GraphfixError(problem)
 
     def _settle_capture(self, worker_or_runner: Any) -> str | None:
@@ -371,7 +375,7 @@ def _uses_graphs(worker_or_runner: Any) -> bool:
 def _has_executor_elsewhere(worker_or_runner: Any) -> bool:
     """Tell if this rank is on a node of `--nnodes` without the executor of its ranks, as `--headless` ones are."""
     parallel = getattr(getattr(worker_or_runner, "vllm_config", None), "parallel_config", None)
-    return getattr(parallel, "node_rank_within_dp", 0) > 0
+    return bool(getattr(parallel, "node_rank_within_dp", 0) > 0)
 
 
 def _is_elastic(worker_or_runner: Any) -> bool:
