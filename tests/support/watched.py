@@ -171,7 +171,7 @@ def answer(*arguments: str, env: Mapping[str, str] | None = None) -> Answer:
     return Answer(done.exit_code, done.stdout, done.stderr)
 
 
-def judged(path: Path | str, *, seconds: int = 10, memory: int = 64 << 20) -> Watched:
+def judged(path: Path | str, *, seconds: int = 10, memory: int = 128 << 20) -> Watched:
     """`status --vllm`; it must answer in one of the known ways, and change and run nothing."""
     seen = watched(lambda: answer("status", f"--vllm={path}", "--check"), seconds=seconds, memory=memory)
     assert seen.value.code in (0, 2, 3, 4)
