@@ -152,12 +152,12 @@ def test_a_wrong_selector_is_refused_by_the_server(scraped: tuple[str, Simulator
 def server(
     status: int, answer: bytes | Callable[[bytes], bytes], requests: list[dict[str, str]] | None = None
 ) -> Iterator[str]:
-    """A server that gives one answer, or one by what it is asked."""
+    """A server that gives one answer, or one for each query."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = self.rfile.read(int(self.headers["Content-Length"]))
-            body = answer if isinstance(answer, bytes) else answer(asked)
+            query = self.rfile.read(int(self.headers["Content-Length"]))
+            body = answer if isinstance(answer, bytes) else answer(query)
             if requests is not None:
                 requests.append(dict(self.headers))
             self.send_response(status)
@@ -207,7 +207,7 @@ def test_token_and_tenant_are_sent(tmp_path: Path) -> None:
 
 def test_an_answer_that_may_lack_engines_is_no_all_clear() -> None:
     """Thanos says in a warning which of its stores did not answer."""
-    with server(200, lambda asked: NOW if asked == b"query=time%28%29" else EMPTY) as address:
+    with server(200, lambda query: NOW if query == b"query=time%28%29" else EMPTY) as address:
         fleet = look_at(Source(address))
     assert (fleet.problems, fleet.exit_code) == (("the answer may lack engines: no store",), 1)
 
@@ -221,6 +221,8 @@ def test_json_of_something_else_is_an_error() -> None:
     ("source", "error"),
     [
         (Source("prometheus:9090"), "takes an address such as"),
+        (Source("http://[::1"), "takes an address such as"),
+        (Source("http://prometheus:99999x"), "takes an address such as"),
         (Source("https://me:secret@prometheus:9090"), "takes no password"),
         (Source("http://prometheus:9090", token_file=Path("/dev/null")), "over https only"),
         (Source("https://prometheus:9090", token_file=Path("/dev/null")), "does not hold one token"),

@@ -68,7 +68,6 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     "commands/fleet/prometheus.py": {
         "httpx": "asks the Prometheus that the user names with `fleet --prometheus`",
         "ssl": "reads the certificates that the user names",
-        "urllib.parse": "takes that address apart",
     },
     "fixes/__init__.py": {
         "import_module": "loads them: one a fix",

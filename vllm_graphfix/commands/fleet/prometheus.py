@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import ssl
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -154,7 +153,7 @@ class SeriesEngine(Engine):
     facts: dict[str, float] = field(default_factory=dict)
     """The value of each series that an engine has once, without its prefix."""
     values: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """As `values_of` has it."""
+    """Versions and models of the engine, each once: by name of the field, as a record calls it."""
     applied: frozenset[str] = frozenset()
 
     @cached_property
@@ -210,15 +209,19 @@ def _client(source: Source) -> httpx.Client:
         import httpx
     except ImportError:
         raise FleetError("--prometheus needs httpx: pip install 'vllm-graphfix[prometheus]'") from None
-    address = urllib.parse.urlsplit(source.url)
-    if address.scheme not in ("http", "https") or not address.hostname:
-        raise FleetError(f"--prometheus takes an address such as https://prometheus:9090, not {source.url!r}")
-    if address.username is not None or address.password is not None:
+    try:
+        address = httpx.URL(source.url)
+    except httpx.InvalidURL:
+        address = httpx.URL("")
+    if address.userinfo:
         raise FleetError("--prometheus takes no password, which other users would see: put a token into a --token-file")
+    if address.scheme not in ("http", "https") or not address.host:
+        raise FleetError(f"--prometheus takes an address such as https://prometheus:9090, not {source.url!r}")
+    is_local = address.host in _LOCAL
     headers = {} if source.tenant is None else {"X-Scope-OrgID": source.tenant}
     try:
         if source.token_file is not None:
-            if address.scheme != "https" and address.hostname not in _LOCAL:
+            if address.scheme != "https" and not is_local:
                 raise FleetError("a token is sent over https only")
             words = source.token_file.read_text(encoding="ascii").split()
             if len(words) != 1:
@@ -230,7 +233,13 @@ def _client(source: Source) -> httpx.Client:
         raise FleetError(
             f"cannot read {which or source.ca_file}: {getattr(error, 'strerror', None) or error}"
         ) from None
-    return httpx.Client(base_url=source.url.rstrip("/") + "/api/v1/", headers=headers, verify=trusted, timeout=_TIMEOUT)
+    return httpx.Client(
+        base_url=source.url.rstrip("/") + "/api/v1/",
+        headers=headers,
+        verify=trusted,
+        timeout=_TIMEOUT,
+        trust_env=not is_local,  # a proxy of the environment would read a token for this machine in the clear
+    )
 
 
 class _Server:

@@ -129,7 +129,7 @@ _SINCE = re.compile(
     r"|(?P<stop>stopped by vllm-graphfix) [^:]*"
     r"| \(\d[^()]*\)$"
 )
-"""How long, which ranks and how many: other ones in each engine."""
+"""The parts of a finding that differ between engines with the same trouble: durations, ranks and their number."""
 
 
 def _summary_lines(fleet: Fleet) -> list[RenderableType]:
@@ -292,7 +292,7 @@ def _engine_details(engine: Engine) -> list[RenderableType]:
 
 
 def _series_details(engine: SeriesEngine) -> list[RenderableType]:
-    """What series tell: no processes, and of the ranks their number alone."""
+    """Return the details of an engine that series have: no processes, and only the number of its ranks."""
     from rich.padding import Padding
     from rich.text import Text
 
