@@ -168,8 +168,8 @@ def argo_verdict(metric: Mapping[str, Any], values: Sequence[float | None]) -> s
     for value in values[: metric["count"]]:
         result = [] if value is None else [value]
         failed, succeeded = (
-            eval(metric[f"{kind}Condition"].replace("&&", "and"), {"result": result, "len": len})  # noqa: S307 # our own
-            for kind in ("failure", "success")
+            eval(condition.replace("&&", "and"), {"result": result, "len": len})  # noqa: S307  # of our own template
+            for condition in (metric["failureCondition"], metric["successCondition"])
         )
         failures += failed
         inconclusive += not failed and not succeeded
@@ -207,10 +207,10 @@ def judged(running: Prometheus, replay: Replay) -> dict[str, dict[str, str]]:
             time.sleep(0.05)
         for fleet in FLEETS:
             for name, query in queries.items():
-                found = running.instant(
+                samples = running.instant(
                     shortened(query.replace('namespace="llm"', f'namespace="{fleet}"'), replay.step)
                 )
-                values.setdefault((fleet, name), []).append(found[0].points[0][1] if found else None)
+                values.setdefault((fleet, name), []).append(samples[0].points[0][1] if samples else None)
     worst = ("taken back", "waits for a person", "goes on")
     verdicts: dict[str, dict[str, str]] = {}
     for fleet in FLEETS:

@@ -355,9 +355,9 @@ def as_expected(case: Case, seen: Mapping[str, Any]) -> list[str]:
     if case.agreeing is not None and set(agreed) != {case.agreeing}:
         faults.append(f"ranks that agree, by record: {agreed}")
     if case.stops is not None:
-        for host, found in seen["log"].items():
+        for host, messages in seen["log"].items():
             cause = (case.stops_b if host == B else None) or case.stops
-            if not any(cause in line for line in found):
+            if not any(cause in line for line in messages):
                 faults.append(f"{host} does not name the cause")
             if host not in seen.get("ends after", ()):
                 faults.append(f"{host} has not ended")
@@ -376,8 +376,8 @@ REQUEST = {"model": "tiny", "prompt": [3, 4, 5], "max_tokens": 8, "ignore_eos": 
 
 def lines(log: str) -> list[str]:
     """Return the plugin's warnings in *log*, and the errors by which it stops, each once."""
-    found = re.findall(r"(?:WARNING|ERROR).*?(graphfix: .*)|(GraphfixError: .*)", log)
-    return list(dict.fromkeys("".join(each)[:600] for each in found))
+    messages = re.findall(r"(?:WARNING|ERROR).*?(graphfix: .*)|(GraphfixError: .*)", log)
+    return list(dict.fromkeys("".join(each)[:600] for each in messages))
 
 
 def wait_for(is_so: Callable[[], object], seconds: float) -> None:

@@ -40,7 +40,8 @@ def plant() -> None:
         gate.after_capture = _held(CAPTURING, gate.after_capture)  # type: ignore[method-assign]
         rank_agreement.compare = _held(WHILE, rank_agreement.compare)
         if os.environ.get(FAILING) == os.uname().nodename:
-            EngineContext.failures_in_capture = lambda _: {"mamba-padding": {None: "MemoryError: planted"}}  # type: ignore[method-assign,assignment]
+            planted = {"mamba-padding": {None: "MemoryError: planted"}}
+            EngineContext.failures_in_capture = lambda _: planted  # type: ignore[method-assign,assignment]
 
 
 def _held(stage: str, stock: Callable[..., Any]) -> Callable[..., Any]:

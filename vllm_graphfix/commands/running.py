@@ -46,7 +46,7 @@ def servers() -> tuple[list[Server], list[str]]:
     """Return the running servers, and notes on processes of vLLM whose flags cannot be read."""
     import psutil
 
-    found: list[Server] = []
+    servers: list[Server] = []
     notes: list[str] = []
     commands = {each.pid: each.info for each in psutil.process_iter(["pid", "ppid", "cmdline"])}
     for pid, info in sorted(commands.items()):
@@ -57,14 +57,14 @@ def servers() -> tuple[list[Server], list[str]]:
                     f"process {pid} has given itself the title {words[0][:40]!r} in place of its command line, and no "
                     "`vllm serve` has started it: give its flags with --for"
                 )
-        elif is_engine_command(words) and len(found) < _MOST_SERVERS:
+        elif is_engine_command(words) and len(servers) < _MOST_SERVERS:
             try:
                 environment = psutil.Process(pid).environ()
             except (psutil.Error, OSError):
                 notes.append(f"process {pid} belongs to another user or has ended: run this as its user, or as root")
                 continue
-            found.append(Server(pid, shlex.join(words), environment, _reader(pid)))
-    return found, notes
+            servers.append(Server(pid, shlex.join(words), environment, _reader(pid)))
+    return servers, notes
 
 
 def why_another_vllm(pid: int, folder: Path | None) -> str | None:
