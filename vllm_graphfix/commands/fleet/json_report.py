@@ -33,9 +33,8 @@ def as_json(fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def _engine_json(engine: Engine) -> dict[str, Any]:
-    starting = engine.starting
-    decided = engine.tellers[0].record.decision
+def _of_either(engine: Engine | SeriesEngine) -> dict[str, Any]:
+    """Return what records and series have alike."""
     return {
         "engine": engine.name,
         "status": engine.status,
@@ -46,6 +45,14 @@ def _engine_json(engine: Engine) -> dict[str, Any]:
         "model": next(iter(engine.values_of("model")), None),
         "vllm": list(engine.values_of("vllm")),
         "graphfix": list(engine.values_of("graphfix")),
+    }
+
+
+def _engine_json(engine: Engine) -> dict[str, Any]:
+    starting = engine.starting
+    decided = engine.tellers[0].record.decision
+    return {
+        **_of_either(engine),
         "canary": decided.canary,
         "bucket": decided.bucket,
         "percentage": decided.percentage,
@@ -96,15 +103,7 @@ def _series_json(engine: SeriesEngine) -> dict[str, Any]:
     """Return the same keys as `_engine_json`; null where no series has it."""
     percentage = engine.facts.get("rollout_ratio")
     return {
-        "engine": engine.name,
-        "status": engine.status,
-        "live": engine.live,
-        "user": None,
-        "wrong": list(engine.wrong),
-        "notes": list(engine.notes),
-        "model": next(iter(engine.values_of("model")), None),
-        "vllm": list(engine.values_of("vllm")),
-        "graphfix": list(engine.values_of("graphfix")),
+        **_of_either(engine),
         "canary": engine.canary,
         "bucket": None,
         "percentage": None if percentage is None else round(percentage * 100, 4),
