@@ -8,7 +8,7 @@ from math import nan
 
 import pytest
 
-from vllm_graphfix.commands.compare.arbitration import arbitrate
+from vllm_graphfix.commands.compare.arbitration import arbitrate, exonerate
 from vllm_graphfix.verify.comparison import Answer, Judgement, Kind, compare
 
 LENGTH = 8
@@ -157,3 +157,30 @@ def test_each_prompt_is_judged_on_its_own() -> None:
     assert [judgement.kind for judgement in comparison.judgements] == [Kind.EQUAL, Kind.COMPILED, Kind.CORRUPT]
     assert [judgement.compared for judgement in comparison.judgements] == [8, 8, 4]
     assert comparison.noise == 0.02
+
+
+EXONERATION: list[tuple[str, tuple[Answer, Answer, Answer], Kind, int]] = [
+    # name, answers eager, with graphs and padded without graphs; kind, tokens compared
+    ("a batch of that size gives the same", (answer(), answer({5: OTHER}), answer({5: OTHER})), Kind.PADDED, 8),
+    ("only graphs give it", (answer(), answer({5: OTHER}), answer()), Kind.CORRUPT, 5),
+    (
+        "it gives the same, and then not what graphs give",
+        (answer(), answer({3: OTHER, 6: OTHER}), answer({3: OTHER})),
+        Kind.CORRUPT,
+        3,
+    ),
+    ("it has left the context before", (answer(), answer({5: OTHER}), answer({2: SECOND}, [2])), Kind.CORRUPT, 5),
+    ("it contradicts no answer that is right", (answer(), answer(), answer({3: OTHER})), Kind.EQUAL, 8),
+    ("beyond a tie it vouches", (answer(ties=[2]), answer({2: SECOND}, [2]), answer({2: SECOND}, [2])), Kind.TIE, 8),
+]
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "compared"), [each[1:] for each in EXONERATION], ids=[each[0] for each in EXONERATION]
+)
+def test_a_batch_of_the_size_of_the_graph_vouches_and_never_contradicts(
+    answers: tuple[Answer, Answer, Answer], kind: Kind, compared: int
+) -> None:
+    eager, graphs, padded = answers
+    comparison = exonerate(compare([eager], [graphs], 0.0), [graphs], [padded])
+    assert (comparison.judgements[0].kind, comparison.compared) == (kind, compared)

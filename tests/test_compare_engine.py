@@ -141,6 +141,26 @@ def test_corruption_with_graphs_alone_is_detected_where_it_begins(folder: Path) 
 
 
 @planted
+def test_a_batch_that_rounds_otherwise_in_the_size_of_its_graph_is_not_called_corruption(folder: Path) -> None:
+    """Three requests run in a graph of four; without graphs, four requests get the same tokens.
+
+    With each replay to be compared there is no verdict all the same: a CPU has no graphs.
+    """
+    path = folder / "planted"
+    if not path.exists():
+        planted_plugin.install(path, "planted_corruption")
+    command = ("./llama", "--prompts", "ids.jsonl", "--max-tokens", "16", "--skip-tokenizer-init", "--exact", *SMALL)
+    done = compare(folder, *command, env={planted_corruption.ROUNDING: "1"}, path=(path,), code=3)
+    (counts,) = (line for line in done.stdout.splitlines() if line.startswith("4 prompts: "))
+    assert "1 equal, 0 diverge at a tie, 3 equal to compiled and padded without graphs, 0 corrupt; 52 of 52" in counts
+    assert "also in batches of the sizes that graphs have" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("inconclusive: no full graph was replayed")
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == [
+        *("eager", "graphs", "exact", "no graphs", "padded")
+    ]
+
+
+@planted
 @pytest.mark.slow
 def test_what_is_there_without_graphs_too_is_not_called_corruption(folder: Path) -> None:
     """The prompts are made up.

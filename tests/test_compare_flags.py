@@ -35,8 +35,8 @@ def caught(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Arguments of the run: model, flags, prompts, number of generated ones, tokens, seconds."""
     calls: list[tuple[Any, ...]] = []
 
-    def run(*arguments: Any, poison: bool, as_twin: bool) -> None:
-        calls.append(arguments[:-1])
+    def run(model: str, flags: list[str], options: compare_run.Options, console: Any, *, as_twin: bool) -> None:
+        calls.append((model, flags, *options[:4]))
         raise NotStartedError("engines are not started here")
 
     monkeypatch.setattr(compare_run, "run", run)
@@ -226,7 +226,8 @@ def test_none_of_our_options_is_a_flag_of_an_engine() -> None:
     """An option of ours that is a flag of any of the releases would never reach vLLM."""
     group: Any = typer.main.get_command(app)
     ours = {name for option in group.commands["compare"].params for name in option.opts if name.startswith("-")}
-    assert ours == {"--prompts", "--num-prompts", "--max-tokens", "--timeout", "--poison", "--twin", "--json"}
+    own = ("prompts", "num-prompts", "max-tokens", "timeout", "exact", "poison", "twin", "json")
+    assert ours == {f"--{name}" for name in own}
     for release in ALL_RELEASES:
         flags = engine_flags(release)
         assert {

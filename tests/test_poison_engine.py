@@ -205,7 +205,7 @@ def test_steps_that_were_not_poisoned_prove_nothing() -> None:
 def test_a_worker_extension_of_the_users_is_refused(tmp_path: Path) -> None:
     nobody: Any = SimpleNamespace()
     with pytest.raises(CompareError, match="leave out --worker-extension-cls"):
-        run.run("m", ("--worker-extension-cls", "a.B"), (), 1, 2, 1.0, nobody, poison=True)
+        run.run("m", ("--worker-extension-cls", "a.B"), run.Options(poison=True), nobody)
 
 
 # What follows starts engines.

@@ -141,6 +141,23 @@ POISON = record(
     noise=of("number?"),
     passes=array(of("object")),
 )
+EXACT = record(
+    wrong=of("boolean"),
+    inconclusive=TEXT_OR_NULL,
+    error=TEXT_OR_NULL,
+    ranks=array(
+        record(
+            compared=of("integer", "replays that were compared"),
+            wrong=COUNT,
+            skipped=of("integer", "replays that could not be judged"),
+            unseen=of("integer", "replays of pieces and other graphs, which are not compared"),
+            noise=of("number", "largest relative difference of two runs of one step without its graph"),
+            graphs=table(COUNT, "replays by graph"),
+            findings=TEXTS,
+            reason=of("string?", "why not every replay was compared"),
+        )
+    ),
+)
 PROMPT = record(
     prompt=COUNT,
     kind=one_of(Kind),
@@ -249,6 +266,7 @@ OUTPUTS: dict[str, tuple[int, str, Schema]] = {
             fixes=nullable(table(table(TEXT)), "states, by rank and fix"),
             drafts=record(eager=PAIR, graphs=PAIR, lost=of("boolean")),
             poison=nullable(POISON, "with `--poison`"),
+            exact=nullable(EXACT, "with `--exact`"),
             noise=of("number?", "of log-probabilities, eager against itself"),
             tolerance=of("number?"),
             distance=of("number?"),

@@ -24,6 +24,7 @@ from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import check, failures, forward, judge, layers, memory, process, ranks, runner_v1, runs
 from vllm_graphfix.shadow.verdict import TARGET
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
+from vllm_graphfix.verify.engine.exact import ExactReplays
 
 STATE = FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")
 
@@ -69,6 +70,39 @@ def test_a_stale_graph_is_a_mismatch_with_all_that_a_report_needs() -> None:
     assert first.graph.backends == ("MetadataStandIn",)
     assert "BatchDescriptor(num_tokens=4" in first.graph.name
     assert (first.first_layer, second.first_layer) == (None, "layer.1")  # the output of layer.0 is what is wrong
+
+
+def test_an_exact_comparison_judges_every_replay_and_counts_those_it_cannot_see() -> None:
+    served = Served(Rate(every=10**9))
+    served.shadow.schedule.due = 10**6
+    served.step()
+    replays = ExactReplays()
+    replays.begin()
+    for requests in (3, 4, 1):
+        served.step(requests)
+    torch.cuda.CUDAGraph.replay(served.run.concrete_cudagraph_entries[BatchDescriptor(CAPTURED)].cudagraph)
+    rank = replays.end()
+    assert (rank.compared, rank.wrong, rank.skipped, rank.unseen, rank.reason) == (3, 0, 0, 1, None)
+    assert rank.noise == 0.0
+    ((graph, count),) = rank.graphs.items()
+    assert "BatchDescriptor(num_tokens=4" in graph
+    assert count == 3
+    assert "check" not in vars(served.shadow)  # both are as before
+    assert torch.cuda.CUDAGraph.replay.__qualname__ != "ExactReplays.begin.<locals>.replay"
+
+
+def test_an_exact_comparison_finds_a_stale_graph_and_says_where_it_was_not_made() -> None:
+    served = Served(Rate(every=10**9), stale=True)
+    replays = ExactReplays()
+    replays.begin()
+    served.step(), served.step()
+    rank = replays.end()
+    assert (rank.compared, rank.wrong) == (2, 2)
+    assert "a replayed CUDA graph was wrong" in rank.findings[0]
+    process.start(Rate(), Action.REPORT)
+    replays = ExactReplays()
+    replays.begin()
+    assert replays.end().reason == "the shadow check did not start in this engine"
 
 
 def test_quarantine_corrects_one_graph_and_others_are_replayed() -> None:

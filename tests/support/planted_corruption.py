@@ -12,27 +12,47 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROWS = 3
+ROWS, PADDED_ROWS = 3, 4
 VARIABLE = "PLANTED_CORRUPTION"
 """Modes of the engines to be hit, with commas."""
+ROUNDING = "PLANTED_ROUNDING"
+"""If set, a batch of `PADDED_ROWS` gives other tokens in every engine, and one of `ROWS` is padded to it by graphs."""
 
 
 def plant() -> None:
-    from vllm_graphfix.verify.engine.job import Job
+    from vllm_graphfix.verify.engine.job import GRAPHS, Job
 
     jobs = [Job.read(Path(argument)) for argument in sys.orig_argv if argument.endswith(".job")]
-    hit = os.environ[VARIABLE].split(",")
-    if not any(job.mode in hit for job in jobs):  # no job: vLLM looks at the model in a process of its own
+    hit = os.environ.get(VARIABLE, GRAPHS).split(",")
+    rows = {ROWS} if any(job.mode in hit for job in jobs) else set()
+    if jobs and ROUNDING in os.environ:
+        rows.add(PADDED_ROWS)
+    if not rows:  # no job: vLLM looks at the model in a process of its own
         return
+    if PADDED_ROWS in rows:
+        _name_sizes()
     from vllm.model_executor.models.llama import LlamaForCausalLM
 
     stock = LlamaForCausalLM.compute_logits
 
     def corrupted(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         logits = stock(self, hidden_states, *args, **kwargs)
-        return logits.roll(1, dims=-1) if len(logits) == ROWS else logits
+        return logits.roll(1, dims=-1) if len(logits) in rows else logits
 
     LlamaForCausalLM.compute_logits = corrupted
+
+
+def _name_sizes() -> None:
+    """Name sizes of graphs in the engine's configuration, from which vLLM removes them on a CPU."""
+    from vllm import LLM
+
+    stock = LLM.generate
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.llm_engine.vllm_config.compilation_config.cudagraph_capture_sizes = [1, 2, PADDED_ROWS]
+        return stock(self, *args, **kwargs)
+
+    LLM.generate = generate
 
 
 class WorkerExtension:

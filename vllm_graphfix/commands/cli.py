@@ -291,6 +291,13 @@ def compare(
             help="Also: do padded rows, the null block, unused blocks, freed memory reach answers? One more engine.",
         ),
     ] = False,
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact",
+            help="Also: is each replay of a full graph equal to the same step without the graph? One more engine.",
+        ),
+    ] = False,
     as_twin: Annotated[
         bool,
         typer.Option(
@@ -304,14 +311,14 @@ def compare(
 
     One engine runs after the other. The environment decides whether the fixes are on; VLLM_GRAPHFIX=off shows stock.
 
-    Exit code 0 if no answer is corrupt, 1 for corruption or poison that was seen, 2 if nothing could be compared, 3 if
-    there is no verdict, as without graphs.
+    Exit code 0 if no answer is corrupt, 1 for corruption, a wrong replay, or poison that was seen, 2 if nothing could
+    be compared, 3 if there is no verdict, as without graphs.
     """
     from vllm_graphfix.commands.compare import CompareError
     from vllm_graphfix.commands.compare.prompts import read_prompts
     from vllm_graphfix.commands.compare.report import as_json as report_json
     from vllm_graphfix.commands.compare.report import show
-    from vllm_graphfix.commands.compare.run import run
+    from vllm_graphfix.commands.compare.run import Options, run
 
     if "-h" in (model, *context.args):
         typer.echo(context.get_help())
@@ -320,10 +327,8 @@ def compare(
         stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
     try:
         texts = read_prompts(prompts) if prompts is not None else ()
-        errors = console(stderr=True)
-        report = run(
-            model, context.args, texts, num_prompts, max_tokens, timeout, errors, poison=poison, as_twin=as_twin
-        )
+        options = Options(texts, num_prompts, max_tokens, timeout, poison=poison, exact=exact)
+        report = run(model, context.args, options, console(stderr=True), as_twin=as_twin)
     except (CompareError, OSError) as error:
         stop(str(error))
     except KeyboardInterrupt as interrupt:

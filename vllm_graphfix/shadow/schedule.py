@@ -34,6 +34,8 @@ class Schedule:
 
     def __init__(self, rate: Rate) -> None:
         self._every, self._share = rate.every, rate.share
+        self._has_all = False
+        """Every replay is due, a drafter's too."""
         self.timed = rate.share is not None
         """True if `tick` has to be called at every step of the target model."""
         self.count = self.within = 0
@@ -69,13 +71,20 @@ class Schedule:
         self.move(self._first())
         return self._first()
 
+    def check_every_replay(self) -> None:
+        """Make every replay due from the next one on, at any rate; all ranks call this between the same two steps."""
+        self._every, self._share, self._has_all = 1, None, True
+        self.move(self.step + 1)
+
     def move(self, step: int, *, planned: bool = False) -> None:
         """Make *step* the one that is due: the target model's replay in it, or in turns one of a drafter's.
 
         *planned*: the step is due for an agreement, whatever it replays.
         """
         self.due = step * (self.within + 1)
-        if not planned:
+        if self._has_all:
+            self.due = self.count + 1
+        elif not planned:
             self._turns += 1
             self.due += self._turns % (self.drafts + 1)
 

@@ -14,6 +14,8 @@ from enum import Enum
 ROUNDING = 0.0625
 """Differences of log-probabilities up to this always count as rounding: the step of bfloat16 between 8 and 16, where
 logits tend to be."""
+MIN_COMPARED = 0.5
+"""Share of the tokens that must be compared. Fewer, because answers diverge early at ties, prove nothing."""
 NOISE_FACTOR = 3.0
 """A difference counts as rounding up to this factor times the largest one between two runs without graphs."""
 
@@ -36,6 +38,8 @@ class Kind(str, Enum):
     """The two best tokens differ by no more than rounding. Tokens after a tie cannot be compared."""
     COMPILED = "compiled"
     """Beyond rounding, but the same engine gives this answer without graphs too."""
+    PADDED = "padded"
+    """Beyond rounding, but the engine without graphs gives this answer too, in batches of the sizes of graphs."""
     CORRUPT = "corrupt"
 
 
@@ -92,6 +96,11 @@ class Comparison:
     @property
     def compared(self) -> int:
         return sum(judgement.compared for judgement in self.judgements)
+
+    @property
+    def is_compared(self) -> bool:
+        """True if enough tokens were compared for a verdict."""
+        return self.compared >= MIN_COMPARED * self.tokens
 
     @property
     def distance(self) -> float:

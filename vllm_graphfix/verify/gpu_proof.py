@@ -45,9 +45,6 @@ _NO_CASE = "no tiny model on a GPU shows this defect; `verify --device cpu` prov
 _MAX_NOISE = 0.2
 """Eager's own noise on a tiny model, in log-probability, beyond which a defect could pass for rounding. Stock's
 log-probabilities are wrong by 0.5 to 1."""
-_MIN_COMPARED = 0.5
-"""Share of the patched engine's tokens that must be compared. Fewer, because answers diverge early at ties, prove
-nothing."""
 
 Runs = Mapping[str, JobResult]
 """Results of the engines of one case, by mode."""
@@ -279,7 +276,7 @@ def _why_unproven(case: Case, runs: Runs) -> str | None:
             return f"{mode}: the engine used no graphs"
     if eager is not None and patched is not None:
         comparison = compare(eager.passes[0], patched.passes[0], noise)
-        if not comparison.corrupt and comparison.compared < _MIN_COMPARED * comparison.tokens:
+        if not comparison.corrupt and not comparison.is_compared:
             return (
                 f"patched: answers diverge early at ties, so only {comparison.compared} of {comparison.tokens} tokens "
                 "could be compared"

@@ -1,8 +1,9 @@
-"""Judges answers with graphs by two references: eager, and the same engine compiled but without graphs.
+"""Judges answers with graphs by two further references: the same engine compiled but without graphs, and that padded.
 
-Neither is enough alone. torch.compile fuses operations and so rounds differently: eager's answers may differ from those
-with graphs by more than eager's own noise, although the graphs are right. And after a tie eager has another context,
-and cannot vouch for what follows. The compiled engine without graphs is a witness in both cases.
+Eager is not enough alone. torch.compile fuses operations and so rounds differently: eager's answers may differ from
+those with graphs by more than eager's own noise, although the graphs are right. And after a tie eager has another
+context, and cannot vouch for what follows. The compiled engine without graphs is a witness in both cases. Where a batch
+of another size rounds differently, that engine is one with its batches filled to the sizes to which graphs pad theirs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,24 @@ def arbitrate(comparison: Comparison, graphs: Sequence[Answer], compiled: Sequen
     second = compare(compiled, graphs, comparison.noise)
     pairs = zip(comparison.judgements, second.judgements, strict=True)
     return replace(comparison, judgements=tuple(_judged_by_both(*pair) for pair in pairs))
+
+
+def exonerate(comparison: Comparison, graphs: Sequence[Answer], padded: Sequence[Answer]) -> Comparison:
+    """Judge again, by answers without graphs in batches of the sizes to which *graphs* pad theirs.
+
+    Kernels round differently in a batch of another size, and in a mixture of experts a token may then go to another
+    expert. These answers vouch for others and contradict none: prompts were processed beside more requests.
+    """
+    second = compare(padded, graphs, comparison.noise)
+    pairs = zip(comparison.judgements, second.judgements, strict=True)
+    return replace(comparison, judgements=tuple(_exonerated(*pair) for pair in pairs))
+
+
+def _exonerated(judged: Judgement, padded: Judgement) -> Judgement:
+    if padded.kind is Kind.CORRUPT or not _vouches(padded, judged.position):
+        return judged
+    kind = Kind.PADDED if judged.kind is Kind.CORRUPT else judged.kind
+    return replace(judged, kind=kind, vouched=max(judged.vouched, padded.compared))
 
 
 def _judged_by_both(eager: Judgement, compiled: Judgement) -> Judgement:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.compare.twin import FittedTwin
 from vllm_graphfix.verify.comparison import Comparison, Kind, finite_or_none
+from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import EngineResult
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
 from vllm_graphfix.verify.engine.processes import CRASH
@@ -22,8 +23,6 @@ NO_GRAPHS = "NONE"
 """The `cudagraph_mode` of an engine that captures no graphs."""
 _MAX_NOISE = 0.33
 """Limit of eager's own noise, in log-probability. Beyond it the tolerance would exceed 1, and hide corruption."""
-_MIN_COMPARED = 0.5
-"""Share of the tokens that must be compared for a verdict."""
 _MIN_DRAFTS, _MIN_ACCEPTED, _LOST_BELOW = 100, 0.05, 0.5
 """Drafts are lost if eager accepts at least `_MIN_ACCEPTED` of at least `_MIN_DRAFTS` tokens, and the engine with
 graphs less than `_LOST_BELOW` times that share."""
@@ -32,9 +31,15 @@ _BAR = 40
 _LISTED_PROMPTS = 20
 """Prompts with a line of their own; JSON has all."""
 
-_SHADES = {Kind.CORRUPT: ("red", "█"), Kind.COMPILED: ("cyan", "▒"), Kind.TIE: ("yellow", "░")}
+_SHADES = {
+    Kind.CORRUPT: ("red", "█"),
+    Kind.PADDED: ("blue", "▓"),
+    Kind.COMPILED: ("cyan", "▒"),
+    Kind.TIE: ("yellow", "░"),
+}
 _VERDICTS = {
     Kind.CORRUPT: "[bold red]corrupt[/]",
+    Kind.PADDED: "[blue]batch size, without graphs too[/]",
     Kind.COMPILED: "[cyan]compiled, without graphs too[/]",
     Kind.TIE: "[yellow]tie, rounding[/]",
 }
@@ -56,13 +61,15 @@ class Report:
     """Folder with the engines' logs, if one of them failed."""
     poison: PoisonReport | None = None
     """Report on poison, if it was asked for."""
+    exact: ExactReport | None = None
+    """Comparison of each replay, if it was asked for."""
     twin: FittedTwin | None = None
     """The twin that was compared in place of the model."""
 
     @property
     def wrong(self) -> bool:
-        """True if corruption or poison was detected: exit code 1."""
-        return self.corrupt or (self.poison is not None and self.poison.detected)
+        """True if corruption, a wrong replay or poison was detected: exit code 1."""
+        return self.corrupt or any(part.detected for part in (self.poison, self.exact) if part is not None)
 
     @property
     def corrupt(self) -> bool:
@@ -88,8 +95,9 @@ class Report:
         """Reason why a report without corruption proves nothing; None if it does, or if there is corruption."""
         if self.wrong:
             return None
-        if self.poison is not None and (why := self.poison.inconclusive):
-            return why
+        for part in (self.poison, self.exact):
+            if part is not None and (why := part.inconclusive):
+                return why
         if self.comparison is None or self.graphs is None:
             return f"with graphs the engine failed, but not with an error that is typical of graphs: {self.error}"
         if self.graphs.cudagraph_mode == NO_GRAPHS:
@@ -101,7 +109,9 @@ class Report:
                 f"eager differs from itself by up to {self.comparison.noise:.3g}, "
                 "so corruption cannot be told apart from noise"
             )
-        if self.comparison.compared < _MIN_COMPARED * self.comparison.tokens:
+        # Where each replay of a full graph is right, a tie explains an answer that diverges at it.
+        exact = self.exact is not None and all(judgement.compared for judgement in self.comparison.judgements)
+        if not self.comparison.is_compared and not exact:
             return (
                 f"answers diverge early at ties, so only {self.comparison.compared} of {self.comparison.tokens} tokens "
                 "could be compared: give your own prompts (--prompts), or more prompts with shorter answers"
@@ -131,6 +141,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "lost": report.drafts_lost,
         },
         "poison": report.poison.as_json() if report.poison else None,
+        "exact": report.exact.as_json() if report.exact else None,
         "noise": finite_or_none(comparison.noise) if comparison else None,
         "tolerance": finite_or_none(comparison.tolerance) if comparison else None,
         "distance": finite_or_none(comparison.distance) if comparison else None,
@@ -262,10 +273,14 @@ def _show_verdict(report: Report, comparison: Comparison, console: Console) -> N
     from rich.markup import escape
 
     counts = {kind: len(comparison.of(kind)) for kind in Kind}
-    compiled = f"{counts[Kind.COMPILED]} equal to compiled without graphs, " if counts[Kind.COMPILED] else ""
+    elsewhere = "".join(
+        f"{counts[kind]} equal to {name} without graphs, "
+        for kind, name in ((Kind.COMPILED, "compiled"), (Kind.PADDED, "compiled and padded"))
+        if counts[kind]
+    )
     console.print(
         f"{len(comparison.judgements)} prompts: {counts[Kind.EQUAL]} equal, {counts[Kind.TIE]} diverge at a tie, "
-        f"{compiled}{counts[Kind.CORRUPT]} corrupt; {comparison.compared} of {comparison.tokens} tokens compared. "
+        f"{elsewhere}{counts[Kind.CORRUPT]} corrupt; {comparison.compared} of {comparison.tokens} tokens compared. "
         f"Log-probabilities: eager differs from itself by up to {comparison.noise:.3g}, graphs from eager by up to "
         f"{comparison.distance:.3g}; up to {comparison.tolerance:.3g} counts as rounding",
         highlight=False,
@@ -274,10 +289,14 @@ def _show_verdict(report: Report, comparison: Comparison, console: Console) -> N
     if report.poison is not None:
         for line in [report.poison.summary(), *report.poison.lines()]:
             console.print(escape(line), highlight=False, soft_wrap=True)
+    for line in report.exact.lines() if report.exact is not None else ():
+        console.print(escape(line), highlight=False, soft_wrap=True)
     if report.note:
         console.print(f"[dim]{escape(report.note)}[/]", highlight=False, soft_wrap=True)
     if comparison.corrupt:
         verdict = "[bold red]corruption[/]"
+    elif report.exact is not None and report.exact.detected:
+        verdict = "[bold red]wrong replays[/]: graphs differ from the same steps without them"
     elif report.poison is not None and report.poison.detected:
         verdict = "[bold red]poison was seen[/]: memory that belongs to no request affects the results"
     elif report.drafts_lost:

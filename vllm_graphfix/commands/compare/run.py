@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.commands.compare import CompareError
-from vllm_graphfix.commands.compare.arbitration import arbitrate
+from vllm_graphfix.commands.compare.arbitration import arbitrate, exonerate
 from vllm_graphfix.commands.compare.prompts import Prompt
 from vllm_graphfix.commands.compare.report import Report
 from vllm_graphfix.commands.compare.twin import fit
@@ -26,6 +26,8 @@ from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.verify.comparison import Kind, compare, noise_between
 from vllm_graphfix.verify.engine.bars import EngineBars
+from vllm_graphfix.verify.engine.exact import ENVIRONMENT
+from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.llm import FlagError
 from vllm_graphfix.verify.engine.poison_report import report_of
@@ -34,36 +36,43 @@ from vllm_graphfix.verify.engine.processes import Engines, JobResult
 if TYPE_CHECKING:
     from rich.console import Console
 
-POISON = "poison"
-"""Name of the engine that is poisoned."""
+POISON, EXACT, PADDED = "poison", "exact", "padded"
+"""Names of the engine that is poisoned, of the one whose replays are compared, and of the one without graphs whose
+batches are filled to the sizes of graphs."""
+_ALONE: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""With the scheduler in a process of its own, the batches of two passes would differ by timing."""
 _SHORTEST = 0.5
 """Length of the shortest answer, relative to the longest: the batch shrinks through sizes between those captured."""
 
 
-def run(
-    model: str,
-    flags: Sequence[str],
-    prompts: Sequence[Prompt],
-    generated: int,
-    max_tokens: int,
-    timeout: float,
-    console: Console,
-    *,
-    poison: bool = False,
-    as_twin: bool = False,
-) -> Report:
-    """Ask *prompts*, or *generated* ones if there are none, for up to *max_tokens* tokens each.
+class Options(NamedTuple):
+    """What is asked of each engine, and which engines there are."""
 
-    *flags* are vLLM's. *timeout*, in seconds, is for one engine. With *poison* the engine with graphs is asked once
-    more, in a process of its own, with poison in memory that belongs to no request. With *as_twin* a small model of the
-    same architecture is made from the model's config.json, and compared in its place.
+    prompts: Sequence[Prompt] = ()
+    generated: int = 16
+    """Prompts that are made up if there are no *prompts*."""
+    max_tokens: int = 128
+    """Tokens of the longest answer."""
+    timeout: float = 3600.0
+    """Seconds for one engine."""
+    poison: bool = False
+    """Ask the engine with graphs once more, with poison in memory that belongs to no request."""
+    exact: bool = False
+    """Ask it once more, and compare each replay of a full graph with the same step without the graph."""
+
+
+def run(model: str, flags: Sequence[str], options: Options, console: Console, *, as_twin: bool = False) -> Report:
+    """Compare the answers of *model* under *flags*, which are vLLM's, with graphs and without.
+
+    With *as_twin* a small model of the same architecture is made from the model's config.json, and compared in its
+    place.
 
     Raises CompareError if the flags or settings make no comparison, or if the engine does not run without graphs.
     """
     if model[:1] in ("/", ".", "~") and not Path(model).expanduser().exists():
         raise CompareError(f"{model} does not exist; name a folder with a model, or one of the Hugging Face Hub")
-    _refuse_flags(flags, poison=poison)
-    _refuse_settings(os.environ)
+    _refuse_flags(flags, {"--poison": options.poison, "--exact": options.exact})
+    _refuse_settings(os.environ, exact=options.exact)
     if importlib.util.find_spec("vllm") is None:
         raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
     if _is_without_gpu(os.environ):
@@ -74,9 +83,7 @@ def run(
         folder = Path(tempfile.mkdtemp(prefix="graphfix-twin-"))
         try:
             twin = fit(model, flags, folder)
-            report = _run_engines(
-                str(twin.folder), twin.flags, prompts, generated, max_tokens, timeout, console, poison, twin.adapters
-            )
+            report = _run_engines(str(twin.folder), twin.flags, options, console, twin.adapters)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -84,22 +91,15 @@ def run(
             shutil.rmtree(folder, ignore_errors=True)
         return replace(report, model=model, twin=twin)
     named = f"./{model}" if model.startswith("-") else model  # else vLLM would parse it as a flag
-    return replace(_run_engines(named, flags, prompts, generated, max_tokens, timeout, console, poison), model=model)
+    return replace(_run_engines(named, flags, options, console), model=model)
 
 
 def _run_engines(
-    model: str,
-    flags: Sequence[str],
-    prompts: Sequence[Prompt],
-    generated: int,
-    max_tokens: int,
-    timeout: float,
-    console: Console,
-    poison: bool,
-    adapters: Sequence[str] = (),
+    model: str, flags: Sequence[str], options: Options, console: Console, adapters: Sequence[str] = ()
 ) -> Report:
-    count = len(prompts) or generated
-    lengths = tuple(max(2, round(max_tokens * (1 - (1 - _SHORTEST) * number / count))) for number in range(count))
+    count = len(options.prompts) or options.generated
+    shorter = ((1 - _SHORTEST) * number / count for number in range(count))
+    lengths = tuple(max(2, round(options.max_tokens * (1 - share))) for share in shorter)
     turns = (None, *adapters)
     jobs = [
         Job(
@@ -107,22 +107,22 @@ def _run_engines(
             mode=mode,
             flags=("--model", model, *flags),
             folder=str(Path.cwd()),
-            prompts=tuple(prompts),
-            generated=generated,
+            prompts=tuple(options.prompts),
+            generated=options.generated,
             max_tokens=lengths,
             extra_passes=int(mode == EAGER),
             adapters=tuple(turns[number % len(turns)] for number in range(count)) if adapters else (),
         )
         for mode in (EAGER, GRAPHS, COMPILED)
     ]
-    if poison:
-        # With the scheduler in a process of its own, the batches of two passes would differ by timing.
-        alone: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        jobs.append(replace(jobs[1], name=POISON, extra_passes=1, poison=True, environment=alone))
+    if options.poison:
+        jobs.append(replace(jobs[1], name=POISON, extra_passes=1, poison=True, environment=_ALONE))
+    if options.exact:
+        jobs.append(replace(jobs[1], name=EXACT, exact=True, environment=_ALONE | ENVIRONMENT))
     folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
     keep = True  # after any other error the logs are needed
     try:
-        report = _compare(model, flags, jobs, folder, timeout, console)
+        report = _compare(model, flags, jobs, folder, options.timeout, console)
         keep = report.logs is not None
     except CompareError as error:
         keep = error.log is not None
@@ -148,18 +148,24 @@ def _is_without_gpu(environment: Mapping[str, str]) -> bool:
     return hidden or not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists())  # the latter under WSL
 
 
-def _refuse_flags(flags: Sequence[str], *, poison: bool) -> None:
+def _refuse_flags(flags: Sequence[str], options: Mapping[str, bool]) -> None:
     names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if "--enforce-eager" in names:
         raise CompareError("with --enforce-eager there are no graphs to compare; leave that flag out")
-    if poison and "--worker-extension-cls" in names:
-        raise CompareError("--poison needs vLLM's worker extension for itself; leave out --worker-extension-cls")
+    needing = next((option for option, is_on in options.items() if is_on), None)
+    if needing and "--worker-extension-cls" in names:
+        raise CompareError(f"{needing} needs vLLM's worker extension for itself; leave out --worker-extension-cls")
     if "--model" in names:
         raise CompareError("name the model once, before the flags, as vllm-graphfix compare MODEL …; leave out --model")
 
 
-def _refuse_settings(environment: Mapping[str, str]) -> None:
+def _refuse_settings(environment: Mapping[str, str], *, exact: bool) -> None:
     """Raise CompareError if a setting is invalid: it may have turned off the fixes that were to be compared."""
+    if exact and environment.get(settings.PREFIX, "").strip().lower() == "off":
+        raise CompareError(
+            f"--exact needs the shadow check, which {settings.PREFIX}=off switches off; for stock vLLM's answers set "
+            f"{settings.PREFIX}=observe"
+        )
     decision = rollout.decide(settings.read(environment, BY_NAME), "")
     if decision.misconfigured:
         named = ", ".join(f"{name}={value}" for name, value in decision.misconfigured.items())
@@ -185,27 +191,38 @@ def _compare(
         if graphed.result is None:
             error = f"{graphed.error} (log: {graphed.log})"
             return Report(model, tuple(flags), reference.result, None, None, error, logs=str(folder))
-        poisoned = None
+        poisoned, exact = None, None
         for job in further:
             ended = engines.run([job], 1)[job.name]
             why = f"{ended.error} (log: {ended.log})" if ended.error else None
-            poisoned = report_of(ended.result, why, ended.observed)
+            if job.poison:
+                poisoned = report_of(ended.result, why, ended.observed)
+            else:
+                exact = ExactReport(ended.result.exact if ended.result else (), why)
         comparison = compare(reference.result.passes[0], graphed.result.passes[0], noise)
         arbiter = None
         if len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
             arbiter = engines.run([compiled], 1)[compiled.name]
             if arbiter.result is not None:
                 comparison = arbitrate(comparison, graphed.result.passes[0], arbiter.result.passes[0])
-    failed = (arbiter is not None and arbiter.result is None) or (poisoned is not None and poisoned.result is None)
+        padded = None
+        if graphed.result.batch_sizes and (comparison.corrupt or not comparison.is_compared):
+            job = replace(compiled, name=PADDED, batch_sizes=graphed.result.batch_sizes)
+            padded = engines.run([job], 1)[job.name]
+            if padded.result is not None:
+                comparison = exonerate(comparison, graphed.result.passes[0], padded.result.passes[0])
+    witnesses = [each for each in (arbiter, padded) if each is not None]
+    errors = [each.error for each in (*witnesses, poisoned, exact) if each is not None]
     return Report(
         model,
         tuple(flags),
         reference.result,
         graphed.result,
         comparison,
-        note=_why_eager_alone(arbiter),
-        logs=str(folder) if failed else None,
+        note=_note(arbiter, padded),
+        logs=str(folder) if any(errors) else None,
         poison=poisoned,
+        exact=exact,
     )
 
 
@@ -216,12 +233,15 @@ def _error_of_reference(reference: JobResult) -> CompareError:
     return CompareError(f"the engine does not run even without graphs: {reference.error}", reference.log)
 
 
-def _why_eager_alone(arbiter: JobResult | None) -> str | None:
+def _note(arbiter: JobResult | None, padded: JobResult | None) -> str | None:
+    """Return which references but eager there were, or why there were none."""
     if arbiter is None:
         return None
-    if arbiter.result is None:
-        return (
-            "the compiled engine without graphs did not run, so answers were compared with eager alone: "
-            f"{arbiter.error} (log: {arbiter.log})"
-        )
-    return "answers that differ from eager's were also compared with the compiled engine without graphs"
+    for engine, name in ((arbiter, "compiled"), (padded, "padded")):
+        if engine is not None and engine.result is None:
+            return (
+                f"the {name} engine without graphs did not run, so answers were not compared with its answers: "
+                f"{engine.error} (log: {engine.log})"
+            )
+    in_batches = ", also in batches of the sizes that graphs have" if padded is not None else ""
+    return f"answers that differ from eager's were also compared with the compiled engine without graphs{in_batches}"

@@ -10,6 +10,7 @@ from vllm_graphfix.verify.engine.job import Job
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import TaskID
 
 
 class EngineBars:
@@ -30,7 +31,15 @@ class EngineBars:
             expand=True,
             disable=not console.is_terminal,
         )
-        self._tasks = {job.name: self._progress.add_task(job.name, start=False, doing="waits", total=1) for job in jobs}
+        self._tasks: dict[str, TaskID] = {}
+        for job in jobs:
+            self._task(job)
+
+    def _task(self, job: Job) -> TaskID:
+        """Return the bar of *job*; one that was not announced gets it now."""
+        if job.name not in self._tasks:
+            self._tasks[job.name] = self._progress.add_task(job.name, start=False, doing="waits", total=1)
+        return self._tasks[job.name]
 
     @contextmanager
     def display(self) -> Iterator[None]:
@@ -38,11 +47,11 @@ class EngineBars:
             yield
 
     def doing(self, job: Job, line: str) -> None:
-        task = self._tasks[job.name]
+        task = self._task(job)
         self._progress.start_task(task)
         self._progress.update(task, doing=line)
 
     def done(self, job: Job, how: str) -> None:
-        self._progress.update(self._tasks[job.name], completed=1, doing=how)
+        self._progress.update(self._task(job), completed=1, doing=how)
         if not self._console.is_terminal:
             self._console.print(f"{job.name}: {how}", highlight=False, markup=False)

@@ -1,4 +1,4 @@
-"""Methods that vLLM mixes into its worker class, so that each rank can be asked for its fixes, graphs and poison."""
+"""Methods that vLLM mixes into its worker class: each rank reports fixes and graphs, is poisoned, compares replays."""
 
 from __future__ import annotations
 
@@ -27,3 +27,17 @@ class GraphfixStates:
     def graphfix_poison_result(self) -> dict[str, Any]:
         """Stop it and return what `PoisonedRunner.remove` returns."""
         return self._graphfix_poisoned.remove()
+
+    def graphfix_exact(self) -> None:
+        """Start to compare each replay of this rank with the same step without its graph. No request may be running."""
+        from vllm_graphfix.verify.engine.exact import ExactReplays
+
+        self._graphfix_exact = ExactReplays()
+        self._graphfix_exact.begin()
+
+    def graphfix_exact_result(self) -> dict[str, Any]:
+        """Stop it and return an `ExactRank`, as builtins."""
+        from vllm_graphfix.verify.codec import to_builtins
+
+        rank: dict[str, Any] = to_builtins(self._graphfix_exact.end())
+        return rank

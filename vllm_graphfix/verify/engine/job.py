@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.comparison import Answer
+from vllm_graphfix.verify.engine.exact import ExactRank
 
 GRAPHS = "graphs"
 """Mode: CUDA graphs as the arguments say."""
@@ -56,6 +57,10 @@ class Job:
     poison_last: bool = False
     """Ask twice more at the end, the second time with all kinds of poison, to learn only whether it shows. A crash
     there loses nothing of the result."""
+    exact: bool = False
+    """Compare each replay with the same step without its graph."""
+    batch_sizes: tuple[int, ...] = ()
+    """Numbers of requests to which each batch of decodes is filled with further requests, as graphs pad it."""
     untuned: bool = False
     """Let Triton's autotuner take the first variant that runs, and compile no other."""
     seconds: float | None = None
@@ -132,5 +137,9 @@ class EngineResult:
     """Passes with poison; the first one has all kinds."""
     poison_error: str | None = None
     """Error that ended the engine during `Job.poison_last`; empty while that runs."""
+    exact: tuple[ExactRank, ...] = ()
+    """Comparison of each replay, by rank, with `Job.exact`."""
+    batch_sizes: tuple[int, ...] = ()
+    """Numbers of requests for which decodes have a full graph or pieces, ascending."""
     cudagraph_mode: str | None = None
     """vLLM's mode of CUDA graphs, as the workers have it in the end."""

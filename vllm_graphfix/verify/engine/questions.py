@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import zlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.job import Job
@@ -44,6 +46,14 @@ def _word_tokens(llm: LLM, vocabulary: int) -> list[int]:
 
 def ask(llm: LLM, prompts: tuple[Any, ...], job: Job, order: int = 1) -> tuple[Answer, ...]:
     """Return the answers to *prompts*, in their order; an *order* of -1 asks the last one first."""
+    if job.batch_sizes:
+        filled = _filled(prompts, job)
+        longer_job = replace(job, max_tokens=filled.lengths, adapters=filled.adapters, batch_sizes=())
+        longer = ask(llm, filled.prompts, longer_job, order)
+        return tuple(
+            Answer(each.tokens[:length], each.top[:length])
+            for each, length in zip(longer, job.max_tokens, strict=False)
+        )
     from vllm import SamplingParams
 
     options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": BEST}
@@ -76,3 +86,51 @@ def _answer(output: Any) -> Answer:
         tokens, logprobs = [*output.prompt_token_ids[1:], *tokens], [*output.prompt_logprobs[1:], *logprobs]
     top = tuple({token: float(entry.logprob) for token, entry in best.items()} for best in logprobs)
     return Answer(tuple(tokens), top)
+
+
+def batch_sizes(llm: LLM) -> tuple[int, ...]:
+    """Return the numbers of requests of a decode for which vLLM has graphs; empty if this vLLM does not say."""
+    try:
+        config: Any = llm.llm_engine.vllm_config
+        tokens = 1 + (config.speculative_config.num_speculative_tokens if config.speculative_config else 0)
+        most = config.scheduler_config.max_num_seqs
+        sizes = {size // tokens for size in config.compilation_config.cudagraph_capture_sizes}
+        return tuple(sorted(size for size in sizes if 0 < size <= most))
+    except (AttributeError, TypeError):
+        return ()
+
+
+class _Filled(NamedTuple):
+    prompts: tuple[Any, ...]
+    lengths: tuple[int, ...]
+    adapters: tuple[str | None, ...]
+
+
+def _filled(prompts: tuple[Any, ...], job: Job) -> _Filled:
+    """Return the requests of *job*, made longer, and more behind them.
+
+    Wherever so many requests of the job run that a graph of a larger size would serve them, exactly that size runs.
+    """
+    lengths = filled_lengths(job.max_tokens, job.batch_sizes)
+    more = range(len(prompts), len(lengths))
+    # Reversed, so that the prefix cache holds none of them.
+    others = (prompts[number % len(prompts)][::-1] for number in more)
+    adapters = tuple(job.adapters[number % len(prompts)] for number in more) if job.adapters else ()
+    return _Filled((*prompts, *others), lengths, (*job.adapters, *adapters))
+
+
+def filled_lengths(lengths: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the tokens of each request, those of *lengths* first, so that after each token one of *sizes* is running.
+
+    *sizes* ascend. No request of *lengths* gets shorter. Beyond the largest size nothing is padded.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    ends: list[int] = []
+    for place in range(next((size for size in sizes if size >= len(lengths)), len(lengths))):
+        # This place is taken as long as more requests are left than the next smaller size serves.
+        smaller = max((size for size in sizes if size <= place), default=0) if place < sizes[-1] else place
+        ends.append(lengths[order[smaller]])
+    filled = list(lengths) + ends[len(lengths) :]
+    for place, number in enumerate(order):
+        filled[number] = max(lengths[number], ends[place])
+    return tuple(filled)

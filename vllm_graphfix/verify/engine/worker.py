@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.settings.environment import DECISION, PREFIX, STATUS_DIR
-from vllm_graphfix.verify.codec import to_builtins
+from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.engine import llm as llms
+from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.job import EngineResult, Job, PoisonPass
 from vllm_graphfix.verify.engine.poisoned import Session, ask_last_with_poison, ask_with_poison
-from vllm_graphfix.verify.engine.questions import SEED, ask, made_up_prompts
+from vllm_graphfix.verify.engine.questions import SEED, ask, batch_sizes, made_up_prompts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -107,7 +108,10 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
         probe.in_the_engine(llm)
     ready = time.monotonic()
     prompts = job.prompts or made_up_prompts(job, llm)
+    if job.exact:
+        llm.collective_rpc("graphfix_exact")
     passes = [ask(llm, prompts, job)]
+    exact = llm.collective_rpc("graphfix_exact_result") if job.exact else ()
     for number in range(job.extra_passes):
         # Cached blocks of the pass before would hide the noise of computing them again.
         llm.reset_prefix_cache()
@@ -132,6 +136,8 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
         answer_seconds=round(time.monotonic() - ready, 1),
         cpu_seconds=round(sum(os.times()[:4]), 1),
         poisoned=poisoned,
+        exact=tuple(from_builtins(rank, ExactRank) for rank in exact),
+        batch_sizes=batch_sizes(llm),
         cudagraph_mode=_cudagraph_mode(llm),
     )
     if not job.poison_last:

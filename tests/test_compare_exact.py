@@ -1,0 +1,96 @@
+"""`compare --exact`, and answers without graphs in batches of the sizes of graphs."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from test_compare_report import RESULT, judgement, report
+from vllm_graphfix.commands.compare import CompareError
+from vllm_graphfix.commands.compare import run as compare_run
+from vllm_graphfix.commands.compare.report import as_json, show
+from vllm_graphfix.verify.comparison import Kind
+from vllm_graphfix.verify.engine.exact import ExactRank
+from vllm_graphfix.verify.engine.exact_report import ExactReport
+from vllm_graphfix.verify.engine.questions import filled_lengths
+
+RIGHT = ExactRank(800, 0, 0, 12, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), None)
+WRONG = replace(RIGHT, wrong=2, findings=("a replayed CUDA graph was wrong: target model, 8",))
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=20),
+    st.lists(st.integers(1, 30), min_size=1, max_size=6, unique=True).map(sorted),
+)
+def test_filled_batches_have_the_sizes_of_graphs_after_every_token(lengths: list[int], sizes: list[int]) -> None:
+    filled = filled_lengths(lengths, sizes)
+    assert all(after >= before for before, after in zip(lengths, filled, strict=False))
+    assert max(filled) == max(lengths)
+    for token in range(max(lengths)):
+        running = sum(length > token for length in lengths)
+        padded = next((size for size in sizes if size >= running), running)
+        assert sum(length > token for length in filled) == padded
+
+
+@pytest.mark.parametrize(
+    ("exact", "reason"),
+    [
+        (ExactReport([RIGHT]), None),
+        (ExactReport([RIGHT, replace(RIGHT, skipped=3)]), "3 replays could not be judged"),
+        (ExactReport([RIGHT, replace(RIGHT, reason="Ray")]), "not every replay was compared: Ray"),
+        (ExactReport([replace(RIGHT, compared=0, graphs={})]), "no full graph was replayed"),
+        (ExactReport([]), "no full graph was replayed"),
+        (ExactReport([], "OOM (log: /l)"), "the engine whose replays were to be compared ended: OOM (log: /l)"),
+    ],
+)
+def test_only_replays_that_were_all_compared_prove_anything(exact: ExactReport, reason: str | None) -> None:
+    made = report(exact=exact)
+    assert not made.wrong
+    assert made.inconclusive is None if reason is None else reason in str(made.inconclusive)
+
+
+def test_a_wrong_replay_on_one_rank_is_wrong_though_all_answers_are_equal() -> None:
+    made = report(exact=ExactReport([RIGHT, WRONG]))
+    assert (made.wrong, made.corrupt, made.inconclusive) == (True, False, None)
+    text = shown(made)
+    assert "800 of 2 full graphs compared with the same step without the graph: 2 wrong; 12 of pieces" in text
+    assert WRONG.findings[0] in text
+    assert text.endswith("wrong replays: graphs differ from the same steps without them\n")
+    assert as_json(made)["exact"]["ranks"][1]["findings"] == WRONG.findings
+
+
+def test_right_replays_are_enough_for_answers_that_diverge_at_ties() -> None:
+    early = judgement(Kind.TIE, 3)
+    assert "diverge early at ties" in str(report(early).inconclusive)
+    assert report(early, exact=ExactReport([RIGHT])).inconclusive is None
+    first = judgement(Kind.TIE, 0)  # nothing was compared of what its prompt left in the cache
+    assert "diverge early at ties" in str(report(early, first, exact=ExactReport([RIGHT])).inconclusive)
+
+
+def test_noise_is_named_beside_equal_replays() -> None:
+    text = shown(report(exact=ExactReport([replace(RIGHT, noise=0.001)])))
+    assert "equal to the last bit, or as two runs without the graph, which differ by up to 0.001; 12 of" in text
+
+
+def test_answers_of_batches_of_that_size_are_named_as_such() -> None:
+    text = shown(report(judgement(Kind.PADDED, 30)))
+    assert "batch size, without graphs too" in text
+    assert "1 equal to compiled and padded without graphs, 0 corrupt" in text
+
+
+def test_replays_cannot_be_compared_where_the_plugin_is_off() -> None:
+    with pytest.raises(CompareError, match="VLLM_GRAPHFIX=observe"):
+        compare_run._refuse_settings({"VLLM_GRAPHFIX": "OFF"}, exact=True)
+
+
+def shown(made: Any) -> str:
+    assert made.graphs is RESULT
+    out = io.StringIO()
+    show(made, Console(file=out, width=200))
+    return out.getvalue()

@@ -1,0 +1,70 @@
+"""Verdict on an engine whose replays were compared with the same steps without their graphs, in lines and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_graphfix.verify.codec import to_builtins
+from vllm_graphfix.verify.engine.exact import ExactRank
+
+
+@dataclass(frozen=True)
+class ExactReport:
+    """An engine with graphs, asked once with each replay of a full graph compared."""
+
+    ranks: Sequence[ExactRank]
+    error: str | None = None
+    """The error that ended the engine."""
+
+    @property
+    def detected(self) -> bool:
+        return any(rank.wrong for rank in self.ranks)
+
+    @property
+    def inconclusive(self) -> str | None:
+        """Reason why a report without a finding proves nothing; None if it does, or if there is a finding."""
+        if self.detected:
+            return None
+        if self.error is not None:
+            return f"the engine whose replays were to be compared ended: {self.error}"
+        if reason := next((rank.reason for rank in self.ranks if rank.reason), None):
+            return f"not every replay was compared: {reason}"
+        if not self.ranks or not min(rank.compared for rank in self.ranks):
+            unseen = max((rank.unseen for rank in self.ranks), default=0)
+            return f"no full graph was replayed, so no replay was compared; {unseen} replays of other graphs"
+        if skipped := max(rank.skipped for rank in self.ranks):
+            return (
+                f"{skipped} replays could not be judged: there was no room for copies, or two runs of such a step "
+                "without its graph differ by more than 1 %"
+            )
+        return None
+
+    def lines(self) -> list[str]:
+        """Return the lines for people, without the verdict."""
+        if not any(rank.compared for rank in self.ranks):
+            return []
+        compared, wrong, unseen = (
+            max(getattr(rank, name) for rank in self.ranks) for name in ("compared", "wrong", "unseen")
+        )
+        noise, graphs = (
+            max(rank.noise for rank in self.ranks),
+            len({name for rank in self.ranks for name in rank.graphs}),
+        )
+        outcome = f"{wrong} wrong" if wrong else "equal to the last bit"
+        if noise:
+            outcome += f", or as two runs without the graph, which differ by up to {noise:.3g}"
+        first = (
+            f"replays: {compared} of {graphs} full graphs compared with the same step without the graph: {outcome}; "
+            f"{unseen} of pieces or other graphs not compared"
+        )
+        return [first, *dict.fromkeys(finding for rank in self.ranks for finding in rank.findings)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "wrong": self.detected,
+            "inconclusive": self.inconclusive,
+            "error": self.error,
+            "ranks": [to_builtins(rank) for rank in self.ranks],
+        }
