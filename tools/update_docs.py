@@ -23,12 +23,17 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, TypeVar
 
+import yaml
+from typer.testing import CliRunner
+
 import evidence_tables
 import looked_at_tables
+import make_schemas
 import measure_claims
 import runtime_modules
 from fetch_vllm import ALL_RELEASES
 from vllm_graphfix import manifest
+from vllm_graphfix.commands import cli
 from vllm_graphfix.commands.explain import by_default, references
 from vllm_graphfix.commands.links import thread
 from vllm_graphfix.deployment.needs import Need, briefly, by_choice, described
@@ -58,11 +63,15 @@ PAGES = (
             "configuration",
             "am-i-hit",
             "claims",
+            "comparing",
             "evidence",
+            "fleet",
             "how-it-works",
             "long-lived-caches",
             "looked-at",
+            "metrics",
             "performance",
+            "rollout",
             "testing",
             "verifying",
             "what-an-engine-imports",
@@ -178,6 +187,9 @@ def updated(text: str) -> str:
             "variables": variables,
             "watched": watched,
             "runners": runners,
+            "status": status,
+            "alerts": alerts,
+            **{f"json/{output}": partial(json_keys, output) for output in make_schemas.OUTPUTS},
             "claims": measure_claims.table,
             "runtime-folders": runtime_modules.summary,
             "runtime-modules": runtime_modules.table,
@@ -308,6 +320,50 @@ def runners() -> Iterator[str]:
             of_release = {release: _concerned(need, release, shape) for release, shape in affected.items()}
             for (concerned, usual), same in groupby(of_release, key=of_release.__getitem__):
                 yield f"| {_linked(fix)} | {_span(list(same))} | {concerned} | {usual} |"
+
+
+def status() -> Iterator[str]:
+    """Yield the first lines of `vllm-graphfix status` for a stock release."""
+    arguments, lines = "status --vllm 0.21.0", 7
+    result = CliRunner().invoke(cli.app, arguments.split())
+    if result.exit_code:
+        raise DocsError(f"`vllm-graphfix {arguments}` ends with {result.exit_code}")
+    yield from ("```console", f"$ vllm-graphfix {arguments}")
+    yield from (line.rstrip() for line in result.stdout.splitlines()[:lines])
+    yield from ("…", "```")
+
+
+def alerts() -> Iterator[str]:
+    """Yield a row for each alert of deploy/prometheus: its summary, severity, and for how long its expression holds."""
+    rules = yaml.safe_load((PROJECT / "deploy" / "prometheus" / "vllm-graphfix.rules.yml").read_text())
+    yield "| alert | severity | for | fires when |"
+    yield "|---|---|---|---|"
+    for alert in (rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule):
+        name, labels = alert["alert"], re.compile(r"{{ \$labels\.(\w+) }}")
+        summary = re.sub(r"{{ \$value.*?}}", "N", labels.sub(r"*\1*", alert["annotations"]["summary"]))
+        page = f"rollout.md#{name.lower()}"
+        yield f"| [`{name}`]({page}) | {alert['labels']['severity']} | {alert.get('for', '')} | {summary} |"
+
+
+def json_keys(output: str) -> Iterator[str]:
+    """Yield a row for each key of the JSON *output* whose schema describes it."""
+    yield "| key | |"
+    yield "|---|---|"
+    for path, text in _described(make_schemas.OUTPUTS[output][2]):
+        yield f"| `{path}` | {text} |"
+
+
+def _described(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path and description of each key below *schema*; of a proof's further cases only that they are."""
+    schema = schema.get("anyOf", [schema])[0]
+    if items := schema.get("items"):
+        yield from _described(items, f"{path}[]")
+    for name, child in schema.get("properties", {}).items():
+        inner = f"{path}.{name}".lstrip(".")
+        if text := child.get("description"):
+            yield inner, text
+        if name != "further":
+            yield from _described(child, inner)
 
 
 def _concerned(need: Need, release: str, shape: str) -> tuple[str, str]:

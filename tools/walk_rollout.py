@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -38,7 +39,6 @@ PERCENTAGE = 5
 SHADOW = "1/2000"
 """Switched on, though nothing is checked: a CPU has no graphs."""
 SERVE = f"vllm serve /models/{MODEL}"
-METRICS = "^graphfix_(fix_ranks|events_total|ranks)"
 
 
 class Walk:
@@ -69,8 +69,11 @@ class Walk:
         shutil.rmtree(self._status)
         self._status.mkdir()
 
-    def command(self, *arguments: str) -> str:
-        """Run `vllm-graphfix` with *arguments*; return its output, and its exit code unless that is 0."""
+    def command(self, *arguments: str, filtered_by: str = "") -> str:
+        """Run `vllm-graphfix` with *arguments*; return its output, and its exit code unless that is 0.
+
+        *filtered_by* is a command of the shell that reads the output; then there is no exit code.
+        """
         done = subprocess.run(
             # As wide as the page, which a pipe is not.
             [
@@ -86,8 +89,12 @@ class Walk:
             text=True,
             check=False,
         )
+        call, printed = f"$ vllm-graphfix {' '.join(arguments)}", self.readable(done.stdout)
+        if filtered_by:
+            run = subprocess.run(shlex.split(filtered_by), input=printed, capture_output=True, text=True, check=True)
+            return f"{call} | {filtered_by}\n{run.stdout.rstrip()}"
         code = f"\n$ echo $?\n{done.returncode}" if done.returncode else ""
-        return f"$ vllm-graphfix {' '.join(arguments)}\n{self.readable(done.stdout)}{code}"
+        return f"{call}\n{printed}{code}"
 
     def readable(self, printed: str) -> str:
         """Return *printed* without the names of this machine, its user and its folders."""
@@ -106,15 +113,11 @@ class Walk:
         return "\n".join(lines).strip("\n")
 
 
-def status(walk: Walk) -> dict[str, str]:
-    return {"status": walk.command("status")}
-
-
 def observe(walk: Walk) -> dict[str, str]:
     with walk.serve(VLLM_GRAPHFIX="observe") as server:
         _wait_for_metrics(server)
-        seen, metrics = walk.command("fleet"), _metrics(server, METRICS)
-    return {"observe": f"$ VLLM_GRAPHFIX=observe {SERVE} &\n{seen}", "observe metrics": metrics}
+        seen = walk.command("fleet", filtered_by="head -11")
+    return {"observe": f"$ VLLM_GRAPHFIX=observe {SERVE} &\n{seen}"}
 
 
 def canary(walk: Walk) -> dict[str, str]:
@@ -130,10 +133,9 @@ def canary(walk: Walk) -> dict[str, str]:
     ):
         for server in (patched, stock):
             _wait_for_metrics(server)
-        seen = walk.command("fleet")
+        seen = walk.command("fleet", filtered_by="grep rollout")
         metrics = "\n".join(
-            _metrics(server, "^graphfix_(canary|rollout_ratio)", port)
-            for port, server in ((8000, patched), (8001, stock))
+            _metrics(server, "^graphfix_canary", port) for port, server in ((8000, patched), (8001, stock))
         )
         if walk.record:
             with _load(patched), _load(stock):
@@ -150,10 +152,8 @@ def canary(walk: Walk) -> dict[str, str]:
     return {"canary": f"{started}\n{seen}\n{metrics}"}
 
 
-def everywhere_and_off(walk: Walk) -> dict[str, str]:
+def off(walk: Walk) -> dict[str, str]:
     with walk.serve(VLLM_GRAPHFIX="on") as server:
-        _wait_for_metrics(server)
-        seen = walk.command("fleet")
         start = time.monotonic()
         server.stop()
         ended = time.monotonic() - start
@@ -161,21 +161,18 @@ def everywhere_and_off(walk: Walk) -> dict[str, str]:
         server.completions([3, 4, 5])
         answered = time.monotonic() - start
         _wait_for_metrics(server)
-        seen_off = walk.command("fleet")
+        seen = walk.command("fleet", filtered_by="grep GRAPHFIX=off")
     timing = (
         f"# {answered:.0f} s from the signal to the first answer, {ended:.0f} of them until the old server had ended"
     )
-    return {
-        "all": f"$ VLLM_GRAPHFIX=on {SERVE} &\n{seen}",
-        "off": f"$ kill -TERM %1; wait %1; VLLM_GRAPHFIX=off {SERVE} &\n{timing}\n{seen_off}",
-    }
+    return {"off": f"$ kill -TERM %1; wait %1; VLLM_GRAPHFIX=off {SERVE} &\n{timing}\n{seen}"}
 
 
 def killed(walk: Walk) -> dict[str, str]:
     with walk.serve() as server:
         _wait_for_metrics(server)
         core = server.kill_engine()
-        seen = walk.command("fleet")
+        seen = walk.command("fleet", filtered_by="grep dead:")
     return {"killed": f"$ kill -KILL {core}\n{seen}"}
 
 
@@ -186,10 +183,9 @@ def filtered(walk: Walk) -> dict[str, str]:
 
 
 STAGES: dict[str, Callable[[Walk], dict[str, str]]] = {
-    "status": status,
     "observe": observe,
     "canary": canary,
-    "all": everywhere_and_off,
+    "off": off,
     "killed": killed,
     "filtered": filtered,
 }
