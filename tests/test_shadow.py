@@ -156,20 +156,19 @@ def test_every_setting_of_parallelism_is_in_the_table_which_says_what_is_refused
     tree, page = ast.parse(source), shadow_table.PAGE.read_text("utf-8")
     (config,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ParallelConfig")
     fields = [node.target.id for node in config.body if isinstance(node, ast.AnnAssign) and hasattr(node.target, "id")]
-    rows = dict(re.findall(r"^\| `(\w+)` \| (checked|refused)", page, re.MULTILINE))
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (checked|refused)", page, re.MULTILINE)
+    listed = {name: outcome for names, outcome in rows for name in re.findall(r"`(\w+)`", names)}
     for field in fields:
         if re.search("_parallel_size$|^enable_", field):
             values = DEFAULTS | {field: 2 if field.endswith("_size") else True}
-            assert rows[field] == _what_becomes_of(**values), field
+            assert listed[field] == _what_becomes_of(**values), field
     backends = re.search(r"^All2AllBackend = Literal\[(.*?)^\]", source, re.MULTILINE | re.DOTALL)
     assert backends is not None
-    table = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (checked|refused)", page, re.MULTILINE)
-    of_backends = {name: outcome for names, outcome in table for name in re.findall(r"`(\w+)`", names)}
     for backend in re.findall(r'"(\w+)"', backends[1]):
         values = DEFAULTS | {"data_parallel_size": 2, "all2all_backend": backend}
-        assert of_backends[backend] == _what_becomes_of(**values), backend
+        assert listed[backend] == _what_becomes_of(**values), backend
     for kernels in _exchange_tokens_themselves(release):
-        assert of_backends[kernels] == _what_becomes_of(kernels, **DEFAULTS, data_parallel_size=2) == "refused"
+        assert listed[kernels] == _what_becomes_of(kernels, **DEFAULTS, data_parallel_size=2) == "refused"
         assert _what_becomes_of(kernels, **DEFAULTS) == "checked"
 
 
