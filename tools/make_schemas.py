@@ -79,7 +79,7 @@ ROW = record(
     where=of("string?", "file:line in vLLM"),
     known_release=of("boolean", "the functions that decide are, whole, those of one stock release"),
     defect_seen=of("boolean?", "of unrecognised code: the defect itself was seen; else null"),
-    tree=of("string?", "TREE of `VLLM_GRAPHFIX_X=on:TREE` where a patch would fit unrecognised code; else null"),
+    tree=of("string?", "TREE of the mode `on:TREE` where a patch would fit unrecognised code; else null"),
     rests_on=one_of(RESTS_ON, "why it is applied by default; null: it is only counted"),
     ran_on=array(TEXT, "GPUs on which engines ran with the fix"),
     mode=one_of(Mode),
