@@ -113,28 +113,11 @@ COMPARED = (
     "vllm-graphfix compare MODEL --poison",
     "vllm-graphfix compare MODEL --twin -tp 8 --kv-cache-dtype fp8",
     "vllm-graphfix compare MODEL --json > compared.json",
-    (
-        "vllm-graphfix compare llama --skip-tokenizer-init --max-model-len 2048 --kv-cache-memory-bytes 1073741824 "
-        "--gpu-memory-utilization 0.1 "
-        "--attention-backend FLASH_ATTN -tp 2 -dcp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY"
-    ),
-    (
-        "VLLM_USE_V2_MODEL_RUNNER=1 vllm-graphfix compare mla-mtp --skip-tokenizer-init --max-model-len 2048 "
-        "--block-size 64 --attention-backend FLASHMLA --gpu-memory-utilization 0.05 --kv-cache-memory-bytes 268435456 "
-        "-tp 2 -dcp 2 -cc.mode=0 -cc.cudagraph_mode=FULL_DECODE_ONLY "
-        """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
-    ),
-    (
-        "VLLM_USE_V2_MODEL_RUNNER=1 vllm-graphfix compare llama --skip-tokenizer-init --max-model-len 2048 "
-        "--attention-backend FLASHINFER --gpu-memory-utilization 0.05 --kv-cache-memory-bytes 268435456 -cc.mode=0 "
-        "-cc.cudagraph_mode=FULL_DECODE_ONLY "
-        """--speculative-config '{"method": "eagle", "model": "eagle", "num_speculative_tokens": 1}'"""
-    ),
 )
 """In this order. Their engines need a GPU; here the command takes its options, and vLLM's parser the flags."""
 
-RECORDED = [run["command"] for name in evidence_tables.names() for run in evidence_tables.load(name)["runs"]]
-"""The commands of docs/evidence/*.json. Scripts that are still in the tree parse their arguments here."""
+RECORDED = [run["command"] for run in evidence_tables.runs()]
+"""The commands of docs/evidence/. Scripts that are still in the tree parse their arguments here."""
 RECORDED_COMPARED = [command for command in RECORDED if "vllm-graphfix compare " in command]
 
 PATCHED = {
@@ -390,9 +373,6 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ("MODEL", 0, 128),
         ("MODEL", 0, 128),
         ("MODEL", 0, 128),
-        ("llama", 0, 128),
-        ("mla-mtp", 0, 128),
-        ("llama", 0, 128),
         ("mla", 0, 128),
         ("mla-mtp", 0, 128),
         ("mla", 0, 128),
@@ -400,8 +380,11 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ("mamba2", 0, 128),
         ("llama", 0, 128),
         ("smollm2", 1, 96),
+        ("llama", 0, 128),
+        ("mla-mtp", 0, 128),
+        ("llama", 0, 128),
     ]
-    assert [number for number, poison in enumerate(poisoned) if poison] == [3, 14]
+    assert [number for number, poison in enumerate(poisoned) if poison] == [3, 11]
     assert [number for number, twin in enumerate(twins) if twin] == [4]
     flags = json.dumps([["--model", model, *flags] for model, flags, *_ in reached])
     done = run_in_fork("0.21.0", ACCEPTED.format(flags=flags))
@@ -412,9 +395,6 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ["MODEL", 1, None, "auto", None],
         ["MODEL", 8, None, "fp8", None],
         ["MODEL", 1, None, "auto", None],
-        ["llama", 2, 2048, "auto", None],
-        ["mla-mtp", 2, 2048, "auto", "mtp"],
-        ["llama", 1, 2048, "auto", "eagle"],
         ["mla", 1, 2048, "auto", None],
         ["mla-mtp", 1, 2048, "auto", "mtp"],
         ["mla", 2, 2048, "auto", None],
@@ -422,6 +402,9 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ["mamba2", 2, 2048, "auto", None],
         ["llama", 1, None, "auto", None],
         ["smollm2", 1, 2048, "auto", None],
+        ["llama", 2, 2048, "auto", None],
+        ["mla-mtp", 2, 2048, "auto", "mtp"],
+        ["llama", 1, 2048, "auto", "eagle"],
     ]
 
 

@@ -1,7 +1,8 @@
-"""Tables of what was measured, from docs/evidence/*.json, for tools/update_docs.py.
+"""Tables of what was measured, from docs/evidence/, for tools/update_docs.py.
 
-A file has the columns of its table, and runs: GPU, date, torch, command, the commit whose tree has the command, and
-figures, each of which is a row.
+A table has columns and runs: GPU, date, torch, command, the commit whose tree has the command, and figures, each of
+which is a row. docs/evidence/*.json has one table a file, of all fixes; docs/evidence/fixes/*.json has the tables that
+only a fix's own page shows.
 """
 
 from __future__ import annotations
@@ -21,10 +22,35 @@ FACTS = {"gpu", "date", "torch", "command", "commit", "figures"}
 """What is known of each run."""
 
 
+ON_GPUS = "On [GPUs](../evidence.md#on-a-gpu-each-fix)"
+COLUMNS = {"release": "vLLM", "stock": "stock", "patched": "patched"}
+"""Title and columns of a fix's own table that has none."""
+SHARED = {
+    "vectors": "[Engines that `verify` has not](../evidence.md#engines-that-verify-has-not)",
+    "trained": "[Trained weights](../evidence.md#trained-weights)",
+    "observe": "[`observe`](../evidence.md#on-a-gpu-observe) on a GPU, equal to stock to the last bit",
+    "shadow-double": "The shadow check [on the CPU double](../evidence.md#on-the-cpu-double), every replay checked",
+    "shadow-caught": "[The shadow check](../evidence.md#on-a-gpu-the-shadow-check) on a GPU, every replay checked",
+    "shadow-answers": "The workload of `verify` three times under the shadow check, every fix off",
+}
+"""Titles on a fix's page of the tables of all fixes of which the page has that fix's rows, without commands."""
+
+
 @cache
 def load(name: str) -> dict[str, Any]:
-    """Return the content of the file *name*. Raises `ValueError` if a run lacks a fact or a figure a column."""
-    content: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    """Return the table of the file *name*. Raises `ValueError` if a run lacks a fact or a figure a column."""
+    return _checked(json.loads((FOLDER / f"{name}.json").read_text()), name)
+
+
+@cache
+def of_fix(fix: str) -> list[dict[str, Any]]:
+    """Return the tables of *fix* alone, with their titles. Raises `ValueError` like `load`."""
+    path = FOLDER / "fixes" / f"{fix}.json"
+    tables = json.loads(path.read_text())["tables"] if path.exists() else []
+    return [_checked({"title": ON_GPUS, "columns": COLUMNS} | each, f"fixes/{fix}") for each in tables]
+
+
+def _checked(content: dict[str, Any], name: str) -> dict[str, Any]:
     for number, run in enumerate(content["runs"], 1):
         if set(run) != FACTS or not run["figures"]:
             raise ValueError(f"{name}.json: run {number} needs {', '.join(sorted(FACTS))}")
@@ -34,13 +60,46 @@ def load(name: str) -> dict[str, Any]:
 
 
 def names() -> list[str]:
-    """Return the names of all files, without their suffix."""
+    """Return the names of all files with one table, without their suffix."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def runs() -> list[dict[str, Any]]:
+    """Return the runs of all tables."""
+    tables = [*map(load, names()), *(each for fix in BY_NAME for each in of_fix(fix))]
+    return [run for content in tables for run in content["runs"]]
 
 
 def table(name: str) -> Iterator[str]:
     """Yield a row for each figure of the file *name*, and below the table a list of the runs."""
-    content = load(name)
+    return _table(load(name))
+
+
+def tables_of_fix(fix: str) -> Iterator[str]:
+    """Yield the tables of *fix* alone, then its rows of the tables of all fixes."""
+    for content in of_fix(fix):
+        yield from ("", f"{content['title']}:", "", *_table(content))
+    for name, title in SHARED.items():
+        if rows := list(_rows_of(fix, name)):
+            columns = [column for key, column in load(name)["columns"].items() if key != "fix"]
+            yield from ("", f"{title}:", "", f"| {' | '.join(columns)} | GPU, date |", "|---" * len(rows[0]) + "|")
+            yield from (f"| {' | '.join(cells)} |" for cells in rows)
+    yield ""
+
+
+def _rows_of(fix: str, name: str) -> Iterator[list[str]]:
+    """Yield the cells of each row of *fix* in the file *name*; beside the release, other fixes that the row is of."""
+    for run in load(name)["runs"]:
+        for figures in run["figures"]:
+            cells = dict(figures)
+            fixes = cells.pop("fix").split(", ")
+            if fix in fixes:
+                others = " and ".join(f"`{each}`" for each in fixes if each != fix)
+                cells["release"] += f"; with {others}" * bool(others)
+                yield [*cells.values(), f"{run['gpu']}, {run['date']}".removeprefix("no GPU, ")]
+
+
+def _table(content: dict[str, Any]) -> Iterator[str]:
     columns, runs = content["columns"], content["runs"]
     numbered = len(runs) > 1
     yield f"| {' | '.join([*columns.values(), *(['run'] if numbered else [])])} |"

@@ -60,6 +60,7 @@ PAGES = (
         DOCS / f"{name}.md"
         for name in (
             "fixes",
+            "addresses",
             "configuration",
             "am-i-hit",
             "claims",
@@ -86,7 +87,12 @@ NEW_PAGE = """# {0}
 
 ## Evidence
 
+On [the CPU double](../evidence.md#on-the-cpu-double):
+
 <!-- recorded: cpu double -->
+<!-- end -->
+
+<!-- generated: {0}/evidence -->
 <!-- end -->
 
 <!-- generated: {0}/cause -->
@@ -203,6 +209,8 @@ def updated(text: str) -> str:
         fix, _, part = name.partition("/")
         if fix in BY_NAME and part in {"", "cause"}:
             made[name] = partial(cause if part else facts, BY_NAME[fix])
+        if fix in BY_NAME and part == "evidence":
+            made[name] = lambda: map(with_threads, evidence_tables.tables_of_fix(fix))
         if name not in made:
             raise DocsError(
                 f"`<!-- generated: {name} -->`: {name} is neither a fix nor a table; tables are "
@@ -476,11 +484,14 @@ def cause(fix: Fix) -> Iterator[str]:
     yield "| shape | releases | what the verdict rests on |"
     yield "|---|---|---|"
     affected = [entry for entry in _entries(fix) if entry["verdict"] == Verdict.AFFECTED.value]
+    above = ""
     for shape, same in groupby(affected, key=lambda entry: str(entry["shape"])):
         entries = list(same)
         names = (name.partition("::")[2] for name in entries[0]["slices"] if not name.endswith("()"))
         evidence = ", ".join(f"`{name}`" for name in dict.fromkeys(filter(None, names)))
-        yield f"| `{shape}` | {_span([release for entry in entries for release in entry['releases']])} | {evidence} |"
+        span = _span([release for entry in entries for release in entry["releases"]])
+        yield f"| `{shape}` | {span} | {'the same' if evidence == above else evidence} |"
+        above = evidence
     yield ""
 
 
