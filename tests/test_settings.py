@@ -169,8 +169,33 @@ CLOSED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("VLLM_GRAPHFIX", "\x1b[31m" + "x" * 10_000, "valid: observe, off, on, strict.", {"master": Master.OFF}),
     ("VLLM_GRAPHFIX_FLASHMLA_FP8", "of", "did you mean off? flashmla-fp8 is off", OFF_BY_MISTAKE),
     ("VLLM_GRAPHFIX_FLASHMLA_FP8", "2", "valid: auto, observe, off, on. flashmla-fp8 is off", OFF_BY_MISTAKE),
-    ("VLLM_GRAPHFIX_FIXES", "flashmla-fp=off", "mean flashmla-fp8=MODE? Nothing is patched", {"master": Master.OFF}),
-    ("VLLM_GRAPHFIX_FIXES", "off", "no fix and its mode", {"master": Master.OFF}),
+    (
+        "VLLM_GRAPHFIX_FIXES",
+        "flashmla-fp=off",
+        "'flashmla-fp', which is not a fix; did you mean flashmla-fp8? Nothing is patched",
+        {"master": Master.OFF},
+    ),
+    (
+        "VLLM_GRAPHFIX_FIXES",
+        "off",
+        "not of the form NAME=MODE, such as capture-state=off. Nothing is",
+        {"master": Master.OFF},
+    ),
+    (
+        "VLLM_GRAPHFIX_FIXES",
+        "x=off",
+        "is not a fix; `vllm-graphfix explain` lists them. Nothing",
+        {"master": Master.OFF},
+    ),
+    ("VLLM_GRAPHFIX_FIXES", "flashmla_fp8", "without a mode; valid: flashmla-fp8=auto, ", {"master": Master.OFF}),
+    (
+        "VLLM_GRAPHFIX_FIXES",
+        "flashmla-fp8=auto,flashmla-fp8=off",
+        "sets flashmla-fp8 a second time, in 'flashmla-fp8=off'. Nothing is patched",
+        {"master": Master.OFF},
+    ),
+    ("VLLM_GRAPHFIX_SHADOW", "off,explode", "has 'explode', which is not an action; valid: abort, ", {}),
+    ("VLLM_GRAPHFIX_KV_MARKS", "off,abrot", "has 'abrot', which is not an action; did you mean abort? It counts", {}),
     ("VLLM_GRAPHFIX_SHADOW", "often", "valid: off, a fraction such as 1/2000", {}),
     ("VLLM_GRAPHFIX_SHADOW_ACTION", "quarantin", "did you mean quarantine? It counts as report", {}),
     ("VLLM_GRAPHFIX_ADDRESSES", "repare", "did you mean repair? No address", {"addresses": settings.Addresses.OFF}),
@@ -273,7 +298,8 @@ def test_one_entry_that_is_no_fix_and_its_mode_patches_nothing(several: str) -> 
 def test_an_invalid_mode_of_one_entry_switches_that_fix_off() -> None:
     parsed = read({"VLLM_GRAPHFIX_FIXES": "flashmla-fp8=onn,capture-state=on"}, FIXES)
     assert parsed.modes == {"flashmla-fp8": Mode.OFF, "capture-state": Mode.ON}
-    assert parsed.misconfigured == {"VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"}
+    assert parsed.misconfigured == {"VLLM_GRAPHFIX_FIXES": "flashmla-fp8=onn,capture-state=on"}
+    assert "has 'onn', which is not a mode; did you mean on? flashmla-fp8 is off" in parsed.problems[0]
 
 
 @pytest.mark.parametrize("several", ["flashmla-fp8=on", "mamba_padding = ON", "mamba-padding=on:0123456789abcdef"])
@@ -293,7 +319,10 @@ def test_the_action_of_a_detector_stands_beside_its_rate_and_a_variable_of_its_o
     assert (parsed.kv_marks, parsed.kv_marks_action.value) == ("1/16", "abort")
     assert read({**both, "VLLM_GRAPHFIX_SHADOW_ACTION": "report"}, FIXES).shadow_action.value == "report"
     wrong = read({"VLLM_GRAPHFIX_SHADOW": "0.1%,abrot"}, FIXES)
-    assert (wrong.shadow_action.value, wrong.misconfigured) == ("report", {"VLLM_GRAPHFIX_SHADOW_ACTION": "abrot"})
+    assert (wrong.shadow_action.value, wrong.misconfigured) == ("report", {"VLLM_GRAPHFIX_SHADOW": "0.1%,abrot"})
+    assert settings.effective(wrong.misconfigured, "on", FIXES) == []
+    neither = read({"VLLM_GRAPHFIX_SHADOW": "lots,abrot"}, FIXES).misconfigured
+    assert settings.effective(neither, "on", FIXES) == ["VLLM_GRAPHFIX_SHADOW=lots,abrot"]
 
 
 def test_every_name_of_the_interface_is_known() -> None:

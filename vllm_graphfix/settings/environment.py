@@ -128,8 +128,9 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
     *fixes* are the names of all fixes; those in *observed* are observed unless a variable says otherwise.
     """
     fixes = tuple(fixes)
-    environment, unusable = expanded(environment, fixes)
-    values = _Values(environment)
+    written = environment
+    environment, unusable = expanded(written, fixes)
+    values = _Values(environment, written)
     master = values.one_of(PREFIX, Master, Master.ON, Master.OFF, "Nothing is patched")
     if values.report_unknown(names(fixes)) or (unusable and values.refuse_entry(unusable, fixes)):
         master = Master.OFF
@@ -198,8 +199,10 @@ def expanded(environment: Mapping[str, str], fixes: Iterable[str]) -> tuple[dict
 class _Values:
     """Parses one variable after another, and collects invalid values."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], written: Mapping[str, str]) -> None:
+        """Parse *environment*, as `expanded` returns it for the one that the user has *written*."""
         self._environment = environment
+        self._written = written
         self.problems: list[str] = []
         self.misconfigured: dict[str, str] = {}
 
@@ -232,8 +235,14 @@ class _Values:
         value = values.get(_SAME.get(word, word))
         if value is not None:
             return value
-        nearest = _nearest(word, {each: each for each in values})
-        return self._refuse(key, text, f"is not a valid value{nearest} {consequence}", on_invalid)
+        nearest = f"{_nearest(word, {each: each for each in values})} {consequence}"
+        holder = self._holder(key)
+        if holder == key:
+            return self._refuse(key, text, f"is not a valid value{nearest}", on_invalid)
+        what = "a mode" if holder == FIXES else "an action"
+        return self._refuse(
+            holder, self._written[holder], f"has {brief_repr(text)}, which is not {what}{nearest}", on_invalid
+        )
 
     def parsed(self, key: str, parse: Callable[[str], T], default: T, consequence: str) -> T:
         """Parse the value of *key*; *default* if it is not set, or if *parse* raises ValueError.
@@ -246,7 +255,13 @@ class _Values:
         try:
             return parse(text)
         except ValueError as error:
-            return self._refuse(key, text, f"{error}; {consequence}", default)
+            return self._refuse(key, self._written.get(key, text).strip(), f"{error}; {consequence}", default)
+
+    def _holder(self, key: str) -> str:
+        """Return the variable that holds the value of *key*: another one, where `expanded` has split it."""
+        if self._written.get(key, "").strip():
+            return key
+        return {SHADOW_ACTION: SHADOW, KV_MARKS_ACTION: KV_MARKS}.get(key, FIXES)
 
     def report_unknown(self, known: Iterable[str]) -> bool:
         """Report variables that have our prefix and are not in *known*.
@@ -281,10 +296,20 @@ class _Values:
 
     def refuse_entry(self, entry: str, fixes: Iterable[str]) -> bool:
         """Report an *entry* of `FIXES` that is none; returns True."""
-        name = entry.partition("=")[0].strip().lower().replace("_", "-")
-        nearest = _nearest(name, {each: f"{each}=MODE" for each in fixes if each != name})
-        problem = f"has {brief_repr(entry)}, which is no fix and its mode, or a second mode of a fix{nearest}"
-        return self._refuse(FIXES, self._environment[FIXES], f"{problem} Nothing is patched", on_invalid=True)
+        fixes = tuple(fixes)
+        name, equals, mode = (part.strip() for part in entry.partition("="))
+        name = name.lower().replace("_", "-")
+        if name in fixes and mode:
+            problem = f"sets {name} a second time, in {brief_repr(entry)}."
+        elif name in fixes:
+            problem = f"names {name} without a mode; valid: {', '.join(f'{name}={each.value}' for each in Mode)}."
+        elif equals:
+            problem = (
+                f"sets {brief_repr(name)}, which is not a fix{_nearest(name, {each: each for each in fixes}, _LIST)}"
+            )
+        else:
+            problem = f"has {brief_repr(entry)}, which is not of the form NAME=MODE, such as {fixes[0]}=off."
+        return self._refuse(FIXES, self._written[FIXES], f"{problem} Nothing is patched", on_invalid=True)
 
     def _refuse(self, key: str, text: str, problem: str, on_invalid: T) -> T:
         self.misconfigured[key] = brief(text)
@@ -310,14 +335,22 @@ def _default_timeout(environment: Mapping[str, str]) -> float:
         return DEFAULT_TIMEOUT
 
 
-def _nearest(word: str, candidates: Mapping[str, str]) -> str:
-    """Suggest the one of *candidates* whose key is close to *word*; without a close one, list what is valid."""
+_LIST = "`vllm-graphfix explain` lists them."
+
+
+def _nearest(word: str, candidates: Mapping[str, str], otherwise: str = "") -> str:
+    """Suggest the one of *candidates* whose key is close to *word*; without a close one, list what is valid.
+
+    *otherwise* takes the place of the list.
+    """
     from difflib import get_close_matches  # here, since only a mistyped value needs it
 
     ordered = sorted(candidates)
     close = get_close_matches(word[:100], ordered, n=1, cutoff=0.75)
     if close:
         return f"; did you mean {candidates[close[0]]}?"
+    if otherwise:
+        return f"; {otherwise}"
     if len(ordered) > _MAX_LISTED:  # variables, which are too many for a line of a log
         return "; `vllm-graphfix status` lists the fixes, and x-y has the variable VLLM_GRAPHFIX_X_Y."
     return f"; valid: {', '.join(ordered)}."
@@ -328,12 +361,22 @@ def effective(misconfigured: Mapping[str, str], master: str, fixes: Iterable[str
 
     All of them if *master* is strict: an engine then stops for an unknown variable without effect, too, on all ranks.
     """
+    rates = {SHADOW: shadow_rate.normal, KV_MARKS: shadow_rate.normal_fraction}
     off = {*names(fixes)} - {SHADOW_ACTION, KV_MARKS_ACTION, AGREEMENT_TIMEOUT}
+    # An invalid action behind a valid rate switches nothing off.
+    off -= {each for each, parse in rates.items() if _is_valid(misconfigured.get(each, "").partition(",")[0], parse)}
     return [
         f"{name}={value}"
         for name, value in sorted(misconfigured.items())
         if master == Master.STRICT.value or name in off or asks_for_less(name, value)
     ]
+
+
+def _is_valid(text: str, parse: Callable[[str], str]) -> bool:
+    try:
+        return bool(parse(text))
+    except ValueError:
+        return False
 
 
 def is_brief(name: object, value: object) -> bool:
