@@ -238,7 +238,19 @@ def test_what_names_no_model_is_refused(line: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["https://u:hunter2hunter2@host/m", "./v3 hf_token=hunter2hunter2", "s3://k:hunter2@b/m"]
+    "line",
+    [
+        "https://u:hunter2hunter2@host/m",
+        "./v3 hf_token=hunter2hunter2",
+        "s3://k:hunter2@b/m",
+        "s3://k:hunter2@hunter2@b/m",
+        # Where values are printed they are cut.
+        f"https://u:{'hunter2' * 20}@host/m",
+        f"./v3 model.path=https://u:{'hunter2' * 20}@host/m",
+        f"$https://u:{'hunter2' * 20}@host/m",
+        f"/https://u:{'hunter2' * 20}@host/m",
+        f"./v3 --kv-cache-dtype https://u:{'hunter2' * 20}@host/m",
+    ],
 )
 @pytest.mark.parametrize("options", [(), ("--json",), ("--all", "--verbose")])
 def test_no_secret_of_a_line_is_printed(line: str, options: tuple[str, ...]) -> None:

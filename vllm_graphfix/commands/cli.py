@@ -102,10 +102,10 @@ def status(
 
     vLLM is not imported.
     """
-    from vllm_graphfix.commands.redaction import without_secrets
     from vllm_graphfix.commands.status_table import show
     from vllm_graphfix.deployment import FlagsError
     from vllm_graphfix.deployment.hardware import capability
+    from vllm_graphfix.deployment.secrets import without_secrets
 
     if flags is not None and running:
         stop("--for and --running exclude each other: name the flags, or have them read")
@@ -141,10 +141,10 @@ def _judged(
     source: Source, flags: str | None, gpu: str | None, *, running: bool, elsewhere: bool
 ) -> list[tuple[dict[str, Any], Status]]:
     """Judge *source* for *flags*, or for each running server, whose process comes with it."""
-    from vllm_graphfix.commands.redaction import without_secrets
     from vllm_graphfix.commands.running import servers, why_another_vllm
     from vllm_graphfix.commands.status import status as judge
     from vllm_graphfix.deployment import FlagsError, read_deployment
+    from vllm_graphfix.deployment.secrets import without_secrets
 
     if not running:
         deployment = None if flags is None else read_deployment(flags, source, gpu, flags=flags_of_fixes())

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_graphfix import manifest
-from vllm_graphfix.commands.redaction import without_secrets
 from vllm_graphfix.deployment import Answer, Concern, Deployment, needs
+from vllm_graphfix.deployment.secrets import without_secrets
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.fixes import FIXES, about
 from vllm_graphfix.source.files import Source, stock_release

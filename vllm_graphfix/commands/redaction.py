@@ -6,12 +6,15 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from vllm_graphfix.deployment.secrets import HIDDEN, without_secrets
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.text import printable
 
 _LONGEST = 300
 """Characters of a text."""
+_LONGEST_COMMAND = 64 * 1024
+"""Characters of a command that are read for secrets before it is cut."""
 
 
 class _Variable(NamedTuple):
@@ -54,23 +57,10 @@ VARIABLES = (
 )
 """Variables of vLLM, torch and CUDA that are printed; no other name is read."""
 
-HIDDEN = "(hidden)"
 _OF_RECORDS = ("states", "events")
 """Parts whose keys come from records of engines."""
 WITHHELD = "(set, not shown)"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|PRIVATE|DSN|WEBHOOK", re.IGNORECASE)
-_SECRETS = re.compile(
-    r"""(?P<url>[a-z][a-z0-9+.-]{1,20}://)[^/\s@'"]{1,500}@  # user and password
-    |(?P<named>(?:api[_-]?key|token|secret|passw(?:or)?d|authorization)s?["']?\s{0,3}[=:]\s{0,3}
-      ["']?(?:bearer\s|basic\s)?
-      |--[\w-]{0,40}(?:key|token|secret|password)\s{1,3}|\b(?:bearer|basic)\s{1,3})[^\s"'&,;]{4,500}
-    |\b(?:hf_|sk[-_]|pk_|rk_|gh[pousr]_|glpat-|github_pat_|xox[a-z]-|nvapi-|gsk_)[A-Za-z0-9_-]{8,500}
-    |\b(?:AKIA|ASIA|AIza)[A-Za-z0-9_-]{12,60}
-    |\beyJ[A-Za-z0-9_-]{8,800}(?:\.[A-Za-z0-9_-]{1,800}){0,2}
-    |(?<![A-Za-z0-9+=])(?=(?:[A-Za-z+=]{0,60}[0-9]){3})[A-Za-z0-9+=]{28,800}""",
-    re.IGNORECASE | re.VERBOSE,
-)
-"""Secrets by their form. A long word with three digits is more often a key than something that a report needs."""
 _SECRET_FLAG = re.compile(r"--?[\w-]*(?:key|token|secret|password)", re.IGNORECASE)
 _PLACED = (
     re.compile(
@@ -172,11 +162,6 @@ def hosts_in(text: str) -> set[str]:
     return {match["host"] for placed in _PLACED for match in placed.finditer(text)}
 
 
-def without_secrets(text: str) -> str:
-    """Hide what has the form of a secret in *text*."""
-    return _SECRETS.sub(_without_secret, text)
-
-
 def command_line(words: Iterable[str]) -> str:
     """Join the *words* of a command, without all values of flags that take secrets, and without other secrets."""
     visible: list[str] = []
@@ -188,11 +173,7 @@ def command_line(words: Iterable[str]) -> str:
             visible.append(f"{flag}={HIDDEN}" if secret and equals else word)
         else:
             visible.append(HIDDEN if secret else word)
-    return without_secrets(" ".join(visible)[: 4 * _LONGEST])
-
-
-def _without_secret(match: re.Match[str]) -> str:
-    return f"{match['url']}{HIDDEN}@" if match["url"] else f"{match['named'] or ''}{HIDDEN}"
+    return without_secrets(" ".join(visible)[:_LONGEST_COMMAND])[: 4 * _LONGEST]
 
 
 def _is_secret_name(name: str) -> bool:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from vllm_graphfix.commands.fleet.unrecorded import TITLE, is_engine_command
 from vllm_graphfix.commands.redaction import command_line
 from vllm_graphfix.deployment.hardware import first_bytes
+from vllm_graphfix.deployment.secrets import quoted_value
 
 _MOST_LINKS = 40
 _MOST_SERVERS = 64
@@ -54,8 +55,8 @@ def servers() -> tuple[list[Server], list[str]]:
         if TITLE.match(" ".join(words)):
             if not _has_server_above(pid, commands):
                 notes.append(
-                    f"process {pid} has given itself the title {words[0][:40]!r} in place of its command line, and no "
-                    "`vllm serve` has started it: give its flags with --for"
+                    f"process {pid} has given itself the title {quoted_value(words[0])} in place of its command line, "
+                    "and no `vllm serve` has started it: give its flags with --for"
                 )
         elif is_engine_command(words) and len(servers) < _MOST_SERVERS:
             try:

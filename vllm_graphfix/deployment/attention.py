@@ -9,6 +9,7 @@ from functools import cached_property
 from vllm_graphfix.deployment import hardware
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.model import Model
+from vllm_graphfix.deployment.secrets import brief_value, quoted_value
 from vllm_graphfix.text import printable
 
 _FLASH_ATTENTION_FIRST = (8, 9, 12)
@@ -29,10 +30,10 @@ class Attention(Model):
             if value in ("fp8", "fp8_e4m3"):
                 return Fact(True, f"--kv-cache-dtype {value}")
             if value.startswith("fp8"):
-                return Fact(False, f"FlashMLA takes no --kv-cache-dtype {printable(value[:20])} for dense attention")
+                return Fact(False, f"FlashMLA takes no --kv-cache-dtype {brief_value(value, 20)} for dense attention")
             if not _NOT_FP8.fullmatch(value):
-                return Fact(None, f"a --kv-cache-dtype that vLLM takes ({printable(value[:20])} is unknown)")
-            return Fact(False, f"--kv-cache-dtype {printable(value[:20])} is not fp8")
+                return Fact(None, f"a --kv-cache-dtype that vLLM takes ({brief_value(value, 20)} is unknown)")
+            return Fact(False, f"--kv-cache-dtype {brief_value(value, 20)} is not fp8")
         config, missing = self._config
         if missing is not None:
             # A quantised checkpoint brings its own.
@@ -89,7 +90,7 @@ class Attention(Model):
         if backend == "FLASHMLA":
             return Fact(True, "--attention-backend FLASHMLA")
         if backend is not None:
-            return Fact(False, f"--attention-backend {printable(backend[:40])} is not FlashMLA")
+            return Fact(False, f"--attention-backend {brief_value(backend, 40)} is not FlashMLA")
         hopper = self._capability((9,), "FlashMLA's dense kernels need Hopper")
         for needed in (self.mla(), hopper):
             if needed.holds is False:
@@ -134,7 +135,7 @@ class Attention(Model):
                     else dense
                 )
             if backend is not None and value is not None and value.startswith("fp8"):
-                return Fact(True, f"--attention-backend FLASHMLA_SPARSE, --kv-cache-dtype {printable(value[:20])}")
+                return Fact(True, f"--attention-backend FLASHMLA_SPARSE, --kv-cache-dtype {brief_value(value, 20)}")
             if sparse.holds is None:
                 return dense if dense.holds is None else sparse
             fitting = self._capability((9, 10), "FlashMLA needs Hopper or Blackwell")
@@ -156,7 +157,7 @@ class Attention(Model):
         if missing or unsure or config is not None:
             return Fact(None, missing or unsure or _LOGGED)
         if backend is not None and backend.lower() != "auto":
-            return Fact(backend.upper() == "FLASH_ATTN", f"--attention-backend is {backend.upper()[:40]!r}")
+            return Fact(backend.upper() == "FLASH_ATTN", f"--attention-backend is {quoted_value(backend.upper())}")
         _, capability = self.gpu
         # On datacenter Blackwell FlashInfer comes first, and FlashAttention 2 has no fp8.
         if capability not in _FLASH_ATTENTION_FIRST or self.fp8_cache().holds is not False:
@@ -189,7 +190,7 @@ class Attention(Model):
         if backend is not None:
             return Fact(
                 backend == wanted,
-                f"--attention-backend {printable(backend[:40])}" + ("" if backend == wanted else f" is not {wanted}"),
+                f"--attention-backend {brief_value(backend, 40)}" + ("" if backend == wanted else f" is not {wanted}"),
             )
         mla = self.mla()
         if mla.holds is False:
@@ -222,7 +223,7 @@ class Attention(Model):
             return self._flashinfer_without_trtllm()
         dense = self.flash_attention() if backend is None else Fact(backend in ("FLASH_ATTN", "TRITON_ATTN"), "")
         if not dense.holds:
-            return Fact(None, _LOGGED if backend is None else f"what {printable(backend[:40])} supports")
+            return Fact(None, _LOGGED if backend is None else f"what {brief_value(backend, 40)} supports")
         if unread is not None or any(chunked):
             return Fact(None, unread or "whether layers with chunked local attention (attention_chunk_size) are used")
         return Fact(False, dense.source or f"--attention-backend {backend} takes decodes of several tokens")

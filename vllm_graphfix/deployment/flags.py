@@ -14,7 +14,7 @@ from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.hardware import first_bytes
 from vllm_graphfix.deployment.known_flags import flags_of, nearest, unknown, wrong_value
 from vllm_graphfix.deployment.line import FlagsError, FlagValue, json_or, parse
-from vllm_graphfix.text import brief_repr
+from vllm_graphfix.deployment.secrets import quoted_value
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,14 +48,14 @@ class Flags:
             if unknown(name, known):
                 close = nearest(name, known)
                 raise FlagsError(
-                    f"{brief_repr(name)} is no flag of vLLM {source.version or 'as given'}"
+                    f"{quoted_value(name)} is no flag of vLLM {source.version or 'as given'}"
                     + (f"; did you mean {close}?" if close else "; `vllm serve --help=all` lists its flags")
                 )
         for name, flag in parsed.flags.items():
             instead = flag.value and flag.unsure is None and wrong_value(name, flag.value, source)
             if instead:
                 raise FlagsError(
-                    f"vLLM {source.version or 'as given'} takes no {name} {brief_repr(flag.value or '')}; {instead}"
+                    f"vLLM {source.version or 'as given'} takes no {name} {quoted_value(flag.value or '')}; {instead}"
                 )
         if not line.split():
             raise FlagsError("--for is empty: give it the arguments of your `vllm serve`, the model first")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from vllm_graphfix.text import brief_repr
+from vllm_graphfix.deployment.secrets import quoted_value
 
 _LONGEST_LINE = 16 * 1024
 """Characters. The parser takes more than linear time."""
@@ -132,8 +132,8 @@ def parse(line: str, flags: Collection[str]) -> Line:
         ) from error
     if words and _TITLE.match(words[0]):
         raise FlagsError(
-            f"{brief_repr(words[0])} is a title that vLLM gives its processes, in place of their flags; paste the line "
-            "of the `vllm serve` that started them, or use status --running"
+            f"{quoted_value(words[0])} is a title that vLLM gives its processes, in place of their flags; paste the "
+            "line of the `vllm serve` that started them, or use status --running"
         )
     words = [each for word in words for each in ((word[:-1], ";") if word.endswith(";") else (word,)) if each]
     start = _start_of_flags(words)
@@ -192,7 +192,7 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
         if not _is_flag(word):
             if _SETTING.fullmatch(word):
                 raise FlagsError(
-                    f"{brief_repr(word)} is no argument of `vllm serve`; write a framework's settings as flags, the "
+                    f"{quoted_value(word)} is no argument of `vllm serve`; write a framework's settings as flags, the "
                     "model first: -tp 8 for tensor_model_parallel_size=8, --enforce-eager for enforce_eager=True"
                 )
             models.append(word)
@@ -228,7 +228,7 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
         elif name.startswith("--"):
             for long in known.meant_by(name) if named[-1] not in named[:-1] else ():
                 flags[known.negated.get(long, long)] = FlagValue(
-                    "", f"{long} written out in full, instead of {brief_repr(name)}"
+                    "", f"{long} written out in full, instead of {quoted_value(name)}"
                 )
             while text is None and not _NO_VALUE.fullmatch(name) and at < len(words) and not _is_flag(words[at]):
                 at += 1

@@ -12,7 +12,8 @@ from typing import Any
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.flags import CONFIG_FILE, Flags
 from vllm_graphfix.deployment.line import FlagsError, json_or
-from vllm_graphfix.text import brief_repr, printable
+from vllm_graphfix.deployment.secrets import brief_value, quoted_value
+from vllm_graphfix.text import printable
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LARGEST_CONFIG = 1024 * 1024
@@ -104,11 +105,13 @@ class Model(Flags):
         except (OSError, ValueError, RuntimeError):
             return None, "the model's config.json: name the folder that contains it"
         if self._is_here and re.match(r"[{[]|.*\$\{?\w", place):
-            raise FlagsError(f"{brief_repr(place)} is no model: write the arguments of `vllm serve`, without variables")
+            raise FlagsError(
+                f"{quoted_value(place)} is no model: write the arguments of `vllm serve`, without variables"
+            )
         if self._is_here and place.startswith(("/", "./", "../", "~/")):
-            raise FlagsError(f"{brief_repr(place)} does not exist; name a model, its folder or its config.json")
+            raise FlagsError(f"{quoted_value(place)} does not exist; name a model, its folder or its config.json")
         cached = in_the_hub_cache(place, self.value("--revision")[0] or "main", self._environment, self._read)
-        name = printable(place[:80])
+        name = brief_value(place, 80)
         otherwise = f", or `hf download {name} config.json` first" if _HUB_NAME.fullmatch(name) else ""
         where = f"it is not in the cache of Hugging Face (HF_HOME): name a local folder that contains it{otherwise}"
         return cached, "" if cached else f"the config.json of {name}; {where}"
@@ -124,15 +127,15 @@ class Model(Flags):
         place = str(self._place[0])
         data = self._read(folder / "config.json", _LARGEST_CONFIG + 1)
         if data is None:
-            return {}, f"a readable config.json in {printable(place[:80])}"
+            return {}, f"a readable config.json in {brief_value(place, 80)}"
         if len(data) > _LARGEST_CONFIG:
-            return {}, f"a config.json of at most 1 MiB in {printable(place[:80])} (this one is too large)"
+            return {}, f"a config.json of at most 1 MiB in {brief_value(place, 80)} (this one is too large)"
         config = json_or(data.decode("utf-8", "replace"), None)
         if not isinstance(config, dict):
-            return {}, f"a config.json that is a JSON object in {printable(place[:80])}"
+            return {}, f"a config.json that is a JSON object in {brief_value(place, 80)}"
         if next(islice(_values(config), _MOST_NODES, None), None) is not None:
             most = f"{_MOST_NODES:,} values"
-            return {}, f"a config.json of at most {most} in {printable(place[:80])} (this one is too large)"
+            return {}, f"a config.json of at most {most} in {brief_value(place, 80)} (this one is too large)"
         return config, None
 
     @cached_property

@@ -7,7 +7,7 @@ from functools import cached_property
 from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.line import json_or
 from vllm_graphfix.deployment.model import Model
-from vllm_graphfix.text import printable
+from vllm_graphfix.deployment.secrets import brief_value
 
 _RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _NO_SPECULATOR = "there is no speculator (--speculative-config)"
@@ -52,7 +52,7 @@ class Speculation(Model):
             return Fact(None, missing or "`method` in --speculative-config")
         if not method:
             return Fact(False, _NO_SPECULATOR)
-        source = f"the speculator is {printable(method[:40])}"
+        source = f"the speculator is {brief_value(method, 40)}"
         if method not in methods and not ("mtp" in methods and method.endswith("_mtp")):
             return Fact(False, source)
         if several and tokens is None:
@@ -71,4 +71,4 @@ class Speculation(Model):
         method, _, missing = self._speculator
         if missing is not None:
             return Fact(None, missing)
-        return Fact(bool(method), f"the speculator is {printable((method or '')[:40])}" if method else _NO_SPECULATOR)
+        return Fact(bool(method), f"the speculator is {brief_value(method or '', 40)}" if method else _NO_SPECULATOR)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.doctor.nvidia_smi import ask
-from vllm_graphfix.commands.redaction import HIDDEN, VARIABLES, WITHHELD, Mask, hosts_in
+from vllm_graphfix.commands.redaction import VARIABLES, WITHHELD, Mask, hosts_in
 from vllm_graphfix.deployment import hardware
+from vllm_graphfix.deployment.secrets import HIDDEN
 from vllm_graphfix.fix import Mode, State, variable
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.settings import decision as rollout
