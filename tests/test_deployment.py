@@ -386,10 +386,10 @@ def test_what_is_missing_is_reported_once_for_all_that_miss_it() -> None:
         .invoke(app, ["status", "--vllm", str(release_root("0.18.1")), "--for", "no/such-model --kv-cache-dtype fp8"])
         .stdout.splitlines()
     )
-    assert out[out.index("LIKELY IF FlashMLA:") + 1].startswith("  flashmla-fp8: garbage")
+    assert out[out.index("LIKELY IF attention runs on FlashMLA:") + 1].startswith("  flashmla-fp8: garbage")
     missing = [line for line in out if "config.json" in line]
     assert len(missing) == 1
-    assert missing[0].startswith("To know it: the config.json of no/such-model; it is not in the cache of Hugging Face")
+    assert missing[0].startswith("  the config.json of no/such-model; it is not in the cache of Hugging Face")
     assert missing[0].endswith(", or `hf download no/such-model config.json` first")
     off = (
         CliRunner()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from vllm_graphfix.commands.status import status as judge
 from vllm_graphfix.deployment import read_deployment
 from vllm_graphfix.deployment.line import FlagsError, parse
 from vllm_graphfix.deployment.runner import default_runner
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import open_source, stock_release
 
 pytestmark = pytest.mark.usefixtures("among_models")
@@ -121,8 +123,24 @@ def test_a_deployment_that_is_not_hit_learns_what_would_matter() -> None:
 def test_what_is_undecided_is_likely_under_a_condition() -> None:
     out = status("--for", "./v3 --kv-cache-dtype fp8", "--exit-hit", code=4)
     assert out.startswith("MAYBE HIT by ")
-    assert "\nLIKELY IF FlashMLA:\n  flashmla-fp8: garbage" in out
-    assert "\nTo know it: the name of the GPU that serves (--gpu NAME)" in out
+    assert "\nLIKELY IF attention runs on FlashMLA:\n  flashmla-fp8: garbage" in out
+    assert "\nDecided by:\n  the name of the GPU that serves (--gpu NAME)" in out
+
+
+def test_conditions_read_as_one_clause_of_this_vllm() -> None:
+    out = status("--for", "./new-hybrid --config flags.yaml -dp 2", vllm="0.25.1")
+    assert "\nLIKELY IF the model runner is V1, speculative decoding is on and prompts run in graphs:\n" in out
+    assert "\nLIKELY IF the model has recurrent layers or speculative decoding is on:\n  idle-rank" in out
+    assert "\n  whether NobodyKnowsForCausalLM has recurrent layers (this plugin" in out
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_each_precondition_that_a_deployment_may_leave_open_has_a_clause(name: str) -> None:
+    source = open_source(release_root("0.33.0"))
+    nothing = read_deployment("somebody/unknown --config unknown.yaml", source, None, {})
+    for need in BY_NAME[name].needs():
+        fact = need.fact(nothing, "")
+        assert fact is None or re.search(r"\b(is|are|has|come|run|runs|bring|takes?|use)\b", need.if_so("")), need.text
 
 
 def test_exit_hit_needs_a_deployment() -> None:
@@ -222,7 +240,7 @@ def test_no_link_leads_out_of_the_root_of_a_process(tmp_path: Path) -> None:
     ],
 )
 def test_a_typing_mistake_that_no_source_corrects_is_no_all_clear(line: str, missing: str) -> None:
-    assert f": {missing}" in status("--for", line, "--gpu", HOPPER, "--exit-hit", code=4)
+    assert f"\n  {missing}" in status("--for", line, "--gpu", HOPPER, "--exit-hit", code=4)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ class _Output:
             if row.answer is None:
                 continue
             if row.answer.undecided:
-                title = f"LIKELY IF {row.answer.undecided}:"
+                title = f"LIKELY IF {_joined(row.answer.undecided)}:"
                 missing |= dict.fromkeys(row.answer.missing)
             else:
                 title = f"CANNOT BE TOLD without {row.answer.reason}:"
@@ -204,8 +204,10 @@ class _Output:
                     self._line(f"    {text}", "yellow")
         # Whoever has one item needs no other that contains it, such as an alternative to it.
         decisive = [each for each in missing if not any(other != each and other in each for other in missing)]
-        for number, each in enumerate(decisive):
-            self._line(f"{'and:' if number else 'To know it:'} {each}", "yellow")
+        if decisive:
+            self._line("Decided by:", "yellow")
+        for each in decisive:
+            self._line(f"  {each.removeprefix('knowing ')}", "yellow")
 
     def _print_unknown(self, rows: Sequence[Row]) -> None:
         """Print defects of which nothing was seen in code that is new, and the command that decides."""
@@ -286,8 +288,12 @@ def _sentence_on_deployment(status: Status, deployment: Deployment) -> str:
 
 def _would_matter_with(rows: Sequence[Row]) -> str:
     """List what the deployment lacks to have one of the defects of *rows*: at most five, where it lacks one thing."""
-    lacking = dict.fromkeys(row.answer.undecided for row in rows if row.answer and row.answer.undecided)
-    return "; ".join([texts for texts in lacking if "," not in texts][:5])
+    lacking = [row.answer.undecided for row in rows if row.answer]
+    return "; ".join([*dict.fromkeys(texts[0] for texts in lacking if len(texts) == 1)][:5])
+
+
+def _joined(clauses: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(clauses[:-1]), clauses[-1])))
 
 
 def _plain(text: str) -> str:

@@ -19,8 +19,9 @@ class Answer(NamedTuple):
 
     concern: Concern
     reason: str
-    undecided: str = ""
-    """For `Concern.UNKNOWN` the preconditions that are not known, for `Concern.DOES_NOT` those that are not met."""
+    undecided: tuple[str, ...] = ()
+    """For `Concern.UNKNOWN` the preconditions that are not known, as clauses; for `Concern.DOES_NOT` those that are not
+    met, as nouns."""
     missing: tuple[str, ...] = ()
     """For `Concern.UNKNOWN` the items of `reason`."""
 

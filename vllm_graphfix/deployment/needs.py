@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from vllm_graphfix.deployment.answers import Answer, Concern, Fact, all_of
 from vllm_graphfix.deployment.facts import Deployment
 
 _NO_DEFAULT = " (not the default here)"
+_SINCE = re.compile(r"^from [0-9.]+ on ")
 
 
 class Need(NamedTuple):
@@ -27,6 +29,8 @@ class Need(NamedTuple):
     """Returns the model runners, ``V1`` and ``V2``, with the defect on code of a shape. None: any runner will do."""
     usual: bool = True
     """False for a setting that no release has by default."""
+    clause: str = ""
+    """The precondition as it follows `LIKELY IF`, for one that a deployment may leave open."""
 
     def here(self, default: str, shape: str) -> str:
         """Describe the precondition on code of *shape*, and say if it is no default there; empty if all meet it.
@@ -34,12 +38,17 @@ class Need(NamedTuple):
         *default* is the model runner of that code where nobody chooses one; empty if that is not known.
         """
         if self.runners is None:
-            return self.text if self.usual else f"{self.text}{_NO_DEFAULT}"
+            text = _SINCE.sub("", self.text)
+            return text if self.usual else f"{text}{_NO_DEFAULT}"
         runners = self.runners(shape)
         if not runners or len(runners) > 1:
             return "" if runners else self.text
         other = default in ("V1", "V2") and default not in runners
         return f"model runner {runners[0]}{_NO_DEFAULT if other else ''}"
+
+    def if_so(self, shape: str) -> str:
+        """Return the precondition as a clause, on code of *shape*."""
+        return f"the model runner is {self.here('', shape)[-2:]}" if self.runners else self.clause
 
 
 def unseen(text: str, detail: str = "") -> Need:
@@ -62,37 +71,52 @@ def on_runners(text: str, runners: Callable[[str], tuple[str, ...]], detail: str
 
 RUNNER_V1 = on_runners("model runner V1", lambda _: ("V1",))
 RUNNER_V2 = on_runners("model runner V2", lambda _: ("V2",))
-GRAPHS = Need("CUDA graphs", lambda deployment, _: deployment.graphs())
+GRAPHS = Need("CUDA graphs", lambda deployment, _: deployment.graphs(), clause="vLLM runs CUDA graphs")
 FULL_GRAPHS = Need(
-    "full graphs", lambda deployment, _: deployment.full_graphs(), "a cudagraph_mode with FULL, as by default"
+    "full graphs",
+    lambda deployment, _: deployment.full_graphs(),
+    "a cudagraph_mode with FULL, as by default",
+    clause="vLLM runs full graphs",
 )
 PROMPTS_IN_GRAPHS = Need(
     "prompts in graphs",
     lambda deployment, _: deployment.prompts_in_graphs(),
     "a cudagraph_mode of PIECEWISE, FULL or FULL_AND_PIECEWISE",
+    clause="prompts run in graphs",
 )
-DRAFTS = Need("speculative decoding", lambda deployment, _: deployment.drafts())
-FP8_CACHE = Need("fp8 KV cache", lambda deployment, _: deployment.fp8_cache(), "--kv-cache-dtype fp8")
-SPARSE_MLA = Need("sparse attention", lambda deployment, _: deployment.sparse_mla(), "DeepSeek's, with its indexer")
+DRAFTS = Need("speculative decoding", lambda deployment, _: deployment.drafts(), clause="speculative decoding is on")
+FP8_CACHE = Need(
+    "fp8 KV cache", lambda deployment, _: deployment.fp8_cache(), "--kv-cache-dtype fp8", clause="the KV cache is fp8"
+)
+SPARSE_MLA = Need(
+    "sparse attention",
+    lambda deployment, _: deployment.sparse_mla(),
+    "DeepSeek's, with its indexer",
+    clause="the model has sparse attention",
+)
 DENSE_FLASHMLA = Need(
-    "FlashMLA", lambda deployment, _: deployment.dense_flashmla(), "latent attention that is not sparse, on Hopper"
+    "FlashMLA",
+    lambda deployment, _: deployment.dense_flashmla(),
+    "latent attention that is not sparse, on Hopper",
+    clause="attention runs on FlashMLA",
 )
 FLASHMLA = Need(
-    "FlashMLA", lambda deployment, _: deployment.flashmla(), "latent attention, dense, or sparse with an fp8 cache"
+    "FlashMLA",
+    lambda deployment, _: deployment.flashmla(),
+    "latent attention, dense, or sparse with an fp8 cache",
+    clause="attention runs on FlashMLA",
 )
 
 
 def judge(needs: Iterable[Need], deployment: Deployment, shape: str) -> Answer:
     """Answer if a defect with these *needs* can show in *deployment*, on code of *shape*."""
-    facts = [
-        (need.here("", shape) if need.runners else need.text, fact)
-        for need in needs
-        if (fact := need.fact(deployment, shape)) is not None
-    ]
+    facts = [(need, fact) for need in needs if (fact := need.fact(deployment, shape)) is not None]
     answer = all_of(*(fact for _, fact in facts))
-    holds = {Concern.UNKNOWN: None, Concern.DOES_NOT: False}.get(answer.concern, True)
-    undecided = dict.fromkeys(text for text, fact in facts if fact.holds is holds and not holds)
-    return answer._replace(undecided=", ".join(undecided))
+    if answer.concern is Concern.UNKNOWN:
+        undecided = (need.if_so(shape) for need, fact in facts if fact.holds is None)
+    else:
+        undecided = (need.here("", shape) for need, fact in facts if fact.holds is False)
+    return answer._replace(undecided=tuple(dict.fromkeys(undecided)))
 
 
 def briefly(needs: Iterable[Need]) -> str:

@@ -184,13 +184,20 @@ def needs() -> tuple[Need, ...]:
     adapters, counted = "--enable-lora", "--specialize-active-lora"
     return (
         on_runners("model runner V1, or V2 from 0.24.0 on", lambda shape: _RUNNERS.get(shape, ("V1", "V2"))),
-        Need(adapters, lambda deployment, _: deployment.switched_on(adapters), flags=(adapters,), usual=False),
+        Need(
+            adapters,
+            lambda deployment, _: deployment.switched_on(adapters),
+            flags=(adapters,),
+            usual=False,
+            clause="--enable-lora is set",
+        ),
         Need(
             counted,
             lambda deployment, _: deployment.switched_on(counted),
             "a graph for each number of adapters",
             (counted,),
             usual=False,
+            clause="--specialize-active-lora is set",
         ),
         needs.GRAPHS,
         unseen("requests with an adapter and without one", "in one batch"),

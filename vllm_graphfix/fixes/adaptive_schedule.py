@@ -103,13 +103,20 @@ def needs() -> tuple[Need, ...]:
 
     return (
         needs.RUNNER_V2,
-        Need("DSpark", lambda deployment, _: deployment.speculator("dspark")),
-        Need("enable_adaptive_verification", _verifies_adaptively, "in --speculative-config", usual=False),
+        Need("DSpark", lambda deployment, _: deployment.speculator("dspark"), clause="drafts come from DSpark"),
+        Need(
+            "enable_adaptive_verification",
+            _verifies_adaptively,
+            "in --speculative-config",
+            usual=False,
+            clause="enable_adaptive_verification is on",
+        ),
         needs.FULL_GRAPHS,
         Need(
             "FlashAttention 3",
             lambda deployment, _: deployment.flash_attention_3(),
             "Hopper, and no latent attention (MLA)",
+            clause="attention runs on FlashAttention 3",
         ),
     )
 

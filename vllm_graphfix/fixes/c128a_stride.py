@@ -128,8 +128,19 @@ def needs() -> tuple[Need, ...]:
 
     return (
         needs.SPARSE_MLA,
-        Need("DeepSeek V4", lambda deployment, _: deployment.compressed_by(128), "layers with a compress_ratio of 128"),
-        Need("--max-model-len above 16384", _rows_differ, "the model's own is", ("--max-model-len=",)),
+        Need(
+            "DeepSeek V4",
+            lambda deployment, _: deployment.compressed_by(128),
+            "layers with a compress_ratio of 128",
+            clause="the model is DeepSeek V4",
+        ),
+        Need(
+            "--max-model-len above 16384",
+            _rows_differ,
+            "the model's own is",
+            ("--max-model-len=",),
+            clause="--max-model-len is above 16384",
+        ),
         needs.FULL_GRAPHS,
     )
 

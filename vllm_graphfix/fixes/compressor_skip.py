@@ -174,16 +174,25 @@ def needs() -> tuple[Need, ...]:
     return (
         needs.SPARSE_MLA,
         Need(
-            "DeepSeek V4", lambda deployment, _: deployment.compressed_by(_RATIO), "layers with a compress_ratio of 128"
+            "DeepSeek V4",
+            lambda deployment, _: deployment.compressed_by(_RATIO),
+            "layers with a compress_ratio of 128",
+            clause="the model is DeepSeek V4",
         ),
-        Need("CUDA graphs", _in_graphs, "full ones on model runner V1"),
+        Need("CUDA graphs", _in_graphs, "full ones on model runner V1", clause="vLLM runs CUDA graphs"),
         Need(
             "model runner V2 or --enable-dbo",
             _builds_without_the_batch,
             "before 0.30.0 model runner V1 with --enable-dbo",
             ("--enable-dbo",),
+            clause="the model runner is V2 or --enable-dbo is set",
         ),
-        Need("no drafts under asynchronous scheduling", _known_in_time, flags=("--async-scheduling",)),
+        Need(
+            "no drafts under asynchronous scheduling",
+            _known_in_time,
+            flags=("--async-scheduling",),
+            clause="no drafts run under asynchronous scheduling",
+        ),
     )
 
 

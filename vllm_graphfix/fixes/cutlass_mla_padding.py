@@ -145,7 +145,12 @@ def needs() -> tuple[Need, ...]:
 
     attention = "latent attention on a Blackwell of compute capability 10"
     return (
-        Need("Cutlass MLA", lambda deployment, _: deployment.cutlass_mla(), attention),
+        Need(
+            "Cutlass MLA",
+            lambda deployment, _: deployment.cutlass_mla(),
+            attention,
+            clause="attention runs on Cutlass MLA",
+        ),
         needs.FULL_GRAPHS,
         unseen("a scale or a routing that a whole batch shares", "such as NVFP4 with experts"),
     )

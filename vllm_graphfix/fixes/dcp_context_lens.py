@@ -126,9 +126,15 @@ def needs() -> tuple[Need, ...]:
             "--decode-context-parallel-size above 1",
             lambda deployment, _: deployment.shares_the_context(),
             "which needs more tensor-parallel ranks than KV heads",
+            clause="--decode-context-parallel-size is above 1",
         ),
         needs.FULL_GRAPHS,
-        Need("FlashAttention", lambda deployment, _: deployment.flash_attention(), "so no latent attention (MLA)"),
+        Need(
+            "FlashAttention",
+            lambda deployment, _: deployment.flash_attention(),
+            "so no latent attention (MLA)",
+            clause="attention runs on FlashAttention",
+        ),
     )
 
 

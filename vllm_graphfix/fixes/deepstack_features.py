@@ -135,9 +135,25 @@ def needs() -> tuple[Need, ...]:
     from vllm_graphfix.deployment.needs import Need
 
     return (
-        Need("Qwen3-VL or Qwen3-Omni", _serves_such_a_model, "ColQwen3, too"),
-        Need("torch.compile", lambda deployment, _: deployment.compiles(), "no --enforce-eager, -O0 or -cc.mode=0"),
-        Need("images or videos", _takes_images, "no --language-model-only", (_NO_IMAGES,)),
+        Need(
+            "Qwen3-VL or Qwen3-Omni",
+            _serves_such_a_model,
+            "ColQwen3, too",
+            clause="the model is Qwen3-VL or Qwen3-Omni",
+        ),
+        Need(
+            "torch.compile",
+            lambda deployment, _: deployment.compiles(),
+            "no --enforce-eager, -O0 or -cc.mode=0",
+            clause="torch.compile is on",
+        ),
+        Need(
+            "images or videos",
+            _takes_images,
+            "no --language-model-only",
+            (_NO_IMAGES,),
+            clause="requests bring images or videos",
+        ),
     )
 
 

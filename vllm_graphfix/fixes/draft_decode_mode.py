@@ -336,8 +336,18 @@ def needs() -> tuple[Need, ...]:
 
     return (
         needs.RUNNER_V2,
-        Need("eagle, eagle3 or mtp", _drafts_with_decodes, "more than one draft token"),
-        Need("piecewise decodes", _graphs, "in nightlies between 0.17.1 and 0.18.0 decodes in any graphs"),
+        Need(
+            "eagle, eagle3 or mtp",
+            _drafts_with_decodes,
+            "more than one draft token",
+            clause="drafts come from eagle, eagle3 or mtp",
+        ),
+        Need(
+            "piecewise decodes",
+            _graphs,
+            "in nightlies between 0.17.1 and 0.18.0 decodes in any graphs",
+            clause="decodes run in piecewise graphs",
+        ),
     )
 
 

@@ -270,13 +270,18 @@ def needs() -> tuple[Need, ...]:
 
     return (
         needs.RUNNER_V2,
-        Need("eagle, eagle3 or mtp", lambda deployment, _: deployment.speculator("eagle", "eagle3", "mtp")),
+        Need(
+            "eagle, eagle3 or mtp",
+            lambda deployment, _: deployment.speculator("eagle", "eagle3", "mtp"),
+            clause="drafts come from eagle, eagle3 or mtp",
+        ),
         needs.FULL_GRAPHS,
         Need(
             "a backend that takes drafts for prompts",
             _unsupported,
             "Triton MLA, Cutlass MLA, FlashInfer without TRT-LLM's kernels; with decode context parallelism FlashMLA, "
             "too; or chunked local attention; with cudagraph_mode FULL all but FlashAttention 3 and Triton attention",
+            clause="the drafts' backend takes them for prompts",
         ),
     )
 

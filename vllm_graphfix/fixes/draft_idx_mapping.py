@@ -318,6 +318,7 @@ def needs() -> tuple[Need, ...]:
             _sampled_drafts,
             '"draft_sample_method": "probabilistic" ("gumbel" in 0.21.0, '
             '"rejection_sample_method": "probabilistic" before)',
+            clause="drafts are sampled",
         ),
         unseen("temperatures above 0"),
         needs.FULL_GRAPHS,

@@ -181,9 +181,18 @@ def needs() -> tuple[Need, ...]:
 
     return (
         needs.RUNNER_V2,
-        Need("dflash or dspark", lambda deployment, _: deployment.speculator("dflash", "dspark")),
+        Need(
+            "dflash or dspark",
+            lambda deployment, _: deployment.speculator("dflash", "dspark"),
+            clause="drafts come from dflash or dspark",
+        ),
         needs.FULL_GRAPHS,
-        Need("drafts on FlashInfer", _drafts_on_flashinfer, "with TRT-LLM's kernels, as by default on a B200"),
+        Need(
+            "drafts on FlashInfer",
+            _drafts_on_flashinfer,
+            "with TRT-LLM's kernels, as by default on a B200",
+            clause="drafts run on FlashInfer",
+        ),
     )
 
 

@@ -184,7 +184,11 @@ def needs() -> tuple[Need, ...]:
 
     return (
         needs.RUNNER_V2,
-        Need("eagle, eagle3 or mtp", lambda deployment, _: deployment.speculator("eagle", "eagle3", "mtp")),
+        Need(
+            "eagle, eagle3 or mtp",
+            lambda deployment, _: deployment.speculator("eagle", "eagle3", "mtp"),
+            clause="drafts come from eagle, eagle3 or mtp",
+        ),
         needs.FULL_GRAPHS,
         unseen("attention that keeps a schedule of its batch", "FlashAttention 3 on Hopper, for latent attention, too"),
     )

@@ -181,14 +181,22 @@ def needs() -> tuple[Need, ...]:
             lambda deployment, _: deployment.encoder_graphs(),
             "in --compilation-config",
             usual=False,
+            clause="cudagraph_mm_encoder is on",
         ),
-        Need(adapters, lambda deployment, _: deployment.switched_on(adapters), flags=(adapters,), usual=False),
+        Need(
+            adapters,
+            lambda deployment, _: deployment.switched_on(adapters),
+            flags=(adapters,),
+            usual=False,
+            clause="--enable-lora is set",
+        ),
         Need(
             encoders,
             lambda deployment, _: deployment.switched_on(encoders),
             "adapters of an encoder or what connects it",
             (encoders,),
             usual=False,
+            clause="--enable-tower-connector-lora is set",
         ),
         unseen("several images in one step", "of requests with an adapter, or of some with and some without"),
     )

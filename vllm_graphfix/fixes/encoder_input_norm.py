@@ -227,18 +227,22 @@ def needs() -> tuple[Need, ...]:
     from vllm_graphfix.deployment.needs import Need
 
     return (
-        Need("Qwen2-VL or Qwen2.5-VL", _serves_such_a_model, "JinaVL, too"),
+        Need(
+            "Qwen2-VL or Qwen2.5-VL", _serves_such_a_model, "JinaVL, too", clause="the model is Qwen2-VL or Qwen2.5-VL"
+        ),
         Need(
             "cudagraph_mm_encoder",
             lambda deployment, _: deployment.encoder_graphs(),
             "in --compilation-config",
             usual=False,
+            clause="cudagraph_mm_encoder is on",
         ),
         Need(
             "images normalised on the device",
             _normalises_on_the_device,
             "as by default, but with vLLM's front-end in Rust",
             (_OFF,),
+            clause="images are normalised on the device",
         ),
     )
 

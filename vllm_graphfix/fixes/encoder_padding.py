@@ -160,12 +160,14 @@ def needs() -> tuple[Need, ...]:
             lambda deployment, _: deployment.encoder_graphs(),
             "in --compilation-config",
             usual=False,
+            clause="cudagraph_mm_encoder is on",
         ),
         Need(
             "FlashAttention in the encoder",
             _attends_by_flash_attention,
             "reported of versions 3 and 4",
             ("--mm-encoder-attn-backend=",),
+            clause="the encoder runs on FlashAttention",
         ),
         unseen("images or videos", "of fewer tokens than the graph that takes them"),
     )

@@ -169,11 +169,18 @@ def needs() -> tuple[Need, ...]:
     # fuse_gemm_comms there (0.20.0 - 0.31.0), and with empty splitting_ops.
     default = "which is no default, and no layer for which vLLM makes another mode of it"
     return (
-        Need("cudagraph_mode FULL", lambda deployment, _: deployment.prompts_in_full_graphs(), default, usual=False),
+        Need(
+            "cudagraph_mode FULL",
+            lambda deployment, _: deployment.prompts_in_full_graphs(),
+            default,
+            usual=False,
+            clause="cudagraph_mode is FULL",
+        ),
         Need(
             "FlashAttention 3",
             lambda deployment, _: deployment.flash_attention_3(),
             "Hopper, and no latent attention (MLA)",
+            clause="attention runs on FlashAttention 3",
         ),
     )
 

@@ -138,7 +138,12 @@ def needs() -> tuple[Need, ...]:
     method = "extract_hidden_states"
     return (
         needs.RUNNER_V1,
-        Need(method, lambda deployment, _: deployment.speculator(method), 'the "method" of --speculative-config'),
+        Need(
+            method,
+            lambda deployment, _: deployment.speculator(method),
+            'the "method" of --speculative-config',
+            clause="the speculative method is extract_hidden_states",
+        ),
         needs.PROMPTS_IN_GRAPHS,
     )
 

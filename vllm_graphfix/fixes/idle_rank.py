@@ -320,8 +320,17 @@ def needs() -> tuple[Need, ...]:
     ranks = "more than one rank, which in practice is expert parallelism"
     return (
         needs.on_runners("from 0.31.0 on model runner V1", _runners),
-        Need("data parallelism", lambda deployment, _: deployment.data_parallel(), ranks),
-        Need("from 0.20.0 on recurrent layers or speculative decoding", _has_states_or_drafts),
+        Need(
+            "data parallelism",
+            lambda deployment, _: deployment.data_parallel(),
+            ranks,
+            clause="there are several data-parallel ranks",
+        ),
+        Need(
+            "from 0.20.0 on recurrent layers or speculative decoding",
+            _has_states_or_drafts,
+            clause="the model has recurrent layers or speculative decoding is on",
+        ),
     )
 
 

@@ -139,9 +139,18 @@ def needs() -> tuple[Need, ...]:
     models = "hybrids such as Nemotron-H, Granite 4, Bamba, Zamba2"
     caching = "from 0.15.0 on not with --mamba-cache-mode align"
     return (
-        Need("several groups of Mamba-2 layers", _several_groups, models),
         Need(
-            "--enable-prefix-caching", _keeps_every_block, caching, ("--mamba-cache-mode=", "--enable-prefix-caching")
+            "several groups of Mamba-2 layers",
+            _several_groups,
+            models,
+            clause="the model has several groups of Mamba-2 layers",
+        ),
+        Need(
+            "--enable-prefix-caching",
+            _keeps_every_block,
+            caching,
+            ("--mamba-cache-mode=", "--enable-prefix-caching"),
+            clause="prefix caching is on",
         ),
         unseen("model runner V1"),
         needs.FULL_GRAPHS,

@@ -120,7 +120,12 @@ def needs() -> tuple[Need, ...]:
     layers = "not gated delta nets; chunked prefill makes it likely"
     return (
         needs.RUNNER_V1,
-        Need("Mamba or short-convolution layers", lambda deployment, _: deployment.mamba(), layers),
+        Need(
+            "Mamba or short-convolution layers",
+            lambda deployment, _: deployment.mamba(),
+            layers,
+            clause="the model has Mamba or short-convolution layers",
+        ),
         needs.FULL_GRAPHS,
     )
 

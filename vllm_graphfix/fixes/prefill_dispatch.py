@@ -231,7 +231,12 @@ def needs() -> tuple[Need, ...]:
     layers = "Mamba, gated delta nets, linear attention, short convolutions"
     return (
         needs.on_runners("model runner V1, in 0.23.0 - 0.27.1 V2 too", _runners),
-        Need("recurrent layers", lambda deployment, _: deployment.recurrent(), layers),
+        Need(
+            "recurrent layers",
+            lambda deployment, _: deployment.recurrent(),
+            layers,
+            clause="the model has recurrent layers",
+        ),
         needs.FULL_GRAPHS,
     )
 

@@ -180,7 +180,11 @@ def needs() -> tuple[Need, ...]:
     from vllm_graphfix.deployment.needs import Need
 
     models = "XLM-RoBERTa, BGE-M3 and rerankers among them; not with --model-impl transformers"
-    return (needs.RUNNER_V1, Need("a RoBERTa model", _serves_roberta, models, ("--model-impl=",)), needs.GRAPHS)
+    return (
+        needs.RUNNER_V1,
+        Need("a RoBERTa model", _serves_roberta, models, ("--model-impl=",), clause="the model is a RoBERTa"),
+        needs.GRAPHS,
+    )
 
 
 def _serves_roberta(deployment: Deployment, _: str) -> Fact:

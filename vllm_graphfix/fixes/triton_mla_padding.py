@@ -190,7 +190,12 @@ def needs() -> tuple[Need, ...]:
     attention = "latent attention on GPUs before Hopper"
     shared = "such as --quantization fp8 with experts; without, no answer is wrong"
     return (
-        Need("Triton MLA", lambda deployment, _: deployment.triton_mla(), attention),
+        Need(
+            "Triton MLA",
+            lambda deployment, _: deployment.triton_mla(),
+            attention,
+            clause="attention runs on Triton MLA",
+        ),
         needs.FULL_GRAPHS,
         unseen("a scale or a routing that a whole batch shares", shared),
     )

@@ -97,7 +97,13 @@ def needs() -> tuple[Need, ...]:
     from vllm_graphfix.deployment.needs import Need
 
     return (
-        Need("a TurboQuant cache", _has_turboquant_cache, "--kv-cache-dtype turboquant_…", usual=False),
+        Need(
+            "a TurboQuant cache",
+            _has_turboquant_cache,
+            "--kv-cache-dtype turboquant_…",
+            usual=False,
+            clause="the KV cache is TurboQuant",
+        ),
         needs.DRAFTS,
         needs.FULL_GRAPHS,
     )

@@ -103,13 +103,15 @@ def needs() -> tuple[Need, ...]:
             "micro-batches",
             ("--enable-dbo",),
             usual=False,
+            clause="--enable-dbo is set",
         ),
         needs.FULL_GRAPHS,
-        Need("a sliding window", _has_a_window, "in some layers at least"),
+        Need("a sliding window", _has_a_window, "in some layers at least", clause="the model has a sliding window"),
         Need(
             "FlashAttention",
             lambda deployment, _: deployment.flash_attention(),
             "which has no window if the longest length fits in it; other kernels that choose by it were not looked at",
+            clause="attention runs on FlashAttention",
         ),
     )
 
