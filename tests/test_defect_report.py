@@ -16,7 +16,6 @@ from warm_release import run_in_fork
 
 pytestmark = pytest.mark.release
 FAST = "triton-mla-padding"
-STILL_THERE = [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in affected_by(NEWEST)]
 
 
 def drafted(name: str, release: str = NEWEST, *, code: int = 0) -> str:
@@ -34,7 +33,7 @@ def test_the_draft_names_release_place_and_threads() -> None:
     assert about(BY_NAME[FAST]).symptom in text
 
 
-@pytest.mark.parametrize("name", STILL_THERE)
+@pytest.mark.parametrize("name", affected_by(NEWEST))
 def test_the_test_of_the_draft_fails_on_stock_and_only_by_the_defect(name: str) -> None:
     """It passes without the defect's condition: what fails is no misfit of the test."""
     (code,) = re.findall(r"^```python\n(.*?)^```$", drafted(name), re.DOTALL | re.MULTILINE)
