@@ -355,7 +355,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     from torch import distributed
 
     made: Any = vars(distributed)["HashStore"]()
-    monkeypatch.setattr("vllm_graphfix.engine.rank_addresses.common_store", lambda: made)
+    monkeypatch.setattr("vllm_graphfix.engine.rank_addresses.common_store", lambda limit: made)
     return made
 
 

@@ -19,7 +19,7 @@ from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import compare, publish, publish_end
 from vllm_graphfix.engine.rank_report import RankReport
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.ranks import BoundedStore, StoreTimeoutError
+from vllm_graphfix.ranks import BoundedStore, StoreLostError
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import decide
 
@@ -284,7 +284,7 @@ def test_a_call_of_a_store_that_does_not_answer_ends_and_no_further_one_waits() 
     stopped = StoppedStoreDouble()
     store = BoundedStore(stopped, 0.01)
     for _ in range(2):
-        with pytest.raises(StoreTimeoutError, match="the host of rank 0"):
+        with pytest.raises(StoreLostError, match="the host of rank 0"):
             store.get("key")
     stopped.ends.set()
     assert stopped.calls == 1

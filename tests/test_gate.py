@@ -113,7 +113,7 @@ def put_a_fault(fault):
     elif fault == "lost":
         from vllm_graphfix.engine import gate_reports
         from vllm_graphfix.ranks import BoundedStore
-        silent = SimpleNamespace(add=lambda *_: threading.Event().wait())
+        silent = type("SilentStore", (), {"add": lambda *_: threading.Event().wait()})()
         gate_reports.common_store = lambda limit: BoundedStore(silent, min(limit, 1))
     elif fault == "store":
         del distributed.distributed_c10d._get_default_store

@@ -139,7 +139,7 @@ def started(
     shared = HashStore()
     shared.set_timeout(timedelta(seconds=5))
     # Its calls are made in a thread of their own, which is no rank's here; `test_agreement.py` has its bound.
-    monkeypatch.setattr(ranks, "BoundedStore", lambda store, limit: store)
+    monkeypatch.setattr(ranks, "BoundedStore", lambda store, *_: store)
     barrier, outcomes, stopped = threading.Barrier(world_size), dict[int, Outcome](), threading.Event()
     compare, hours = rank_agreement.compare, itertools.count(1)
 

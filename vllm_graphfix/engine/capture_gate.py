@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_graphfix.engine.gate_reports import CAPTURED, PROFILING, WARM_UP, RankReports
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import guarded
-from vllm_graphfix.ranks import StoreTimeoutError, common_store, host_in, world
+from vllm_graphfix.ranks import StoreLostError, common_store, host_in, world
 from vllm_graphfix.settings import environment
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class CaptureGate:
             timeout = decision.agreement_timeout if decision and stops else rank_agreement.TIMEOUT_FOR_A_WARNING
             compare = functools.partial(rank_agreement.with_one_retry, rank_agreement.compare)
             agreement = self._agree(compare, (store, rank, world_size), place, report, timeout)
-        except StoreTimeoutError as error:
+        except StoreLostError as error:
             agreement = self._without_store(error)
         return self._difference(agreement)
 
@@ -256,7 +256,7 @@ class CaptureGate:
         self.status_record.agreement = _with_earlier_followers(agreement, self.status_record.agreement)
         return agreement
 
-    def _without_store(self, error: StoreTimeoutError) -> Agreement:
+    def _without_store(self, error: StoreLostError) -> Agreement:
         """Record that the store is lost, and return that as a difference: to this rank all others are unresponsive."""
         from vllm_graphfix.engine.rank_agreement import Agreement
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.patching.hooks import guarded
-from vllm_graphfix.ranks import StoreTimeoutError, common_store, world
+from vllm_graphfix.ranks import StoreLostError, common_store, world
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.context import EngineContext
@@ -44,7 +44,7 @@ class RankReports:
         except Exception as error:
             self.pending, self._error = None, error
             # Another rank may already wait for this one at the gate; not in a store that is lost, which takes as long.
-            if stage == PROFILING and not isinstance(error, StoreTimeoutError):
+            if stage == PROFILING and not isinstance(error, StoreLostError):
                 guarded(self.publish_unchecked, stage, error)
             raise
 

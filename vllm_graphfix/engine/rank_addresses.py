@@ -29,6 +29,8 @@ from vllm_graphfix.text import first_of
 
 PATIENCE = 60.0
 """Seconds that a rank waits for the others after a load of weights; they load at different speeds."""
+_SLACK = 10.0
+"""Seconds after that in which the store has to answer that the time is over."""
 _LISTED = 5
 """Limit of tensors that the log or a record names."""
 _BEGIN, _END = ("start_weight_update", "start_draft_weight_update"), "finish_weight_update"
@@ -315,7 +317,8 @@ class RankAddresses:
         The first rank that has all answers writes the verdict for all; a rank that has waited too long writes `late`.
         Raises TimeoutError on all ranks then.
         """
-        store, place, before = common_store(), f"addresses/{self._round}", f"addresses/{self._round - 1}"
+        store = common_store(PATIENCE + _SLACK)
+        place, before = f"addresses/{self._round}", f"addresses/{self._round - 1}"
         self._round += 1
         store.set(f"{place}/{rank}", f"{needed:d}{can:d}")
         keys = [f"{place}/{other}" for other in range(ranks)]
