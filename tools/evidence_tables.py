@@ -25,6 +25,8 @@ FACTS = {"gpu", "date", "torch", "command", "commit", "figures"}
 ON_GPUS = "On [GPUs](../evidence.md#on-a-gpu-each-fix)"
 COLUMNS = {"release": "vLLM", "stock": "stock", "patched": "patched"}
 """Title and columns of a fix's own table that has none."""
+NOT_TRIED = {"shadow": "not tried", "poison": "not tried", "marks": "not tried"}
+"""What the detectors see of a fix that has no file."""
 SHARED = {
     "vectors": "[Engines that `verify` has not](../evidence.md#engines-that-verify-has-not)",
     "trained": "[Trained weights](../evidence.md#trained-weights)",
@@ -45,9 +47,14 @@ def load(name: str) -> dict[str, Any]:
 @cache
 def of_fix(fix: str) -> list[dict[str, Any]]:
     """Return the tables of *fix* alone, with their titles. Raises `ValueError` like `load`."""
-    path = FOLDER / "fixes" / f"{fix}.json"
-    tables = json.loads(path.read_text())["tables"] if path.exists() else []
+    tables = _content_of(fix)["tables"]
     return [_checked({"title": ON_GPUS, "columns": COLUMNS} | each, f"fixes/{fix}") for each in tables]
+
+
+def _content_of(fix: str) -> dict[str, Any]:
+    path = FOLDER / "fixes" / f"{fix}.json"
+    content: dict[str, Any] = {"detectors": NOT_TRIED, "tables": []}
+    return content | json.loads(path.read_text()) if path.exists() else content
 
 
 def _checked(content: dict[str, Any], name: str) -> dict[str, Any]:
@@ -97,6 +104,13 @@ def _rows_of(fix: str, name: str) -> Iterator[list[str]]:
                 others = " and ".join(f"`{each}`" for each in fixes if each != fix)
                 cells["release"] += f"; with {others}" * bool(others)
                 yield [*cells.values(), f"{run['gpu']}, {run['date']}".removeprefix("no GPU, ")]
+
+
+def detectors() -> Iterator[str]:
+    """Yield a row for each fix: where each detector has seen its defect, or why it cannot."""
+    yield from ("| defect | shadow check | poison | marks |", "|---|---|---|---|")
+    for fix in BY_NAME:
+        yield f"| `{fix}` | {' | '.join(_content_of(fix)['detectors'][each] for each in NOT_TRIED)} |"
 
 
 def _table(content: dict[str, Any]) -> Iterator[str]:

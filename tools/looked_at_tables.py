@@ -1,4 +1,4 @@
-"""Parts of docs/looked-at.md, from docs/looked-at.json, for tools/update_docs.py."""
+"""Parts of docs/looked-at.md and docs/am-i-hit.md, from docs/looked-at.json, for tools/update_docs.py."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ COLUMNS = {
         "releases": "stock releases",
         "avoided": "what avoids it, and its cost",
     },
+    "no-fix": {
+        "seen": "what you see",
+        "releases": "stock releases",
+        "only": "only with",
+        "avoided": "what avoids it",
+    },
+    "look-alikes": {"seen": "what you see", "apart": "how to tell it apart", "reported": "reported in"},
 }
 """By table: the keys of its rows, and the heads of its columns."""
 SHOWN = ("Symptom", "Threads", "Which engines", "What you can do", "Why no fix", "Not decided")
