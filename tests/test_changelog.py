@@ -1,4 +1,4 @@
-"""CHANGELOG.md keeps to the form that it names: https://keepachangelog.com/en/1.1.0/."""
+"""CHANGELOG.md keeps to the form that it names, https://keepachangelog.com/en/1.1.0/, with upgrade notes before it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 from packaging.version import Version
 
 import vllm_graphfix
+from vllm_graphfix.commands.cli import app
+from vllm_graphfix.fixes import BY_NAME
 
 PROJECT = Path(__file__).parent.parent
 TEXT = (PROJECT / "CHANGELOG.md").read_text()
 RELEASES = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", TEXT, re.DOTALL | re.MULTILINE)
-KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+KINDS = ["Upgrade", "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 DATED = re.compile(r"\[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})(?: \[YANKED\])?")
 
 
@@ -26,17 +28,36 @@ def dated() -> list[tuple[Version, dt.date]]:
     return [(Version(title[1]), dt.date.fromisoformat(title[2])) for title in matches if title]
 
 
-FRAGMENTS = sorted(path for path in (PROJECT / "changelog.d").glob("*") if path.stem not in ("README", "template"))
+README = (PROJECT / "changelog.d" / "README.md").read_text()
+SUBJECTS = {
+    *BY_NAME,
+    *(command.name or command.callback.__name__ for command in app.registered_commands if command.callback),
+    *re.findall(r"`([a-z-]+)`", README.partition("\n- SUBJECT:")[2].partition("\n- KIND:")[0]),
+}
 
 
-@pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.stem)
-def test_what_is_not_released_is_in_fragments_of_a_known_kind(path: Path) -> None:
-    what, kind = re.fullmatch(r"([a-z0-9-]+)\.([a-z]+)\.md", path.name).groups()  # type: ignore[union-attr]
-    assert what
-    assert kind.title() in KINDS
-    text = path.read_text()
-    assert text.strip()
-    assert not text.startswith("- ")
+def is_named_by_subject(name: str) -> bool:
+    what, kind, _ = name.split(".")
+    return kind.title() in KINDS and any(f"{what}-".startswith(f"{subject}-") for subject in SUBJECTS)
+
+
+def test_fragments_are_named_by_subject_and_kind() -> None:
+    fragments = [path for path in (PROJECT / "changelog.d").glob("*") if path.stem not in ("README", "template")]
+    assert [path.name for path in fragments if not is_named_by_subject(path.name)] == []
+    texts = [path.read_text() for path in fragments]
+    assert all(text.strip() and not text.startswith("- ") for text in texts)
+    assert is_named_by_subject("status-running.added.md")
+    assert not is_named_by_subject("a-fix-that-was-taken.fixed.md")
+
+
+def test_the_subjects_that_are_no_fix_and_no_command_exist() -> None:
+    detectors = {"shadow", "kv-marks", "addresses", "claims", "abort"}
+    assert detectors <= SUBJECTS
+    assert {"status", "fleet", "verify", "compare", "explain", "doctor", "report", "mamba-padding", "docs"} <= SUBJECTS
+
+
+def test_the_newest_release_can_be_read_in_minutes() -> None:
+    assert len(RELEASES[0][1].split()) <= 1500
 
 
 def test_a_release_is_put_together_of_the_fragments(tmp_path: Path) -> None:
@@ -45,8 +66,8 @@ def test_a_release_is_put_together_of_the_fragments(tmp_path: Path) -> None:
         shutil.copy(PROJECT / name, tmp_path)
     (tmp_path / "changelog.d").mkdir()
     shutil.copy(PROJECT / "changelog.d" / "template.md", tmp_path / "changelog.d")
-    (tmp_path / "changelog.d" / "one-thing.fixed.md").write_text("It is mended,\non two lines.\n")
-    (tmp_path / "changelog.d" / "another.added.md").write_text("It is new.\n")
+    (tmp_path / "changelog.d" / "status.fixed.md").write_text("It is mended,\non two lines.\n")
+    (tmp_path / "changelog.d" / "fleet.added.md").write_text("It is new.\n")
     command = [sys.executable, "-m", "towncrier", "build", "--keep", "--version", "9.8.7", "--date", "2030-01-02"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     made = (tmp_path / "CHANGELOG.md").read_text()

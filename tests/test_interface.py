@@ -13,6 +13,7 @@ import pytest
 
 from records import ENGINE, elsewhere, leave, only, record
 from stock import release_root
+from vllm_graphfix import __version__
 from vllm_graphfix.commands import explain
 from vllm_graphfix.commands.fleet import as_json, look
 from vllm_graphfix.commands.status import status
@@ -33,6 +34,7 @@ def test_status_tells_the_same(release: str) -> None:
     output = status(open_source(release_root(release)), {"VLLM_GRAPHFIX_MAMBA_PADDING": "off"}).as_json()
     before = earlier_output("status")[release]
     del output["source"], output["default_runner"]  # the second is told since
+    assert (output.pop("graphfix"), before.pop("graphfix")) == (__version__, "0.1.0")
     for row in output["fixes"]:
         del row["rests_on"], row["ran_on"], row["defect_seen"], row["tree"]  # told since
     now_applied = {row["name"] for row in before["fixes"] if row["mode"] == "observe"} - OBSERVED_BY_DEFAULT

@@ -95,7 +95,7 @@ def test_a_release_whose_code_is_known_is_added(add: Callable[..., str], tree: T
     assert tree.called == steps
     assert f"Every verdict is that of {NEWEST}." in report
     assert "- docs/shadow.md:" in report, "its reader is told which pages name the last release by hand"
-    assert f"vLLM {NEXT} is known" in (tree.fetch.parent / f"vllm-{NEXT}.added.md").read_text()
+    assert f"vLLM {NEXT} is known" in (tree.fetch.parent / f"releases-{NEXT.replace('.', '-')}.added.md").read_text()
 
 
 def test_nothing_is_written_of_a_release_that_a_fix_does_not_recognise(add: Callable[..., str], tree: Tree) -> None:

@@ -21,6 +21,7 @@ import yaml
 
 from deployed import CONFIGMAP, DEPLOY, PROJECT, TEXT, WHOLE, closed, custom, documents, is_scraped
 from stock import release_root
+from vllm_graphfix._version import __version__
 from vllm_graphfix.deployment import read_deployment
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import decision
@@ -392,7 +393,7 @@ def test_a_workload_with_the_label_gets_plugin_and_variables_and_keeps_what_it_h
     assert Path(script).name == "add.py"
     files = {name: (DEPLOY / "container" / name).read_text() for name in ("add.py", "requirements.txt")}
     assert built["ConfigMap", added]["data"] == files
-    assert requirement.partition(" --hash=sha256:")[::2] == ("vllm-graphfix==0.1.0", "FILL-IN")
+    assert requirement.partition(" --hash=sha256:")[::2] == (f"vllm-graphfix=={__version__}", "FILL-IN")
     assert (settings.ROLLOUT_KEY in pod.variables) is (which[0] == "Deployment")
     assert decision.buckets_of(pod.labels["vllm-graphfix/rollout"]) == decision.buckets_of("100")
     assert is_scraped({name: value for name, value in pod.labels.items() if name != "vllm-graphfix/rollout"})

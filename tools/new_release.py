@@ -145,7 +145,7 @@ def add(version: str, report: list[str], options: argparse.Namespace) -> int:
     write_releases([*releases, version])
     run("make_manifest.py", version)
     run("update_docs.py")
-    (FRAGMENTS / f"vllm-{version}.added.md").write_text(fragment(version))
+    (FRAGMENTS / f"releases-{version.replace('.', '-')}.added.md").write_text(fragment(version))
     times.end("written")
     proven = not run("record_evidence.py", "--release", version, check=False)
     times.end("run on the CPU double")
