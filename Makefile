@@ -154,8 +154,9 @@ pins: $(STAMP)  ## the libraries of the image and the tools that make packages, 
 	$(PIN) --upgrade --output-file tools/requirements-packages.txt --group packages
 
 # The fragments in changelog.d become a section of the changelog, and are removed.
-release: $(STAMP)  ## the changelog of a release: make release VERSION=0.2.0
-	@test -n "$(VERSION)" || { echo 'Name the version: make release VERSION=0.2.0' >&2; exit 2; }
+release: $(STAMP)  ## version and changelog of a release: make release VERSION=0.3.0
+	@test -n "$(VERSION)" || { echo 'Name the version: make release VERSION=0.3.0' >&2; exit 2; }
+	$(BIN)/python tools/set_release.py version '$(VERSION)'
 	$(BIN)/towncrier build --yes --version '$(VERSION)'
 	$(BIN)/python tools/record_verdicts.py
 
