@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from test_compare_report import RESULT, judgement, report
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
 from vllm_graphfix.commands.compare.report import as_json, show
+from vllm_graphfix.commands.compare.upstream_report import of_comparison
 from vllm_graphfix.verify.comparison import Kind
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.exact_report import ExactReport
@@ -94,3 +97,15 @@ def shown(made: Any) -> str:
     out = io.StringIO()
     show(made, Console(file=out, width=200))
     return out.getvalue()
+
+
+def test_wrong_replays_are_reported_to_vllm_and_older_files_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "compared.json"
+    output = as_json(report(exact=ExactReport([RIGHT, WRONG])))
+    file.write_text(json.dumps(output))
+    text = str(of_comparison(file))
+    assert "# Replays of CUDA graphs differ from the same steps without them" in text
+    assert "- rank 1: 2 of 800 replays are wrong\n- rank 1: a replayed CUDA graph was wrong: target model, 8\n" in text
+    assert "rank 0" not in text
+    file.write_text(json.dumps({name: value for name, value in output.items() if name != "exact"}))
+    assert of_comparison(file) is None

@@ -487,7 +487,7 @@ def _report_comparison(compared: Path, folder: Path | None) -> None:
     except CompareError as error:
         stop(str(error))
     if text is None:
-        typer.echo(f"vllm-graphfix: in {compared} no answer is wrong, and poison was not seen", err=True)
+        typer.echo(f"vllm-graphfix: in {compared} no answer and no replay is wrong, and poison was not seen", err=True)
         raise typer.Exit(EXIT_INCOMPLETE)
     typer.echo(text, nl=False)
 

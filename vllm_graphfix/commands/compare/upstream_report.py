@@ -1,4 +1,4 @@
-"""Bug report for vLLM, in Markdown, from the output of `compare --json`: effects of poison, and wrong answers."""
+"""Bug report for vLLM, in Markdown, from the output of `compare --json`: poison, wrong replays, and wrong answers."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ _POISON = (
     """Padded rows, the null block,
 blocks that no request holds and freed memory were filled before each step with values that show: NaN, and ids and
 lengths inside of the cache. The same engine answered the same prompts twice without that, {noise}.""",
+)
+_EXACT = (
+    "Replays of CUDA graphs differ from the same steps without them",
+    """Each replay of a full
+graph was compared with the same step, padded as it was, from the same state and without the graph.""",
 )
 _CORRUPT = (
     "Answers with CUDA graphs differ from those without",
@@ -78,6 +83,9 @@ def _names_of_model(model: str, flags: Iterable[str]) -> Iterator[str]:
 def _parts(report: Mapping[str, Any]) -> Iterator[str]:
     if report["poison"] is not None and report["poison"]["found"]:
         yield _written(report, _POISON, {"noise": _apart(report["poison"])}, _of_poison(report["poison"]))
+    exact = report.get("exact")  # a file that an earlier version has written has none
+    if exact is not None and exact["wrong"]:
+        yield _written(report, _EXACT, {}, _of_replays(exact))
     if report["corrupt"]:
         yield _written(report, _CORRUPT, {}, _of_answers(report))
 
@@ -105,6 +113,13 @@ def _of_poison(poison: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"- rank {rank}: {note}" for note in result["notes"])
             amounts = ", ".join(f"{kind} {number}" for kind, number in result["most"].items())
             yield f"- rank {rank}: {result['steps']} steps poisoned, at most {amounts}"
+
+
+def _of_replays(exact: Mapping[str, Any]) -> Iterator[str]:
+    for number, rank in enumerate(exact["ranks"]):
+        if rank["wrong"]:
+            yield f"- rank {number}: {rank['wrong']} of {rank['compared']} replays are wrong"
+            yield from (f"- rank {number}: {finding}" for finding in rank["findings"])
 
 
 def _of_answers(report: Mapping[str, Any]) -> Iterator[str]:
