@@ -149,11 +149,23 @@ def test_a_batch_that_rounds_otherwise_in_the_size_of_its_graph_is_not_called_co
     path = folder / "planted"
     if not path.exists():
         planted_plugin.install(path, "planted_corruption")
-    command = ("./llama", "--prompts", "ids.jsonl", "--max-tokens", "16", "--skip-tokenizer-init", "--exact", *SMALL)
+    command = (
+        "./llama",
+        "--prompts",
+        "ids.jsonl",
+        "--max-tokens",
+        "16",
+        "--skip-tokenizer-init",
+        "--exact",
+        "--gap",
+        *SMALL,
+    )
     done = compare(folder, *command, env={planted_corruption.ROUNDING: "1"}, path=(path,), code=3)
     (counts,) = (line for line in done.stdout.splitlines() if line.startswith("4 prompts: "))
     assert "1 equal, 0 diverge at a tie, 3 equal to compiled and padded without graphs, 0 corrupt; 52 of 52" in counts
     assert "also in batches of the sizes that graphs have" in done.stdout
+    (whose,) = (line for line in done.stdout.splitlines() if line.startswith("batch size and padding"))
+    assert whose.split()[-2:] == ["3", "100%"]
     assert done.stdout.splitlines()[-1].startswith("inconclusive: no full graph was replayed")
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == [
         *("eager", "graphs", "exact", "no graphs", "padded")

@@ -1,10 +1,11 @@
-"""`compare --exact`, and answers without graphs in batches of the sizes of graphs."""
+"""`compare --exact` and `--gap`, and answers without graphs in batches of the sizes of graphs."""
 
 from __future__ import annotations
 
 import io
 import json
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from rich.console import Console
 from test_compare_report import RESULT, judgement, report
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
+from vllm_graphfix.commands.compare.gap import measure, share
 from vllm_graphfix.commands.compare.report import as_json, show
 from vllm_graphfix.commands.compare.upstream_report import of_comparison
-from vllm_graphfix.verify.comparison import Kind
+from vllm_graphfix.verify.comparison import Answer, Kind
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.questions import filled_lengths
@@ -109,3 +111,41 @@ def test_wrong_replays_are_reported_to_vllm_and_older_files_are_read(tmp_path: P
     assert "rank 0" not in text
     file.write_text(json.dumps({name: value for name, value in output.items() if name != "exact"}))
     assert of_comparison(file) is None
+
+
+BASE, COMPILED, PADDED = (
+    (Answer((5, 6), ({5: -0.1 - by, 6: -3.0}, {6: -0.2 - by, 5: -3.0})),) for by in (0.0, 0.1, 0.4)
+)
+
+
+def engine(*passes: Any) -> Any:
+    return replace(RESULT, passes=passes)
+
+
+def test_the_gap_to_eager_is_split_by_what_it_comes_from() -> None:
+    gaps = measure(engine(BASE, BASE), engine(COMPILED), engine(PADDED), engine(PADDED))
+    assert [(each.source, each.tokens, round(each.mean, 9), each.diverging) for each in gaps] == [
+        ("eager itself, asked in another order", 2, 0.0, 0),
+        ("torch.compile", 2, 0.1, 0),
+        ("batch size and padding", 2, 0.3, 0),
+        ("CUDA graphs", 2, 0.0, 0),
+        ("all of these", 2, 0.4, 0),
+    ]
+    assert [share(each, gaps) for each in gaps] == [None, pytest.approx(0.25), pytest.approx(0.75), 0.0, None]
+    text = shown(report(gaps=gaps))
+    (row,) = (line.split() for line in text.splitlines() if line.startswith("batch size and padding"))
+    assert row[4:] == ["2", "0.3", "0.3", "0", "75%"]
+
+
+def test_a_gap_that_is_no_number_has_no_share() -> None:
+    lost = (Answer((5, 6), ({5: nan, 6: nan}, {6: nan, 5: nan})),)
+    gaps = measure(engine(BASE, BASE), None, None, engine(lost))
+    assert [each.source for each in gaps[1:-1]] == ["CUDA graphs"]
+    assert as_json(report(gaps=gaps))["gap"][1] == {
+        "source": "CUDA graphs",
+        "tokens": 2,
+        "mean": None,
+        "largest": None,
+        "diverging": 0,
+        "share": None,
+    }

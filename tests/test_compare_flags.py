@@ -164,7 +164,7 @@ def jobs_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Sequence[Job]:
     """Return the jobs of the engines."""
     made: list[Sequence[Job]] = []
 
-    def compare(model: str, flags: Sequence[str], jobs: Sequence[Job], *rest: object) -> None:
+    def compare(model: str, flags: Sequence[str], options: object, jobs: Sequence[Job], *rest: object) -> None:
         made.append(jobs)
         raise NotStartedError("engines are not started here")
 
@@ -226,7 +226,7 @@ def test_none_of_our_options_is_a_flag_of_an_engine() -> None:
     """An option of ours that is a flag of any of the releases would never reach vLLM."""
     group: Any = typer.main.get_command(app)
     ours = {name for option in group.commands["compare"].params for name in option.opts if name.startswith("-")}
-    own = ("prompts", "num-prompts", "max-tokens", "timeout", "exact", "poison", "twin", "json")
+    own = ("prompts", "num-prompts", "max-tokens", "timeout", "exact", "gap", "poison", "twin", "json")
     assert ours == {f"--{name}" for name in own}
     for release in ALL_RELEASES:
         flags = engine_flags(release)

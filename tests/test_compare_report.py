@@ -102,6 +102,7 @@ def test_json_has_the_fields_of_its_schema() -> None:
         "drafts": {"eager": None, "graphs": None, "lost": False},
         "poison": None,
         "exact": None,
+        "gap": None,
         "noise": 0.01,
         "tolerance": 0.0625,
         "distance": 0.0,

@@ -165,6 +165,14 @@ EXACT = record(
         )
     ),
 )
+GAP = record(
+    source=of("string", "what the engine has that the one before has not"),
+    tokens=of("integer", "chosen by both engines in the same context"),
+    mean=of("number?", "difference of log-probabilities"),
+    largest=of("number?"),
+    diverging=of("integer", "answers with another token"),
+    share=of("number?", "of the means of all sources; null: no source of its own"),
+)
 PROMPT = record(
     prompt=of("integer", "its number, from 0"),
     kind=one_of(Kind),
@@ -297,6 +305,7 @@ OUTPUTS: dict[str, tuple[int, str, Schema]] = {
             ),
             poison=nullable(POISON, "with `--poison`"),
             exact=nullable(EXACT, "with `--exact`"),
+            gap=nullable(array(GAP), "with `--gap`"),
             noise=of("number?", "of log-probabilities, eager against itself"),
             tolerance=of("number?", "up to where a difference counts as rounding"),
             distance=of("number?", "largest difference between eager and graphs"),

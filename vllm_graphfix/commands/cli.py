@@ -298,6 +298,13 @@ def compare(
             help="Also: is each replay of a full graph equal to the same step without the graph? One more engine.",
         ),
     ] = False,
+    gap: Annotated[
+        bool,
+        typer.Option(
+            "--gap",
+            help="Also: how far are log-probabilities from eager's, and by what: torch.compile, padding, graphs?",
+        ),
+    ] = False,
     as_twin: Annotated[
         bool,
         typer.Option(
@@ -327,7 +334,7 @@ def compare(
         stop(f"name the model first: vllm-graphfix compare MODEL {model} …")
     try:
         texts = read_prompts(prompts) if prompts is not None else ()
-        options = Options(texts, num_prompts, max_tokens, timeout, poison=poison, exact=exact)
+        options = Options(texts, num_prompts, max_tokens, timeout, poison=poison, exact=exact, gap=gap)
         report = run(model, context.args, options, console(stderr=True), as_twin=as_twin)
     except (CompareError, OSError) as error:
         stop(str(error))

@@ -127,11 +127,12 @@ def noise_between(one: Sequence[Answer], other: Sequence[Answer]) -> float:
 
     Only positions with the same context are compared. Infinite if a number is not finite.
     """
-    noise = 0.0
-    for a, b in zip(one, other, strict=True):
-        for position in range(_comparable(a, b)):
-            noise = max(noise, _distance(a, b, position))
-    return noise
+    return max((distance for pair in zip(one, other, strict=True) for distance in distances(*pair)), default=0.0)
+
+
+def distances(one: Answer, other: Answer) -> list[float]:
+    """Return the difference of log-probabilities at each position at which both engines had the same context."""
+    return [_distance(one, other, position) for position in range(_comparable(one, other))]
 
 
 def compare(reference: Sequence[Answer], actual: Sequence[Answer], noise: float) -> Comparison:

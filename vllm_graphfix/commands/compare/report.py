@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
+from vllm_graphfix.commands.compare import gap
+from vllm_graphfix.commands.compare.gap import Gap
 from vllm_graphfix.commands.compare.twin import FittedTwin
 from vllm_graphfix.verify.comparison import Comparison, Kind, finite_or_none
 from vllm_graphfix.verify.engine.exact_report import ExactReport
@@ -63,6 +65,8 @@ class Report:
     """Report on poison, if it was asked for."""
     exact: ExactReport | None = None
     """Comparison of each replay, if it was asked for."""
+    gaps: tuple[Gap, ...] = ()
+    """The gap between eager and graphs, by source, if it was asked for."""
     twin: FittedTwin | None = None
     """The twin that was compared in place of the model."""
 
@@ -142,6 +146,7 @@ def as_json(report: Report) -> dict[str, Any]:
         },
         "poison": report.poison.as_json() if report.poison else None,
         "exact": report.exact.as_json() if report.exact else None,
+        "gap": gap.as_json(report.gaps) if report.gaps else None,
         "noise": finite_or_none(comparison.noise) if comparison else None,
         "tolerance": finite_or_none(comparison.tolerance) if comparison else None,
         "distance": finite_or_none(comparison.distance) if comparison else None,
@@ -189,6 +194,8 @@ def show(report: Report, console: Console) -> None:
         return
     _show_differences(report.comparison, console)
     _show_drafts(report, console)
+    if report.gaps:
+        _show_gaps(report.gaps, console)
     _show_verdict(report, report.comparison, console)
 
 
@@ -267,6 +274,18 @@ def _show_drafts(report: Report, console: Console) -> None:
         return
     (right, of), (accepted, tried) = report.eager.drafts, report.graphs.drafts
     console.print(f"drafts accepted: eager {right} of {of}, with graphs {accepted} of {tried}", highlight=False)
+
+
+def _show_gaps(gaps: Sequence[Gap], console: Console) -> None:
+    from rich.table import Table
+
+    headings = ("log-probabilities apart by", "tokens", "mean", "largest", "answers that diverge", "share")
+    table = Table(*headings, box=None, pad_edge=False)
+    for each in gaps:
+        part = gap.share(each, gaps)
+        numbers = (str(each.tokens), f"{each.mean:.3g}", f"{each.largest:.3g}", str(each.diverging))
+        table.add_row(each.source, *numbers, "" if part is None else f"{part:.0%}")
+    console.print(table)
 
 
 def _show_verdict(report: Report, comparison: Comparison, console: Console) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.arbitration import arbitrate, exonerate
+from vllm_graphfix.commands.compare.gap import measure
 from vllm_graphfix.commands.compare.prompts import Prompt
 from vllm_graphfix.commands.compare.report import Report
 from vllm_graphfix.commands.compare.twin import fit
@@ -59,6 +60,8 @@ class Options(NamedTuple):
     """Ask the engine with graphs once more, with poison in memory that belongs to no request."""
     exact: bool = False
     """Ask it once more, and compare each replay of a full graph with the same step without the graph."""
+    gap: bool = False
+    """Ask every engine without graphs, to split the gap between eager and graphs by what it comes from."""
 
 
 def run(model: str, flags: Sequence[str], options: Options, console: Console, *, as_twin: bool = False) -> Report:
@@ -122,7 +125,7 @@ def _run_engines(
     folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
     keep = True  # after any other error the logs are needed
     try:
-        report = _compare(model, flags, jobs, folder, options.timeout, console)
+        report = _compare(model, flags, options, jobs, folder, console)
         keep = report.logs is not None
     except CompareError as error:
         keep = error.log is not None
@@ -173,10 +176,10 @@ def _refuse_settings(environment: Mapping[str, str], *, exact: bool) -> None:
 
 
 def _compare(
-    model: str, flags: Sequence[str], jobs: Sequence[Job], folder: Path, timeout: float, console: Console
+    model: str, flags: Sequence[str], options: Options, jobs: Sequence[Job], folder: Path, console: Console
 ) -> Report:
     bars = EngineBars(console, jobs)
-    engines = Engines(folder, timeout, bars.doing, bars.done)
+    engines = Engines(folder, options.timeout, bars.doing, bars.done)
     with bars.display():
         eager, graphs, compiled, *further = jobs
         reference = engines.run([eager], 1)[eager.name]
@@ -201,16 +204,17 @@ def _compare(
                 exact = ExactReport(ended.result.exact if ended.result else (), why)
         comparison = compare(reference.result.passes[0], graphed.result.passes[0], noise)
         arbiter = None
-        if len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
+        if options.gap or len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
             arbiter = engines.run([compiled], 1)[compiled.name]
             if arbiter.result is not None:
                 comparison = arbitrate(comparison, graphed.result.passes[0], arbiter.result.passes[0])
         padded = None
-        if graphed.result.batch_sizes and (comparison.corrupt or not comparison.is_compared):
+        if graphed.result.batch_sizes and (options.gap or comparison.corrupt or not comparison.is_compared):
             job = replace(compiled, name=PADDED, batch_sizes=graphed.result.batch_sizes)
             padded = engines.run([job], 1)[job.name]
             if padded.result is not None:
                 comparison = exonerate(comparison, graphed.result.passes[0], padded.result.passes[0])
+    compiled_result, padded_result = (each.result if each is not None else None for each in (arbiter, padded))
     witnesses = [each for each in (arbiter, padded) if each is not None]
     errors = [each.error for each in (*witnesses, poisoned, exact) if each is not None]
     return Report(
@@ -223,6 +227,7 @@ def _compare(
         logs=str(folder) if any(errors) else None,
         poison=poisoned,
         exact=exact,
+        gaps=measure(reference.result, compiled_result, padded_result, graphed.result) if options.gap else (),
     )
 
 
