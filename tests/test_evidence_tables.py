@@ -33,6 +33,14 @@ def test_each_file_of_a_fix_is_one_of_a_fix_that_exists() -> None:
     assert {path.stem for path in (evidence_tables.FOLDER / "fixes").iterdir()} <= BY_NAME.keys()
 
 
+def test_a_fix_without_a_file_has_no_tables_of_its_own_and_no_detector_has_tried_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(evidence_tables, "FOLDER", tmp_path)
+    assert evidence_tables.of_fix.__wrapped__("idle-rank") == []
+    assert "| `idle-rank` | not tried | not tried | not tried |" in list(evidence_tables.detectors())
+
+
 def test_each_page_of_a_fix_has_its_tables_and_its_rows_of_those_of_all_fixes() -> None:
     assert all(f"<!-- generated: {fix}/evidence -->" in (DOCS / f"fixes/{fix}.md").read_text() for fix in BY_NAME)
     page = (DOCS / "fixes" / "flashmla-padding.md").read_text()
