@@ -38,8 +38,7 @@ class Need(NamedTuple):
         *default* is the model runner of that code where nobody chooses one; empty if that is not known.
         """
         if self.runners is None:
-            text = _SINCE.sub("", self.text)
-            return text if self.usual else f"{text}{_NO_DEFAULT}"
+            return self.text if self.usual else f"{self.text}{_NO_DEFAULT}"
         runners = self.runners(shape)
         if not runners or len(runners) > 1:
             return "" if runners else self.text
@@ -115,7 +114,8 @@ def judge(needs: Iterable[Need], deployment: Deployment, shape: str) -> Answer:
     if answer.concern is Concern.UNKNOWN:
         undecided = (need.if_so(shape) for need, fact in facts if fact.holds is None)
     else:
-        undecided = (need.here("", shape) for need, fact in facts if fact.holds is False)
+        # The fact is about this very code, whatever release has it.
+        undecided = (_SINCE.sub("", need.here("", shape)) for need, fact in facts if fact.holds is False)
     return answer._replace(undecided=tuple(dict.fromkeys(undecided)))
 
 
