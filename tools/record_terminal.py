@@ -35,20 +35,28 @@ def main() -> int:
     parser.add_argument("version", nargs="?", default="0.18.1", help="a stock release (default: 0.18.1)")
     version = parser.parse_args().version
     failed = 0
+    for command in ("status", "verify"):
+        code = record(command, version, DOCS / f"{command}.svg")
+        print(f"docs/{command}.svg: exit code {code}")
+        failed |= code
+    return failed
+
+
+def record(command: str, version: str, into: Path) -> int:
+    """Run *command* on the stock release *version*, draw what it prints *into* a file, and return its exit code.
+
+    The file stays as it is if the command fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         name, stock = f"vllm-{version}", release(version)
         (Path(folder) / name).symlink_to(stock)
-        for command in ("status", "verify"):
-            arguments = [command, "--vllm", name]
-            code, printed = _in_a_terminal([sys.executable, "-m", "vllm_graphfix", *arguments], Path(folder))
-            print(f"docs/{command}.svg: exit code {code}")
-            if code:  # the old picture stays
-                failed |= code
-                continue
+        arguments = [command, "--vllm", name]
+        code, printed = _in_a_terminal([sys.executable, "-m", "vllm_graphfix", *arguments], Path(folder))
+        if not code:
             # The picture shows no folder of this machine.
             without_folder = printed.replace(str(stock.resolve()), name)
-            _draw(f"vllm-graphfix {' '.join(arguments)}", without_folder, DOCS / f"{command}.svg")
-    return failed
+            _draw(f"vllm-graphfix {' '.join(arguments)}", without_folder, into)
+        return code
 
 
 def _in_a_terminal(command: Sequence[str], folder: Path) -> tuple[int, str]:

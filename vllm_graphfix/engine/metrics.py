@@ -56,7 +56,7 @@ NAMES = (
 )
 """Every metric that is exposed; `docs/metrics.md` describes them in this order."""
 DEPRECATED = ("graphfix_fix_state", "graphfix_rollout_percent", "graphfix_misconfigured")
-"""Metrics that are exposed beside these until the next release."""
+"""Metrics that are exposed beside these until 0.3.0."""
 _TROUBLES = {
     "ranks_silent": "Ranks and engine cores not heard from for a minute, or ended while the engine serves.",
     "ranks_unrecorded": "Ranks of this engine that should have a record here and have none: what they do is not known.",
