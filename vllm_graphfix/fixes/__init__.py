@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
+import sys
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -16,12 +18,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from vllm_graphfix._version import __version__
 from vllm_graphfix.fix import Companion, Event, Fix, Mode
 
 if TYPE_CHECKING:
     from vllm_graphfix.fixes._about import About
 
 INDEX = Path(__file__).with_name("index.json")
+_VERSION_FILE = Path(__file__).parents[1] / "_version.py"
 _FUNCTIONS = ("diagnose", "patches", "needs")
 """Fields of `Fix` that only the fix's module provides."""
 _NOT_IN_INDEX = (*_FUNCTIONS, "surroundings", "wordings")
@@ -51,9 +55,28 @@ os.register_at_fork(before=_before_a_fork, after_in_parent=_after_a_fork, after_
 
 
 def import_whole(name: str) -> ModuleType:
-    """Import a module of this package, with forks of this process held up until it is complete."""
+    """Import a module of this package, with forks of this process held up until it is complete.
+
+    Raises ImportError if the files are those of another version by now.
+    """
     with _importing:
+        if name not in sys.modules:
+            _refuse_other_version()
         return import_module(name)
+
+
+def _refuse_other_version() -> None:
+    # pip may have replaced the files under this process: a module of one version in the other would be neither.
+    try:
+        text = _VERSION_FILE.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return
+    version = re.search(r'^__version__ = "([^"]*)"', text, re.MULTILINE)
+    if version and version[1] != __version__:
+        raise ImportError(
+            f"the files of vllm-graphfix are now those of {version[1][:20]!r}, and this process runs {__version__}; "
+            "restart the engine"
+        )
 
 
 def module_of(fix: str) -> ModuleType:
