@@ -110,7 +110,7 @@ COMPARED = (
     "vllm-graphfix compare MODEL -tp 2",
     "vllm-graphfix compare MODEL -tp 2 --kv-cache-dtype fp8",
     "vllm-graphfix compare MODEL --prompts prompts.txt --max-tokens 256",
-    "vllm-graphfix compare MODEL --poison",
+    "vllm-graphfix compare MODEL --exact --poison",
     "vllm-graphfix compare MODEL --twin -tp 8 --kv-cache-dtype fp8",
     "vllm-graphfix compare MODEL --json > compared.json",
 )

@@ -86,9 +86,76 @@ def test_each_planted_state_shows_and_nothing_else(fleet: Fleet) -> None:
         "stock": "stock",
         "older plugin": "fixed",
         "older vLLM": "fixed",
-        DOWN: "silent",
+        DOWN: "starting",
     }
     assert fleet.exit_code == 1
+
+
+def test_an_engine_that_does_not_answer_is_no_all_clear(scraped: tuple[str, Simulator], fleet: Fleet) -> None:
+    engine = by_state(fleet)[DOWN]
+    assert engine.notes == ("does not answer, and did before: it starts again, hangs, or has ended",)
+    alone = look_at(Source(scraped[0], selector=f'instance=~".*/({len(STATES)}|0)"'))
+    assert (len(alone.engines), alone.exit_code) == (2, 4)
+
+
+@pytest.fixture(scope="module")
+def history(promtool: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Engines by what is stored of them: when each answered, in minutes before now, and then did not."""
+    folder, now = tmp_path_factory.mktemp("history"), time.time()
+    answered = {
+        "serves": (range(-30, 1), ()),
+        "restarts": (range(-30, -4), range(-4, 1)),
+        "vanished": (range(-60, -20), range(-20, 1)),
+        "vanished long ago": (range(-1450, -1430), range(-60, 1)),
+        "never": ((), range(-30, 1)),
+    }
+    lines = []
+    for instance, (up, down) in answered.items():
+        for minute in (*up, *down):
+            labels = f'{{job="vllm",instance="{instance}"}} '
+            lines.append(f"up{labels}{int(minute in up)} {now + minute * 60}")
+            if minute in up:
+                lines.append(f"graphfix_canary{labels}1 {now + minute * 60}")
+                lines.append(f'graphfix_build_info{{version="1",vllm="2",{labels[1:]}1 {now + minute * 60}')
+    for pod in ("a", "b"):
+        labels = f'{{job="vllm",instance="twins",pod="{pod}"}} '
+        lines.append(f"graphfix_canary{labels}1 {now}")
+        lines.append(f'graphfix_build_info{{version="{pod}",vllm="2",{labels[1:]}1 {now}')
+        lines.append(f"graphfix_ranks_expected{labels}8 {now}")
+        lines.append(f"graphfix_ranks_agreeing{labels}{8 - (pod == 'a')} {now}")
+    lines += [f'up{{job="of others",instance="x"}} 0 {now}', "# EOF"]
+    (folder / "text").write_text("\n".join(lines) + "\n")
+    record_dashboard.stored(folder / "text", folder / "blocks")
+    with record_dashboard.prometheus([], blocks=folder / "blocks") as running:
+        yield look_at(Source(running.address))
+
+
+def test_an_engine_that_does_not_answer_starts_or_is_a_fault(history: Fleet) -> None:
+    engines = {engine.name.removeprefix("vllm/"): engine for engine in history.engines}
+    assert {name: (engine.status, kind(engine)) for name, engine in engines.items()} == {
+        "serves": ("in order", "stock"),
+        "twins": ("not in order", "WRONG"),
+        "restarts": ("starting", "starting"),
+        "never": ("starting", "starting"),
+        "vanished": ("silent", "WRONG"),
+        "vanished long ago": ("silent", "WRONG"),
+    }
+    assert engines["never"].notes == ("has not answered in a day, as far as is known: it starts, or its start fails",)
+    assert engines["vanished"].wrong[0].startswith("has not answered for 15 minutes, and did within a day")
+    assert [
+        replace(history, engines=(engines["serves"], engines[name])).exit_code for name in ("never", "vanished")
+    ] == [4, 1]
+
+
+def test_engines_that_labels_do_not_tell_apart_are_counted(history: Fleet) -> None:
+    (twins,) = [engine for engine in history.engines if engine.name.endswith("twins")]
+    assert (twins.wrong, twins.values_of("graphfix")) == (("the ranks do not agree (7 do)",), ("a", "b"))
+    assert [note for note in history.notes if "several versions" not in note] == [
+        (
+            "1 name for 2 engines with equal cluster, namespace, job, instance, each name judged as one: relabel "
+            "them, or have replicas of a Prometheus deduplicated (labels that differ: pod)"
+        )
+    ]
 
 
 def test_what_no_series_has_is_null(fleet: Fleet) -> None:

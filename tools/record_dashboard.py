@@ -154,10 +154,12 @@ def prometheus(
     flags: Sequence[str] = (),
     *,
     scrape: int = SCRAPE,
+    blocks: Path | None = None,
 ) -> Iterator[Prometheus]:
     """Run a Prometheus that scrapes *urls* every *scrape* seconds with the project's rules, and end it on exit.
 
-    *changes* replace sections of its configuration, *flags* are added to its command line.
+    *changes* replace sections of its configuration, *flags* are added to its command line; *blocks* is a folder of what
+    it has stored already, as `stored` makes it.
     """
     binary = tool("prometheus")
     with tempfile.TemporaryDirectory() as folder:
@@ -184,7 +186,8 @@ def prometheus(
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [str(binary), f"--config.file={here / 'prometheus.yml'}", f"--storage.tsdb.path={here / 'data'}"]
+        command = [str(binary), f"--config.file={here / 'prometheus.yml'}"]
+        command += [f"--storage.tsdb.path={blocks or here / 'data'}"]
         command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn", *flags]
         with (here / "log").open("w+") as log:
             process = subprocess.Popen(command, cwd=here, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -210,6 +213,17 @@ def _wait_until_ready(running: Prometheus, process: subprocess.Popen[bytes], log
         except OSError:
             time.sleep(0.2)
     raise PrometheusError(f"Prometheus did not start:\n{log.read_text()}")
+
+
+def stored(text: Path, blocks: Path) -> None:
+    """Store the samples of *text*, which is in OpenMetrics' format with times, as blocks of a Prometheus.
+
+    Raises PrometheusError with what promtool says of it.
+    """
+    command = [str(tool("promtool")), "tsdb", "create-blocks-from", "openmetrics", "--quiet", str(text), str(blocks)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PrometheusError(done.stdout + done.stderr)
 
 
 class Answer(NamedTuple):

@@ -6,11 +6,15 @@ series has is not known: which rank it is, reasons in words, graphs, and what an
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import ssl
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -34,6 +38,8 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 _DETECTORS = "shadow|kv-marks|abort"
 _STALE = 120
 """Seconds after which the numbers of a front-end are old, as in `GraphfixRecordsStale`."""
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
+"""What means more than itself in a regular expression of RE2."""
 _NOT_COUNTED = "what its ranks do about the fixes is not known"
 
 Labels = dict[str, str]
@@ -83,7 +89,6 @@ _EVENTS = {
     ("addresses", "failures"): "addresses are not compared any more",
     ("claims", "failures"): "claims of builders were not checked",
 }
-_MORE_STATES = f'(group by ({_IDS}, fix, state) (graphfix_fix_ranks{{fix!="abort", state!="waiting", $}} > 0)) > 1'
 _FINDINGS = f'fix=~"{"|".join({fix for fix, _ in _EVENTS})}", event=~"{"|".join({event for _, event in _EVENTS})}"'
 _TROUBLES = (
     _Trouble(
@@ -91,21 +96,8 @@ _TROUBLES = (
         lambda labels, number: f"{_GAUGES[labels['__name__']]} ({number:.0f})",
     ),
     _Trouble(
-        "graphfix_ranks_agreeing{$} < graphfix_ranks_expected{$}",
-        lambda labels, number: f"the ranks do not agree ({number:.0f} do)",
-    ),
-    _Trouble(
-        f"graphfix_ranks_expected{{$}} unless on ({_IDS}) graphfix_ranks_agreeing{{$}}",
-        lambda labels, number: "not compared with each other, as far as is known",
-        is_wrong=False,
-    ),
-    _Trouble(
         'graphfix_fix_ranks{state=~"failed|conflict|incompatible", $} > 0',
         lambda labels, number: f"{labels['fix']} is {labels['state']}: {labels['code']} {_ranks(number)}",
-    ),
-    _Trouble(
-        f"count by ({_IDS}, fix) {_MORE_STATES}",
-        lambda labels, number: f"{labels['fix']} differs ({number:.0f} states)",
     ),
     _Trouble(
         f'graphfix_fix_ranks{{state="active", code=~"{"|".join(LIMITED)}", $}} > 0',
@@ -137,13 +129,35 @@ _TROUBLES = (
     ),
 )
 _FACTS = '{__name__=~"graphfix_(canary|rollout_ratio|ranks_expected|ranks_agreeing|build_info)", $}'
-_STATES = f'group by ({_IDS}, state) (graphfix_fix_ranks{{fix!~"{_DETECTORS}", state=~"active|observing", $}} > 0)'
+_STATES = f'min by ({_IDS}, state) (graphfix_fix_ranks{{fix!~"{_DETECTORS}", state!="waiting", $}} > 0)'
+"""The one query that reads each series of each fix, which are nearly all that a fleet has."""
+_STATES_OF_DETECTORS = f'min by ({_IDS}, state) (graphfix_fix_ranks{{fix=~"shadow|kv-marks", state!="waiting", $}} > 0)'
+_DIFFERING = (
+    f"count by ({_IDS}, fix) "
+    f'(group by ({_IDS}, fix, state) (graphfix_fix_ranks{{fix!="abort", state!="waiting", $}} > 0)) > 1'
+)
+_MOST_BY_NAME = 500
+"""Instances that a query names; for more of them it reads all."""
 _SERVING = f"group by ({_IDS}, model_name) (vllm:num_requests_running{{$}})"
 _UNKNOWN = f'count by (fix) (group by ({_IDS}, fix) (graphfix_fix_ranks{{state="unknown", $}} > 0))'
-_GONE = (
-    f"group by ({_IDS}) (last_over_time(graphfix_canary{{$}}[1h])) unless on ({_IDS}) graphfix_canary{{$}} "
-    f"and on ({_IDS}) up{{$}} == 0"
-)
+_ENGINES = '{__name__=~"graphfix_canary|vllm:num_requests_running", $}'
+_AGO = ("10m", "30m", "1h", "4h", "1d")
+_ENGINES_OF_A_DAY = f"(last_over_time({_ENGINES}[10m]) or {' or '.join(f'{_ENGINES} offset {ago}' for ago in _AGO)})"
+"""Instants of the day, not all of it, which would be millions of samples of a large fleet."""
+_UNANSWERED = "count(up{$} == 0)"
+_DOWN = f"group by ({_IDS}) (up{{$}} == 0 and on (cluster, namespace, job) {_ENGINES_OF_A_DAY})"
+_DOWN_AND_SERVED = f"group by ({_IDS}) (up{{$}} == 0 and on ({_IDS}) {_ENGINES_OF_A_DAY})"
+_DOWN_FOR_LONG = f"group by ({_IDS}) (max_over_time(up{{$}}[15m]) == 0 and up{{$}} offset 15m == 0)"
+"""The 15 minutes of `GraphfixCanaryDown`, at both ends: a target may have been added since."""
+
+
+class Down(Enum):
+    """Whether a target is scraped in vain."""
+
+    NO = None
+    SINCE_BEFORE_IT_SERVED = "has not answered in a day, as far as is known: it starts, or its start fails"
+    LATELY = "does not answer, and did before: it starts again, hangs, or has ended"
+    FOR_LONG = "has not answered for 15 minutes, and did within a day: it hangs, has ended, or does not come up again"
 
 
 @dataclass(frozen=True)
@@ -155,10 +169,11 @@ class SeriesEngine(Engine):
     values: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Versions and models of the engine, each once: by name of the field, as a record calls it."""
     applied: frozenset[str] = frozenset()
+    down: Down = Down.NO
 
     @cached_property
     def live(self) -> bool:
-        return self.facts.get("gone") is None
+        return self.down is Down.NO
 
     @property
     def owner(self) -> int | None:
@@ -166,7 +181,9 @@ class SeriesEngine(Engine):
 
     @property
     def status(self) -> str:
-        return "silent" if not self.live else "not in order" if self.wrong else "in order"
+        if self.down is not Down.NO:
+            return "silent" if self.down is Down.FOR_LONG else "starting"
+        return "not in order" if self.wrong else "in order"
 
     @property
     def starting(self) -> tuple[Member, ...]:
@@ -252,9 +269,9 @@ class _Server:
         now = self._data("time()")
         self._moment = {"time": str(now["result"][0])}
 
-    def ask(self, query: str) -> Iterator[tuple[Labels, float]]:
-        """Yield labels and value of each sample of *query*, in which ``$`` stands for the selector. No NaN."""
-        for sample in self._data(query.replace("$", self._selector))["result"]:
+    def ask(self, query: str, matcher: str = "") -> Iterator[tuple[Labels, float]]:
+        """Yield labels and value of each sample of *query*, in which ``$`` stands for selector and *matcher*."""
+        for sample in self._data(query.replace("$", ", ".join(filter(None, (self._selector, matcher)))))["result"]:
             value = float(sample["value"][1])
             if not math.isnan(value):
                 yield sample["metric"], value
@@ -279,56 +296,91 @@ class _Server:
         return body["data"]
 
 
-def _fleet(server: _Server) -> Fleet:
-    facts: dict[tuple[str, ...], dict[str, float]] = {}
-    values: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {}
-    applied: dict[tuple[str, ...], set[str]] = {}
-    wrong: dict[tuple[str, ...], list[str]] = {}
-    notes: dict[tuple[str, ...], list[str]] = {}
-    for labels, value in server.ask(_FACTS):
-        target, name = _target(labels), labels["__name__"].removeprefix("graphfix_")
-        facts.setdefault(target, {})[name] = value
-        if name == "build_info":
-            for key, label in (("graphfix", "version"), ("vllm", "vllm")):
-                versions = values.setdefault(target, {}).get(key, ())
-                values[target][key] = tuple(dict.fromkeys((*versions, labels.get(label, ""))))
-    for labels, _ in server.ask(_STATES):
-        applied.setdefault(_target(labels), set()).add(labels["state"])
-    for labels, _ in server.ask(_SERVING):
-        target = _target(labels)
-        values.setdefault(target, {})["model"] = (labels.get("model_name", ""),)
-        if "canary" not in facts.setdefault(target, {}):
-            wrong[target] = [
-                "serves no graphfix_* series: the plugin is not loaded there, or its front-end is not vLLM's Python one"
-            ]
-    for labels, _ in server.ask(_GONE):
-        facts.setdefault(_target(labels), {})["gone"] = 1.0
-        notes[_target(labels)] = ["does not answer, and did within the hour: it starts again, hangs, or is stopped"]
-    for trouble in _TROUBLES:
-        for labels, value in server.ask(trouble.query):
-            facts.setdefault(_target(labels), {})
-            if "variable" in labels:
-                known = values.setdefault(_target(labels), {})
-                known["misconfigured"] = (*known.get("misconfigured", ()), labels["variable"])
-            is_wrong = trouble.is_wrong(labels) if callable(trouble.is_wrong) else trouble.is_wrong
-            sentences = (wrong if is_wrong else notes).setdefault(_target(labels), [])
-            sentences.append(printable(trouble.text(labels, value)))
-    for target, of_engine in facts.items():
-        if "canary" in of_engine and "build_info" not in of_engine:
-            wrong.setdefault(target, []).append(f"its vllm-graphfix has no graphfix_build_info: {_NOT_COUNTED}")
-    engines = [
-        SeriesEngine(
+@dataclass
+class _Answers:
+    """What the samples say of one engine."""
+
+    facts: dict[str, float] = field(default_factory=dict)
+    values: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    applied: set[str] = field(default_factory=set)
+    fewest: dict[str, float] = field(default_factory=dict)
+    """By state: on how many ranks the fix is that is in it on the fewest."""
+    label_sets: list[Labels] = field(default_factory=list)
+    """Of each series of `graphfix_canary`; of engines that are told apart there is one."""
+    wrong: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    down: Down = Down.NO
+
+    def add(self, key: str, value: str) -> None:
+        self.values[key] = tuple(dict.fromkeys((*self.values.get(key, ()), value)))
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether some fix may be in several states: none is in one on all ranks then, as far as these are known."""
+        return len(self.fewest) > 1 and min(self.fewest.values()) < self.facts.get("ranks_expected", math.inf)
+
+    def compare_ranks(self) -> None:
+        expected, agreeing = self.facts.get("ranks_expected"), self.facts.get("ranks_agreeing")
+        if expected is not None and agreeing is None:
+            self.notes.append("not compared with each other, as far as is known")
+        elif expected is not None and agreeing is not None and agreeing < expected:
+            self.wrong.append(f"the ranks do not agree ({agreeing:.0f} do)")
+
+    def engine(self, target: tuple[str, ...]) -> SeriesEngine:
+        return SeriesEngine(
             "/".join(filter(None, map(printable, target))),
             (),
-            wrong=tuple(dict.fromkeys(wrong.get(target, ()))),
-            notes=tuple(dict.fromkeys(notes.get(target, ()))),
-            facts=of_engine,
-            values=values.get(target, {}),
-            applied=frozenset(applied.get(target, ())),
+            wrong=tuple(dict.fromkeys(self.wrong)),
+            notes=tuple(dict.fromkeys(self.notes)),
+            facts=self.facts,
+            values=self.values,
+            applied=frozenset(self.applied),
+            down=self.down,
         )
-        for target, of_engine in facts.items()
-    ]
-    general = [*_about_versions(engines)]
+
+
+def _fleet(server: _Server) -> Fleet:
+    targets: defaultdict[tuple[str, ...], _Answers] = defaultdict(_Answers)
+    for labels, value in server.ask(_FACTS):
+        answers, name = targets[_target(labels)], labels["__name__"].removeprefix("graphfix_")
+        # Of engines that cannot be told apart the least agree.
+        answers.facts[name] = min(value, answers.facts.get(name, value)) if name == "ranks_agreeing" else value
+        if name == "canary":
+            answers.label_sets.append(labels)
+        elif name == "build_info":
+            answers.add("graphfix", labels.get("version", ""))
+            answers.add("vllm", labels.get("vllm", ""))
+    for labels, value in server.ask(_STATES):
+        answers = targets[_target(labels)]
+        answers.applied.add(labels["state"])
+        answers.fewest[labels["state"]] = value
+    for labels, value in server.ask(_STATES_OF_DETECTORS):
+        answers = targets[_target(labels)]
+        answers.fewest[labels["state"]] = min(value, answers.fewest.get(labels["state"], value))
+    for labels, _ in server.ask(_SERVING):
+        targets[_target(labels)].add("model", labels.get("model_name", ""))
+    for answers in targets.values():
+        if "canary" not in answers.facts:
+            answers.wrong.append(
+                "serves no graphfix_* series: the plugin is not loaded there, or its front-end is not vLLM's Python one"
+            )
+        elif "build_info" not in answers.facts:
+            answers.wrong.append(f"its vllm-graphfix has no graphfix_build_info: {_NOT_COUNTED}")
+        answers.compare_ranks()
+    for trouble in _TROUBLES:
+        for labels, value in server.ask(trouble.query):
+            answers = targets[_target(labels)]
+            if "variable" in labels:
+                answers.add("misconfigured", labels["variable"])
+            is_wrong = trouble.is_wrong(labels) if callable(trouble.is_wrong) else trouble.is_wrong
+            (answers.wrong if is_wrong else answers.notes).append(printable(trouble.text(labels, value)))
+    for target, text in _differing(server, [target for target, answers in targets.items() if answers.may_differ]):
+        targets[target].wrong.append(text)
+    for target, down in _down(server).items():
+        targets[target].down = down
+        (targets[target].wrong if down is Down.FOR_LONG else targets[target].notes).append(str(down.value))
+    engines = [answers.engine(target) for target, answers in targets.items()]
+    general = [*_about_versions(engines), *_about_merged([answers.label_sets for answers in targets.values()])]
     if unknown := [f"{labels['fix']} ({value:.0f})" for labels, value in server.ask(_UNKNOWN)]:
         general.append(
             f"cannot be told, since vLLM is newer than what is known, on so many engines: {', '.join(sorted(unknown))}"
@@ -336,6 +388,44 @@ def _fleet(server: _Server) -> Fleet:
     problems = tuple(f"the answer may lack engines: {each}" for each in dict.fromkeys(server.warnings))
     ordered = tuple(sorted(engines, key=lambda engine: (not engine.live, engine.name)))
     return Fleet(Path(), identity(), ordered, (), tuple(general), problems, skipped=len(problems))
+
+
+def _differing(server: _Server, targets: Sequence[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield each of *targets* that has a fix in several states, and a sentence about it."""
+    if targets:
+        instances = "|".join(sorted({_SPECIAL.sub(r"\\\g<0>", target[-1]) for target in targets}))
+        matcher = f"instance=~{json.dumps(instances)}" if len(targets) <= _MOST_BY_NAME else ""
+        for labels, number in server.ask(_DIFFERING, matcher):
+            yield _target(labels), printable(f"{labels['fix']} differs ({number:.0f} states)")
+
+
+def _down(server: _Server) -> dict[tuple[str, ...], Down]:
+    """Return the targets that are scraped in vain, of jobs that have engines."""
+    if not [*server.ask(_UNANSWERED)]:
+        return {}
+    down = {_target(labels): Down.SINCE_BEFORE_IT_SERVED for labels, _ in server.ask(_DOWN)}
+    if down:
+        down |= {_target(labels): Down.LATELY for labels, _ in server.ask(_DOWN_AND_SERVED)}
+        for_long = {_target(labels) for labels, _ in server.ask(_DOWN_FOR_LONG)}
+        down |= {target: Down.FOR_LONG for target in for_long if down.get(target) is Down.LATELY}
+    return down
+
+
+def _about_merged(engines: Iterable[Sequence[Labels]]) -> Iterator[str]:
+    """Yield how many engines their names do not tell apart, and which labels would."""
+    merged = [label_sets for label_sets in engines if len(label_sets) > 1]
+    if merged:
+        differing = {
+            name
+            for label_sets in merged
+            for name in set[str]().union(*label_sets)
+            if len({labels.get(name) for labels in label_sets}) > 1
+        }
+        yield (
+            f"{len(merged)} name{'' if len(merged) == 1 else 's'} for {sum(map(len, merged))} engines with equal "
+            f"{', '.join(TARGET)}, each name judged as one: relabel them, or have replicas of a Prometheus "
+            f"deduplicated (labels that differ: {printable(', '.join(sorted(differing)))})"
+        )
 
 
 def _target(labels: Labels) -> tuple[str, ...]:

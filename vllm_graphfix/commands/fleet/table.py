@@ -76,7 +76,7 @@ def _verdict(fleet: Fleet) -> list[RenderableType]:
 
     if not fleet.engines:
         return []
-    live = [engine for engine in fleet.engines if engine.live]
+    live = [engine for engine in fleet.engines if engine.live or engine.status == "starting"]
     hosts = len({host for engine in live for host in engine.values_of("host")})
     kinds = Counter(map(kind, fleet.engines))
     wrong = sum(kind(engine) == _WRONG for engine in live)
@@ -143,7 +143,7 @@ def _summary_lines(fleet: Fleet) -> list[RenderableType]:
                 ("✗", _SINCE.sub(lambda match: match["state"] or match["stop"] or "", what)), []
             ).append((engine, what))
     for engine in fleet.engines:
-        for what in engine.notes if engine.live else ():
+        for what in engine.notes if engine.live or engine.status == "starting" else ():
             engines_of.setdefault(("!", what), []).append((engine, what))
     lines: list[RenderableType] = []
     for (mark, alike), of_each in engines_of.items():
