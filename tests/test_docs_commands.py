@@ -344,21 +344,14 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
     subprocess.run(["/bin/bash", "-euc", script], cwd=tmp_path, env={"PATH": path}, check=True)
     reached: list[tuple[str, list[str], int, int]] = []
     poisoned: list[bool] = []
+    exact: list[bool] = []
     twins: list[bool] = []
 
-    def run(
-        model: str,
-        flags: list[str],
-        prompts: tuple[str, ...],
-        generated: int,
-        tokens: int,
-        *rest: object,
-        poison: bool,
-        as_twin: bool,
-    ) -> None:
-        poisoned.append(poison)
+    def run(model: str, flags: list[str], options: compare_run.Options, console: object, *, as_twin: bool) -> None:
+        poisoned.append(options.poison)
+        exact.append(options.exact)
         twins.append(as_twin)
-        reached.append((model, flags, len(prompts), tokens))
+        reached.append((model, flags, len(options.prompts), options.max_tokens))
         raise CompareError("engines are not started here")
 
     monkeypatch.setattr(compare_run, "run", run)
@@ -385,6 +378,7 @@ def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
         ("llama", 0, 128),
     ]
     assert [number for number, poison in enumerate(poisoned) if poison] == [3, 11]
+    assert [number for number, each in enumerate(exact) if each] == [3]
     assert [number for number, twin in enumerate(twins) if twin] == [4]
     flags = json.dumps([["--model", model, *flags] for model, flags, *_ in reached])
     done = run_in_fork("0.21.0", ACCEPTED.format(flags=flags))
