@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from test_compare_report import RESULT, judgement, report
+from test_compare_report import RESULT, UNHARMED, judgement, report
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
 from vllm_graphfix.commands.compare.gap import measure, share
@@ -23,6 +23,7 @@ from vllm_graphfix.commands.compare.upstream_report import of_comparison
 from vllm_graphfix.verify.comparison import Answer, Kind
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.exact_report import ExactReport
+from vllm_graphfix.verify.engine.poison_report import PoisonReport
 from vllm_graphfix.verify.engine.questions import filled_lengths
 
 RIGHT = ExactRank(800, 0, 0, 12, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), None)
@@ -70,12 +71,30 @@ def test_a_wrong_replay_on_one_rank_is_wrong_though_all_answers_are_equal() -> N
     assert as_json(made)["exact"]["ranks"][1]["findings"] == WRONG.findings
 
 
-def test_right_replays_are_enough_for_answers_that_diverge_at_ties() -> None:
-    early = judgement(Kind.TIE, 3)
-    assert "diverge early at ties" in str(report(early).inconclusive)
-    assert report(early, exact=ExactReport([RIGHT])).inconclusive is None
-    first = judgement(Kind.TIE, 0)  # nothing was compared of what its prompt left in the cache
-    assert "diverge early at ties" in str(report(early, first, exact=ExactReport([RIGHT])).inconclusive)
+EARLY = judgement(Kind.TIE, 3)
+SEEN = ExactReport([replace(RIGHT, unseen=0)])
+CLEAN = PoisonReport(replace(RESULT, passes=((), ()), poisoned=(UNHARMED,)))
+
+
+def test_right_replays_without_poison_are_enough_for_answers_that_diverge_at_ties() -> None:
+    assert report(EARLY, exact=SEEN, poison=CLEAN).inconclusive is None
+
+
+@pytest.mark.parametrize(
+    ("judgements", "more"),
+    [
+        ([EARLY], {}),
+        ([EARLY], {"poison": CLEAN}),
+        # What a replay shares with the step without its graph, it does not see.
+        ([EARLY], {"exact": SEEN}),
+        # A piece of a mixed batch may be wrong behind the tie.
+        ([EARLY], {"exact": ExactReport([*SEEN.ranks, RIGHT]), "poison": CLEAN}),
+        # Nothing was compared of what its prompt left in the cache.
+        ([EARLY, judgement(Kind.TIE, 0)], {"exact": SEEN, "poison": CLEAN}),
+    ],
+)
+def test_answers_that_diverge_at_ties_prove_nothing_else(judgements: list[Any], more: dict[str, Any]) -> None:
+    assert "diverge early at ties" in str(report(*judgements, **more).inconclusive)
 
 
 def test_noise_is_named_beside_equal_replays() -> None:

@@ -113,14 +113,25 @@ class Report:
                 f"eager differs from itself by up to {self.comparison.noise:.3g}, "
                 "so corruption cannot be told apart from noise"
             )
-        # Where each replay of a full graph is right, a tie explains an answer that diverges at it.
-        exact = self.exact is not None and all(judgement.compared for judgement in self.comparison.judgements)
-        if not self.comparison.is_compared and not exact:
+        if not self.comparison.is_compared and not self._is_explained(self.comparison):
             return (
                 f"answers diverge early at ties, so only {self.comparison.compared} of {self.comparison.tokens} tokens "
                 "could be compared: give your own prompts (--prompts), or more prompts with shorter answers"
             )
         return None
+
+    def _is_explained(self, comparison: Comparison) -> bool:
+        """Return True if a tie is enough to explain an answer that diverges at it.
+
+        Every replay was compared, and poison has shown nothing of what a replay and the same step without the graph
+        share.
+        """
+        return (
+            self.exact is not None
+            and self.exact.sees_all
+            and self.poison is not None
+            and all(judgement.compared for judgement in comparison.judgements)
+        )
 
 
 def as_json(report: Report) -> dict[str, Any]:

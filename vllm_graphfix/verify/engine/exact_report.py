@@ -23,6 +23,11 @@ class ExactReport:
         return any(rank.wrong for rank in self.ranks)
 
     @property
+    def sees_all(self) -> bool:
+        """True if there was no replay, such as one of a piece, at which the shadow check does not look."""
+        return not any(rank.unseen for rank in self.ranks)
+
+    @property
     def inconclusive(self) -> str | None:
         """Reason why a report without a finding proves nothing; None if it does, or if there is a finding."""
         if self.detected:
