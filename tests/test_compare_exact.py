@@ -50,8 +50,9 @@ def test_filled_batches_have_the_sizes_of_graphs_after_every_token(lengths: list
         (ExactReport([RIGHT]), None),
         (ExactReport([RIGHT, replace(RIGHT, skipped=3)]), "3 replays could not be judged"),
         (ExactReport([RIGHT, replace(RIGHT, reason="Ray")]), "not every replay was compared: Ray"),
-        (ExactReport([replace(RIGHT, compared=0, graphs={})]), "no full graph was replayed"),
-        (ExactReport([]), "no full graph was replayed"),
+        (ExactReport([replace(RIGHT, compared=0, graphs={})]), "no replay of a full graph of the target model was"),
+        (ExactReport([RIGHT, replace(RIGHT, graphs={"draft decode, 8": 800})]), "compared; 12 replays were not looked"),
+        (ExactReport([]), "no replay of a full graph of the target model was compared; 0 replays"),
         (ExactReport([], "OOM (log: /l)"), "the engine whose replays were to be compared ended: OOM (log: /l)"),
     ],
 )
