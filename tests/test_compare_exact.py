@@ -109,9 +109,17 @@ def test_answers_of_batches_of_that_size_are_named_as_such() -> None:
     assert "1 equal to compiled and padded without graphs, 0 corrupt" in text
 
 
-def test_replays_cannot_be_compared_where_the_plugin_is_off() -> None:
-    with pytest.raises(CompareError, match="VLLM_GRAPHFIX=observe"):
-        compare_run._refuse_settings({"VLLM_GRAPHFIX": "OFF"}, exact=True)
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        *(({"VLLM_GRAPHFIX": off}, "VLLM_GRAPHFIX=observe") for off in ("OFF", "0", "no", "false")),
+        ({"VLLM_GRAPHFIX_ROLLOUT": "0"}, "off outside the rollout: bucket"),
+        ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, "VLLM_GRAPHFIX_ROLLOUT=half means nothing"),
+    ],
+)
+def test_replays_cannot_be_compared_where_the_plugin_is_off(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(CompareError, match=message):
+        compare_run._refuse_settings(environment, exact=True)
 
 
 def shown(made: Any) -> str:

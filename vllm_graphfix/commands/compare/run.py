@@ -164,15 +164,17 @@ def _refuse_flags(flags: Sequence[str], options: Mapping[str, bool]) -> None:
 
 def _refuse_settings(environment: Mapping[str, str], *, exact: bool) -> None:
     """Raise CompareError if a setting is invalid: it may have turned off the fixes that were to be compared."""
-    if exact and environment.get(settings.PREFIX, "").strip().lower() == "off":
-        raise CompareError(
-            f"--exact needs the shadow check, which {settings.PREFIX}=off switches off; for stock vLLM's answers set "
-            f"{settings.PREFIX}=observe"
-        )
     decision = rollout.decide(settings.read(environment, BY_NAME), "")
     if decision.misconfigured:
         named = ", ".join(f"{name}={value}" for name, value in decision.misconfigured.items())
         raise CompareError(f"{named} means nothing, so what is to be compared is not known; correct or unset it")
+    if exact and decision.master is settings.Master.OFF:
+        raise CompareError(
+            f"--exact needs the shadow check, which {settings.PREFIX}=off switches off; for stock vLLM's answers set "
+            f"{settings.PREFIX}=observe"
+        )
+    if exact and decision.withheld is not None:
+        raise CompareError(f"--exact needs the shadow check, which is off outside the rollout: {decision.withheld}")
 
 
 def _compare(
