@@ -27,6 +27,7 @@ from vllm_graphfix.shadow import drafter_shapes, drafter_v2, memory, process
 from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.draft_idx_mapping import _kernels
+from vllm_graphfix.verify.engine.exact import ExactReplays
 
 BATCHES = ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [5, 0, 3], [7, 6, 5, 4], [2])
 """Requests of each step: with padded rows and without."""
@@ -78,6 +79,26 @@ def test_right_graphs_are_equal_to_the_last_bit_and_all_is_as_without_the_check(
     results = served.shadow.results
     assert (results.mismatches, results.noise, served.shadow.stopped, refused()) == (0, 0.0, None, "")
     assert results.checks == served.shadow.schedule.count >= len(BATCHES)
+
+
+@FUSED
+@pytest.mark.parametrize("in_pipeline", [True, False], ids=["pipeline", "alone"])
+def test_an_exact_comparison_judges_each_replay_of_a_step(fused: bool, in_pipeline: bool) -> None:
+    unwatched, served = Served(Rate(), fused=fused), Served(Rate(every=10**9), fused=fused)
+    schedule = served.shadow.schedule
+    if in_pipeline:
+        schedule.restart(drafts=True)
+    expected = [unwatched.step(requests) for requests in BATCHES]
+    replays = ExactReplays()
+    replays.begin()
+    for requests, drafts in zip(BATCHES, expected, strict=True):
+        schedule.count = (schedule.count | schedule.within) + 1  # the target model's replay
+        assert torch.equal(served.step(requests), drafts)
+    rank = replays.end()
+    assert differing(served, unwatched) == []
+    assert {name.partition(",")[0] for name in rank.graphs} == GRAPHS
+    assert rank.compared == sum(rank.graphs.values()) >= len(BATCHES)
+    assert (rank.wrong, rank.skipped, rank.unseen, rank.reason) == (0, 0, 0, None)
 
 
 def test_memory_of_each_batch_is_measured_while_graphs_are_captured() -> None:

@@ -105,6 +105,16 @@ def test_an_exact_comparison_finds_a_stale_graph_and_says_where_it_was_not_made(
     assert replays.end().reason == "the shadow check did not start in this engine"
 
 
+def test_an_exact_comparison_starts_no_check_that_has_ended() -> None:
+    served = Served(Rate(every=10**9), stale=True)
+    served.shadow.stop(RuntimeError("planted"))
+    replays = ExactReplays()
+    replays.begin()
+    served.step()
+    rank = replays.end()
+    assert (rank.compared, rank.wrong, rank.unseen, rank.reason) == (0, 0, 1, "RuntimeError: planted")
+
+
 def test_quarantine_corrects_one_graph_and_others_are_replayed() -> None:
     right, served = Served(Rate()), Served(action=Action.QUARANTINE, stale=True)
     for _ in range(2):
