@@ -15,6 +15,9 @@ from vllm_graphfix import __version__
 PROJECT = Path(__file__).parents[1]
 ADDRESS = re.compile(r"(?:github\.com/|githubusercontent\.com/|uses: )([\w-]+/vllm-graphfix)\b")
 
+NAME = "a-b/vllm-graphfix"
+"""The repository of a made-up tree. It is written out nowhere, so that the search finds the project's alone."""
+
 
 def test_every_place_that_names_the_version_names_this_one() -> None:
     named = {
@@ -41,10 +44,10 @@ def tree(tmp_path: Path) -> Path:
     git = shutil.which("git") or "git"
     subprocess.run([git, "init", "--quiet"], cwd=tmp_path, check=True)
     texts = {
-        "pyproject.toml": 'Source = "https://github.com/a-b/vllm-graphfix"\n',
+        "pyproject.toml": f'Source = "https://github.com/{NAME}"\n',
         "vllm_graphfix/_version.py": '__version__ = "0.1.0"\n',
-        "docs/page.md": "vllm-graphfix==0.1.0 vllm-graphfix:0.1.0-vllm0.18.1 a-b/vllm-graphfix@v0.1.0 vllm==0.1.0\n",
-        "rules.yml": "https://github.com/a-b/vllm-graphfix/blob/main/docs https://github.com/a-b/vllm-graphfix-more\n",
+        "docs/page.md": f"vllm-graphfix==0.1.0 vllm-graphfix:0.1.0-vllm0.18.1 {NAME}@v0.1.0 vllm==0.1.0\n",
+        "rules.yml": f"https://github.com/{NAME}/blob/main/docs https://github.com/{NAME}-more\n",
     }
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -57,7 +60,7 @@ def test_the_version_is_written_where_it_is_that_of_this_package(tree: Path) -> 
     changed = set_release.set_version(tree, "1.2.3")
     assert {path.name for path in changed} == {"_version.py", "page.md"}
     assert (tree / "docs" / "page.md").read_text() == (
-        "vllm-graphfix==1.2.3 vllm-graphfix:1.2.3-vllm0.18.1 a-b/vllm-graphfix@v1.2.3 vllm==0.1.0\n"
+        f"vllm-graphfix==1.2.3 vllm-graphfix:1.2.3-vllm0.18.1 {NAME}@v1.2.3 vllm==0.1.0\n"
     )
 
 
@@ -66,7 +69,7 @@ def test_the_address_is_written_wherever_it_stands_alone(tree: Path) -> None:
     assert {path.name for path in changed} == {"pyproject.toml", "page.md", "rules.yml"}
     assert set_release.source(tree) == "c/d"
     assert (tree / "rules.yml").read_text() == (
-        "https://github.com/c/d/blob/main/docs https://github.com/a-b/vllm-graphfix-more\n"
+        f"https://github.com/c/d/blob/main/docs https://github.com/{NAME}-more\n"
     )
 
 
