@@ -72,6 +72,10 @@ STOPPED = {"log": {"host-a": ["they do not agree"], "host-b": ["they do not agre
 OTHER = [
     {"rank": {"rank": 0}, "decision": {"canary": canary, "bucket": None}, "agreement": None} for canary in (True, False)
 ]
+BUCKETS = [
+    {"rank": {"rank": 0}, "decision": {"canary": True, "bucket": bucket}, "agreement": {"agreeing": 2}}
+    for bucket in (1, 2)
+]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +87,18 @@ OTHER = [
         (two_hosts.Case("do not agree"), STOPPED | {"ends after": {"host-a": 3, "host-b": 4}}, 0),
         (two_hosts.Case("do not agree"), STOPPED | {"ends after": {"host-a": 3}}, 1),
         (two_hosts.Case("do not agree"), {"ends after": {"host-a": 3, "host-b": 4}}, 2),
+        (
+            two_hosts.Case("agree", ended_at="before"),
+            {"log": {"host-a": [], "host-b": ["they do not agree"]}, "ends after": {"host-a": 3, "host-b": 4}},
+            0,
+        ),
+        (
+            two_hosts.Case("agree", cut_at="before"),
+            {"log": {"host-a": [], "host-b": ["they do not agree"]}, "ends after": {"host-a": 3, "host-b": 4}},
+            1,
+        ),
+        (two_hosts.Case(), {"records": BUCKETS}, 0),
+        (two_hosts.Case(env=two_hosts.KEY), {"records": BUCKETS}, 1),
         (two_hosts.Case(cut_when_serving=True), {"shown after": {"graphfix_ranks_silent": 70}}, 1),
     ],
 )
