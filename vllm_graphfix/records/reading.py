@@ -153,14 +153,14 @@ def _shares(folders: Sequence[Path], engines: Collection[str] | None) -> dict[Pa
 
 def _names(folder: int, engines: Collection[str] | None) -> tuple[list[str], bool]:
     """Return the names of the files to read in *folder*, and True if it has more entries than are examined."""
+    names, number = [], 0
     with os.scandir(folder) as entries:
-        names = [entry.name for entry in islice(entries, ENTRIES + 1)]
-    wanted = (
-        name
-        for name in names[:ENTRIES]
-        if not name.startswith(".") and (engines is None or name.partition("-")[0] in engines)
-    )
-    return sorted(wanted), len(names) > ENTRIES
+        # Not all names first: each step of the scan lets other threads run, such as the event loop of a front-end.
+        for number, entry in enumerate(islice(entries, ENTRIES + 1), 1):
+            wanted = engines is None or entry.name.partition("-")[0] in engines
+            if wanted and number <= ENTRIES and not entry.name.startswith("."):
+                names.append(entry.name)
+    return sorted(names), number > ENTRIES
 
 
 def _read_folder(
