@@ -31,6 +31,19 @@ def test_samples_are_written_as_promtool_reads_them() -> None:
     assert live_alerts.expanded("1+2x2 7 6-3x1 _") == [1, 3, 5, 7, 6, 3, None]
 
 
+def test_an_alert_fires_once_it_has_held_for_as_long_as_it_says() -> None:
+    values = [(minute * 60.0, "1") for minute in (0, 1, 2, 3, 5, 6)]
+    assert [*healthy_day._firing(values, "2m")] == [120, 180]
+    assert [*healthy_day._firing(values, None)] == [at for at, _ in values]
+
+
+def test_a_day_is_exposed_with_a_time_for_each_sample() -> None:
+    lines = "".join(healthy_day._exposed("m", 1, 86400, wrong=False)).splitlines()
+    ratio = [line for line in lines if line.startswith("graphfix_rollout_ratio{")]
+    assert ratio[0] == 'graphfix_rollout_ratio{job="vllm",namespace="m",instance="m-0"} 0.05 86400'
+    assert healthy_day.DAY - 60 < len(ratio) < healthy_day.DAY
+
+
 def test_every_duration_of_the_rules_is_shortened() -> None:
     durations = re.compile(r"(?:\[|for: )(\d+[smhd]\b)")
     shipped = RULES.read_text()

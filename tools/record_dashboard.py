@@ -220,7 +220,8 @@ def stored(text: Path, blocks: Path) -> None:
 
     Raises PrometheusError with what promtool says of it.
     """
-    command = [str(tool("promtool")), "tsdb", "create-blocks-from", "openmetrics", "--quiet", str(text), str(blocks)]
+    command = [str(tool("promtool")), "tsdb", "create-blocks-from", "openmetrics", "--quiet"]
+    command += ["--max-block-duration=24h", str(text), str(blocks)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PrometheusError(done.stdout + done.stderr)
