@@ -26,7 +26,7 @@ from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
 from vllm_graphfix.verify.engine.questions import filled_lengths
 
-RIGHT = ExactRank(800, 0, 0, 12, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), None)
+RIGHT = ExactRank(800, 0, 0, 12, 0.0, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), None)
 WRONG = replace(RIGHT, wrong=2, findings=("a replayed CUDA graph was wrong: target model, 8",))
 
 
@@ -98,9 +98,17 @@ def test_answers_that_diverge_at_ties_prove_nothing_else(judgements: list[Any], 
     assert "diverge early at ties" in str(report(*judgements, **more).inconclusive)
 
 
-def test_noise_is_named_beside_equal_replays() -> None:
-    text = shown(report(exact=ExactReport([replace(RIGHT, noise=0.001)])))
-    assert "equal to the last bit, or as two runs without the graph, which differ by up to 0.001; 12 of" in text
+@pytest.mark.parametrize(
+    ("noise", "rounding", "text"),
+    [
+        (0.0, 0.0, "the graph: equal to the last bit; 12 of"),
+        (0.001, 0.0, "the graph: equal to the last bit (two runs without the graph: up to 0.001); 12 of"),
+        (0.001, 0.004, "0.004 apart at most, which counts as rounding (two runs without the graph: up to 0.001); 12"),
+        (0.0, 0.02, "the graph: 0.02 apart at most, which counts as rounding; 12 of"),
+    ],
+)
+def test_rounding_of_replays_is_not_called_equality(noise: float, rounding: float, text: str) -> None:
+    assert text in shown(report(exact=ExactReport([RIGHT, replace(RIGHT, noise=noise, rounding=rounding)])))
 
 
 def test_answers_of_batches_of_that_size_are_named_as_such() -> None:

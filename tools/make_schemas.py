@@ -159,6 +159,7 @@ EXACT = record(
             skipped=of("integer", "replays that could not be judged"),
             unseen=of("integer", "replays of pieces and other graphs, which are not compared"),
             noise=of("number", "largest relative difference of two runs of one step without its graph"),
+            rounding=of("number", "largest one of a replay and such a run that counts as rounding"),
             graphs=table(COUNT, "replays by graph"),
             findings=TEXTS,
             reason=of("string?", "why not every replay was compared"),

@@ -54,7 +54,7 @@ def test_a_right_graph_serves_the_same_bits_with_and_without_the_check() -> None
         assert torch.equal(served.step(requests), unwatched.step(requests))
         assert all(map(torch.equal, served.caches(), unwatched.caches()))
     results = served.shadow.results
-    assert (results.checks, results.mismatches, results.noise) == (5, 0, 0.0)
+    assert (results.checks, results.mismatches, results.noise, results.rounding) == (5, 0, 0.0, 0.0)
     assert served.shadow.stopped is None
 
 
@@ -199,7 +199,8 @@ def test_a_graph_that_rounds_as_its_capture_did_is_no_mismatch(known: int | None
     for _ in range(2):
         assert torch.equal(served.step(), unwatched.step())
         assert mismatches or all(map(torch.equal, served.caches(), unwatched.caches()))
-    assert (served.shadow.results.mismatches, served.shadow.stopped) == (mismatches, None)
+    results = served.shadow.results
+    assert (results.mismatches, results.rounding > 0, served.shadow.stopped) == (mismatches, not mismatches, None)
     assert (served.metadata["layer.0"].max_seq_len, served.metadata["layer.0"].max_query_len) == (9, 1)
 
 
@@ -241,6 +242,7 @@ def test_in_a_graph_with_adapters_a_few_last_bits_are_no_mismatch(
         served.step()
     results = served.shadow.results
     assert (results.checks, results.mismatches, results.noise, served.shadow.stopped) == (2, mismatches, 0, None)
+    assert (results.rounding > 0) == (not mismatches)
 
 
 def _begin_with_adapters(served: Served, lora: str | None, dtype: Any) -> None:
@@ -388,8 +390,9 @@ def test_noise_of_eager_runs_is_no_mismatch() -> None:
     served.model.noise = 1e-6
     for _ in range(12):
         served.step()
-    assert served.shadow.results.mismatches == 0
-    assert served.shadow.results.noise > 0
+    results = served.shadow.results
+    assert results.mismatches == 0
+    assert 0 < results.rounding <= 8 * results.noise
 
 
 def test_runs_that_differ_by_much_say_nothing_of_their_step_and_blind_no_other() -> None:

@@ -82,6 +82,7 @@ class Judge:
         history.layer_searches += locate
         if error_of_first <= self.tolerance(graph, 0.0) and not learning:
             self._count_check(history, 0.0)
+            self._accept(error_of_first)
             return None
         repeated = self._repeat(checked, first, history, graph)
         if repeated is None:
@@ -96,6 +97,7 @@ class Judge:
         self._count_check(history, own_noise)
         tolerance = self.tolerance(graph, noise)
         if not worst > tolerance or self._is_explained(history, checked, replay, second.worst, worst, noise):
+            self._accept(worst)
             return None
         here = second.worst > tolerance
         return Mismatch(
@@ -145,6 +147,9 @@ class Judge:
         self.results.checks += 1
         history.noise *= _NOISE_DECAY
         self._raise_noise(history, noise)
+
+    def _accept(self, error: float) -> None:
+        self.results.rounding = max(self.results.rounding, error)
 
     def _raise_noise(self, history: GraphHistory, noise: float) -> None:
         history.noise = max(history.noise, noise)

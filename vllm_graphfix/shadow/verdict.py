@@ -86,6 +86,8 @@ class Results:
         self.noise = 0.0
         """The largest error of eager runs of one step among themselves so far, of any graph."""
         self.first_mismatches: list[Mismatch] = []
+        self.rounding = 0.0
+        """The largest error of a replay that was right: noise, adapters, or a launch as captured explain it."""
         self.quarantined: list[Graph] = []
         self.quarantines_ended = 0
         """Graphs in quarantine that are replayed again, since their steps cannot run without them."""

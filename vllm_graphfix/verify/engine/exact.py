@@ -37,6 +37,8 @@ class ExactRank:
     """Replays of graphs at which the shadow check does not look."""
     noise: float
     """Largest relative difference of two runs of one step without its graph."""
+    rounding: float
+    """Largest relative difference that counts as rounding, of a replay and the same step without its graph."""
     graphs: dict[str, int]
     """Replays that were to be compared, by graph."""
     findings: tuple[str, ...]
@@ -93,7 +95,7 @@ class ExactReplays:
             self._undo.pop()()
         shadow = process.SHADOW
         if shadow is None:
-            return ExactRank(0, 0, 0, self._unseen, 0.0, {}, (), "the shadow check did not start in this engine")
+            return ExactRank(0, 0, 0, self._unseen, 0.0, 0.0, {}, (), "the shadow check did not start in this engine")
         results = shadow.results
         return ExactRank(
             results.checks,
@@ -101,6 +103,7 @@ class ExactReplays:
             results.skipped,
             self._unseen,
             results.noise,
+            results.rounding,
             dict(self._graphs),
             tuple(each.sentence() for each in results.to_report(_LISTED)),
             process.REFUSED or shadow.stopped,

@@ -55,13 +55,12 @@ class ExactReport:
         compared, wrong, unseen = (
             max(getattr(rank, name) for rank in self.ranks) for name in ("compared", "wrong", "unseen")
         )
-        noise, graphs = (
-            max(rank.noise for rank in self.ranks),
-            len({name for rank in self.ranks for name in rank.graphs}),
-        )
-        outcome = f"{wrong} wrong" if wrong else "equal to the last bit"
+        noise, rounding = (max(getattr(rank, name) for rank in self.ranks) for name in ("noise", "rounding"))
+        graphs = len({name for rank in self.ranks for name in rank.graphs})
+        equal = f"{rounding:.3g} apart at most, which counts as rounding" if rounding else "equal to the last bit"
+        outcome = f"{wrong} wrong" if wrong else equal
         if noise:
-            outcome += f", or as two runs without the graph, which differ by up to {noise:.3g}"
+            outcome += f" (two runs without the graph: up to {noise:.3g})"
         first = (
             f"replays: {compared} of {graphs} full graphs compared with the same step without the graph: {outcome}; "
             f"{unseen} of pieces or other graphs not compared"
