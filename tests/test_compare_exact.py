@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from math import nan
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from vllm_graphfix.commands.compare.upstream_report import of_comparison
 from vllm_graphfix.verify.comparison import Answer, Kind
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.exact_report import ExactReport
+from vllm_graphfix.verify.engine.job import COMPILED, Job
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
-from vllm_graphfix.verify.engine.questions import filled_lengths
+from vllm_graphfix.verify.engine.questions import _filled, filled_lengths
 
 RIGHT = ExactRank(800, 0, 0, 12, 0.0, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), None)
 WRONG = replace(RIGHT, wrong=2, findings=("a replayed CUDA graph was wrong: target model, 8",))
@@ -42,6 +44,20 @@ def test_filled_batches_have_the_sizes_of_graphs_after_every_token(lengths: list
         running = sum(length > token for length in lengths)
         padded = next((size for size in sizes if size >= running), running)
         assert sum(length > token for length in filled) == padded
+
+
+def test_requests_that_fill_a_batch_fit_beside_prompts_as_long_as_the_context() -> None:
+    """A text that is read from its end has more tokens, and the engine would refuse it."""
+    config = SimpleNamespace(max_model_len=12, get_vocab_size=lambda: 50)
+    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(model_config=config))
+    texts = ("a text of twelve tokens", "another", "and a third one")
+    job = Job("padded", COMPILED, max_tokens=(8, 7, 6), adapters=("a", None, "b"), batch_sizes=(2, 8))
+    filled = _filled(llm, texts, job)
+    others = filled.prompts[len(texts) :]
+    assert filled.prompts[: len(texts)] == texts
+    assert len(filled.prompts) == len(filled.lengths) == len(filled.adapters) == 8
+    assert all(len(other) < config.max_model_len and set(other) <= set(range(50)) for other in others)
+    assert len(set(others)) == len(others)  # else they are one in the prefix cache
 
 
 @pytest.mark.parametrize(

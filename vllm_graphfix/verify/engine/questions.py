@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 BEST = 5
 """Number of log-probabilities at each position."""
 SEED = 7
+_FILLER = 16
+"""Tokens of a prompt that fills a batch."""
 
 
 def made_up_prompts(job: Job, llm: LLM) -> tuple[tuple[int, ...], ...]:
@@ -47,7 +49,7 @@ def _word_tokens(llm: LLM, vocabulary: int) -> list[int]:
 def ask(llm: LLM, prompts: tuple[Any, ...], job: Job, order: int = 1) -> tuple[Answer, ...]:
     """Return the answers to *prompts*, in their order; an *order* of -1 asks the last one first."""
     if job.batch_sizes:
-        filled = _filled(prompts, job)
+        filled = _filled(llm, prompts, job)
         longer_job = replace(job, max_tokens=filled.lengths, adapters=filled.adapters, batch_sizes=())
         longer = ask(llm, filled.prompts, longer_job, order)
         return tuple(
@@ -106,15 +108,16 @@ class _Filled(NamedTuple):
     adapters: tuple[str | None, ...]
 
 
-def _filled(prompts: tuple[Any, ...], job: Job) -> _Filled:
-    """Return the requests of *job*, made longer, and more behind them.
+def _filled(llm: LLM, prompts: tuple[Any, ...], job: Job) -> _Filled:
+    """Return the requests of *job*, made longer, and more behind them, which are short: they have to fit.
 
     Wherever so many requests of the job run that a graph of a larger size would serve them, exactly that size runs.
     """
     lengths = filled_lengths(job.max_tokens, job.batch_sizes)
     more = range(len(prompts), len(lengths))
-    # Reversed, so that the prefix cache holds none of them.
-    others = (prompts[number % len(prompts)][::-1] for number in more)
+    config, chance = llm.llm_engine.model_config, random.Random(SEED)  # noqa: S311 - as above
+    words, length = _word_tokens(llm, config.get_vocab_size()), min(_FILLER, config.max_model_len - 1)
+    others = (tuple(chance.choices(words, k=length)) for _ in more)
     adapters = tuple(job.adapters[number % len(prompts)] for number in more) if job.adapters else ()
     return _Filled((*prompts, *others), lengths, (*job.adapters, *adapters))
 
