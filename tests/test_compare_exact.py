@@ -24,8 +24,9 @@ from vllm_graphfix.commands.compare.upstream_report import of_comparison
 from vllm_graphfix.verify.comparison import Answer, Kind
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.exact_report import ExactReport
-from vllm_graphfix.verify.engine.job import COMPILED, Job
+from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
+from vllm_graphfix.verify.engine.processes import JobResult
 from vllm_graphfix.verify.engine.questions import _filled, filled_lengths
 
 RIGHT = ExactRank(800, 0, 0, 12, 0.0, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), None)
@@ -125,6 +126,31 @@ def test_answers_that_diverge_at_ties_prove_nothing_else(judgements: list[Any], 
 )
 def test_rounding_of_replays_is_not_called_equality(noise: float, rounding: float, text: str) -> None:
     assert text in shown(report(exact=ExactReport([RIGHT, replace(RIGHT, noise=noise, rounding=rounding)])))
+
+
+def test_requests_begin_together_in_the_engine_whose_batches_are_filled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: dict[str, Job] = {}
+
+    class EnginesDouble:
+        def __init__(self, *arguments: object) -> None: ...
+
+        def run(self, jobs: list[Job], parallel: int) -> dict[str, JobResult]:
+            (job,) = jobs
+            ran[job.name] = job
+            token = 6 if job.name in (GRAPHS, "padded") else 5
+            passes = ((Answer((token,), ({token: -0.1, 11 - token: -9.0},)),),) * 2
+            result = replace(RESULT, passes=passes, batch_sizes=(1, 2, 4))
+            return {job.name: JobResult(job, result, None, tmp_path, 0.0)}
+
+    monkeypatch.setattr(compare_run, "Engines", EnginesDouble)
+    made = compare_run._run_engines("the/model", (), compare_run.Options(generated=1), Console(file=io.StringIO()))
+    assert made.comparison is not None
+    assert (made.wrong, [each.kind for each in made.comparison.judgements]) == (False, [Kind.PADDED])
+    assert list(ran) == [EAGER, GRAPHS, COMPILED, "padded"]
+    assert (ran["padded"].mode, ran["padded"].batch_sizes) == (COMPILED, (1, 2, 4))
+    assert ran["padded"].environment == {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 def test_answers_of_batches_of_that_size_are_named_as_such() -> None:

@@ -41,7 +41,8 @@ POISON, EXACT, PADDED = "poison", "exact", "padded"
 """Names of the engine that is poisoned, of the one whose replays are compared, and of the one without graphs whose
 batches are filled to the sizes of graphs."""
 _ALONE: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""With the scheduler in a process of its own, the batches of two passes would differ by timing."""
+"""With the scheduler in a process of its own, the batches of two passes would differ by timing, and requests that begin
+one after the other would not end together where a batch is to be filled."""
 _SHORTEST = 0.5
 """Length of the shortest answer, relative to the longest: the batch shrinks through sizes between those captured."""
 
@@ -212,7 +213,8 @@ def _compare(
                 comparison = arbitrate(comparison, graphed.result.passes[0], arbiter.result.passes[0])
         padded = None
         if graphed.result.batch_sizes and (options.gap or comparison.corrupt or not comparison.is_compared):
-            job = replace(compiled, name=PADDED, batch_sizes=graphed.result.batch_sizes)
+            sizes = graphed.result.batch_sizes
+            job = replace(compiled, name=PADDED, batch_sizes=sizes, environment=_ALONE)
             padded = engines.run([job], 1)[job.name]
             if padded.result is not None:
                 comparison = exonerate(comparison, graphed.result.passes[0], padded.result.passes[0])
