@@ -191,7 +191,7 @@ def test_wrong_replays_are_reported_to_vllm_and_older_files_are_read(tmp_path: P
     assert of_comparison(file) is None
 
 
-BASE, COMPILED, PADDED = (
+BASE, COMPILED_ANSWERS, PADDED_ANSWERS = (
     (Answer((5, 6), ({5: -0.1 - by, 6: -3.0}, {6: -0.2 - by, 5: -3.0})),) for by in (0.0, 0.1, 0.4)
 )
 
@@ -201,7 +201,7 @@ def engine(*passes: Any) -> Any:
 
 
 def test_the_gap_to_eager_is_split_by_what_it_comes_from() -> None:
-    gaps = measure(engine(BASE, BASE), engine(COMPILED), engine(PADDED), engine(PADDED))
+    gaps = measure(engine(BASE, BASE), engine(COMPILED_ANSWERS), engine(PADDED_ANSWERS), engine(PADDED_ANSWERS))
     assert [(each.source, each.tokens, round(each.mean, 9), each.diverging) for each in gaps] == [
         ("eager itself, asked in another order", 2, 0.0, 0),
         ("torch.compile", 2, 0.1, 0),
