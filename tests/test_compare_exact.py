@@ -15,14 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+import vllm_graphfix
 from test_compare_report import RESULT, UNHARMED, judgement, report
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
 from vllm_graphfix.commands.compare.gap import measure, share
 from vllm_graphfix.commands.compare.report import as_json, show
 from vllm_graphfix.commands.compare.upstream_report import of_comparison
+from vllm_graphfix.fix import Mode, State
+from vllm_graphfix.patching.applied_fix import FixState
+from vllm_graphfix.settings.shadow_rate import Action, Rate
+from vllm_graphfix.shadow import process
+from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.verify.comparison import Answer, Kind
-from vllm_graphfix.verify.engine.exact import ExactRank
+from vllm_graphfix.verify.engine.exact import ExactRank, ExactReplays
 from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
@@ -77,6 +83,25 @@ def test_only_replays_that_were_all_compared_prove_anything(exact: ExactReport, 
     made = report(exact=exact)
     assert not made.wrong
     assert made.inconclusive is None if reason is None else reason in str(made.inconclusive)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        (State.NOT_NEEDED, "the shadow check is not-needed: shadow-v1: not-needed, there is no CUDAGraphWrapper"),
+        (State.UNKNOWN, "the shadow check is unknown: shadow-v1: unknown, there is no CUDAGraphWrapper"),
+        (State.WAITING, None),
+        (State.ACTIVE, None),
+    ],
+)
+def test_a_release_whose_graphs_are_not_wrapped_is_named_as_the_reason(
+    monkeypatch: pytest.MonkeyPatch, state: State, reason: str | None
+) -> None:
+    why = f"shadow-v1: {state.value}, there is no CUDAGraphWrapper"
+    of_check = FixState(process.NAME, Mode.AUTO, None, state, why)
+    monkeypatch.setattr(process, "SHADOW", Shadow(Rate(every=1), Action.REPORT, process.refuse))
+    monkeypatch.setattr(vllm_graphfix, "states", lambda: {process.NAME: of_check})
+    assert ExactReplays().end().reason == reason
 
 
 def test_a_wrong_replay_on_one_rank_is_wrong_though_all_answers_are_equal() -> None:

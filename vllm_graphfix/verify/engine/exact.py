@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_graphfix.fix import State
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
@@ -106,5 +107,15 @@ class ExactReplays:
             results.rounding,
             dict(self._graphs),
             tuple(each.sentence() for each in results.to_report(_LISTED)),
-            process.REFUSED or shadow.stopped,
+            process.REFUSED or shadow.stopped or _why_unwatched(),
         )
+
+
+def _why_unwatched() -> str | None:
+    """Return why the shadow check wraps no graphs of the target model, as in a release that it does not know."""
+    import vllm_graphfix
+
+    state = vllm_graphfix.states().get(process.NAME)
+    if state is None or state.state in (State.ACTIVE, State.WAITING):
+        return None
+    return f"the shadow check is {state.state.value}: {state.reason}"
