@@ -166,7 +166,7 @@ def test_a_batch_that_rounds_otherwise_in_the_size_of_its_graph_is_not_called_co
     assert "also in batches of the sizes that graphs have" in done.stdout
     (whose,) = (line for line in done.stdout.splitlines() if line.startswith("batch size and padding"))
     assert whose.split()[-2:] == ["3", "100%"]
-    assert done.stdout.splitlines()[-1].startswith("inconclusive: no replay of a full graph")
+    assert done.stdout.splitlines()[-1].startswith("inconclusive: no CUDA graphs were used")
     assert [line.partition(":")[0] for line in done.stderr.splitlines()] == [
         *("eager", "graphs", "exact", "no graphs", "padded")
     ]

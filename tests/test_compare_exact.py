@@ -104,6 +104,11 @@ def test_a_release_whose_graphs_are_not_wrapped_is_named_as_the_reason(
     assert ExactReplays().end().reason == reason
 
 
+def test_an_engine_without_graphs_is_called_that_whatever_else_was_asked_for() -> None:
+    without = report(graphs=replace(RESULT, cudagraph_mode="NONE"), exact=ExactReport([]))
+    assert str(without.inconclusive).startswith("no CUDA graphs were used (cudagraph_mode NONE)")
+
+
 def test_a_wrong_replay_on_one_rank_is_wrong_though_all_answers_are_equal() -> None:
     made = report(exact=ExactReport([RIGHT, WRONG]))
     assert (made.wrong, made.corrupt, made.inconclusive) == (True, False, None)

@@ -99,15 +99,15 @@ class Report:
         """Reason why a report without corruption proves nothing; None if it does, or if there is corruption."""
         if self.wrong:
             return None
-        for part in (self.poison, self.exact):
-            if part is not None and (why := part.inconclusive):
-                return why
         if self.comparison is None or self.graphs is None:
             return f"with graphs the engine failed, but not with an error that is typical of graphs: {self.error}"
         if self.graphs.cudagraph_mode == NO_GRAPHS:
             return (
                 "no CUDA graphs were used (cudagraph_mode NONE): these flags, this model or this device switch them off"
             )
+        for part in (self.poison, self.exact):
+            if part is not None and (why := part.inconclusive):
+                return why
         if self.comparison.noise > _MAX_NOISE:
             return (
                 f"eager differs from itself by up to {self.comparison.noise:.3g}, "
