@@ -149,7 +149,7 @@ POISON = record(
     ),
 )
 EXACT = record(
-    wrong=of("boolean"),
+    wrong=of("boolean", "exit code 1"),
     inconclusive=TEXT_OR_NULL,
     error=TEXT_OR_NULL,
     ranks=array(
@@ -297,7 +297,7 @@ OUTPUTS: dict[str, tuple[int, str, Schema]] = {
             corrupt=of("boolean", "an answer is, or drafts are lost: exit code 1"),
             inconclusive=of("string?", "exit code 3: why there is no verdict"),
             error=of("string?", "of the engine with graphs"),
-            note=of("string?", "what the third engine was for, or why it did not run"),
+            note=of("string?", "what the third and fourth engine were for, or why one did not run"),
             logs=of("string?", "folder with the engines' logs, where one ended in an error"),
             cudagraph_mode=of("string?", "of the engine with graphs, as its workers had it in the end"),
             fixes=nullable(table(table(TEXT)), "states, by rank and fix; empty if the workers did not answer"),
