@@ -50,6 +50,8 @@ def status(*arguments: str, code: int = 0, vllm: str = "0.18.1") -> str:
         ("'vllm serve m -tp 8'", {"--tensor-parallel-size": "8"}),
         ("cd /x && vllm serve m -tp 8; echo", {"--tensor-parallel-size": "8"}),
         ("nohup vllm serve m -tp 8 > log 2>&1 &", {"--tensor-parallel-size": "8"}),
+        ("# it's ours\nvllm serve m \\\n  # -tp 4 \\\n  -tp 8  # -tp 2", {"--tensor-parallel-size": "8"}),
+        ("vllm serve m --chat-template 'a # b' -tp 8", {"--tensor-parallel-size": "8"}),
         (
             "docker run --gpus all -e HF_TOKEN=x vllm/vllm-openai:v0.18.1 --model m -tp 8",
             {"--tensor-parallel-size": "8"},
@@ -60,6 +62,10 @@ def test_a_line_is_read_as_it_was_pasted(pasted: str, values: dict[str, str]) ->
     line = parse(pasted, ())
     assert [*line.models, *(line.flags[name].value for name in ("--model",) if name in line.flags)] == ["m"]
     assert {name: line.flags[name].value for name in values} == values
+
+
+def test_a_flag_in_a_comment_does_not_count() -> None:
+    assert status("--for", f"{FP8}  # --enforce-eager", "--gpu", HOPPER, "--exit-hit", code=1).startswith("YOU ARE HIT")
 
 
 def test_variables_of_docker_are_those_of_the_engine() -> None:
@@ -236,6 +242,10 @@ def test_no_link_leads_out_of_the_root_of_a_process(tmp_path: Path) -> None:
     ("line", "missing"),
     [
         ("./v3 --kv-cache-dtypes fp8", "--kv-cache-dtype written out in full, instead of '--kv-cache-dtypes'"),
+        ("./v3 -kv-cache-dtype fp8", "--kv-cache-dtype written out in full, instead of '-kv-cache-dtype'"),
+        ("./v3 \u2014kv_cache_dtype=fp8", "--kv-cache-dtype written out in full, instead of '\u2014kv_cache_dtype'"),
+        ("./v3 \u2013\u2013kv-cache-dtype fp8", "--kv-cache-dtype written out in full, instead of"),
+        ("./v3 --kv-cache-dtype fp8 -enforce-eager", "--enforce-eager written out in full, instead of '-enforce-eager'"),
         ("./v3 --kv-cache-dtype fp9", "a --kv-cache-dtype that vLLM takes (fp9 is unknown)"),
     ],
 )

@@ -51,6 +51,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _CONTINUED = re.compile(r"\\[ \t]*\r?\n|(?:(?<=\s)|^)\\(?=\s|$)")
 """A backslash at the end of a line, also where the end of the line was lost on the way."""
 _QUOTED_OR_OBJECT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?:(?<=[\s=])|^)\{""", re.DOTALL)
+_QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?:(?<=\s)|^)#[^\n]*""", re.DOTALL)
 _END = re.compile(r"\d?>{1,2}.*|2>&1|&>.*|\|\|?|&&?|;")
 """The end of a command in a shell."""
 _IMAGE = re.compile(r"(?:[\w.:-]+/)*vllm[\w.-]*(?::[\w.-]+)?(?:@sha256:\w+)?")
@@ -60,6 +61,10 @@ _SETTING = re.compile(r"\+{0,2}[\w.]+=.*", re.DOTALL)
 _LEAST_ALIKE = 0.92
 """The least ratio of two names of which one misspells the other; no flag of a release is as close to one that is
 read."""
+_LONGEST_SHORT = max(map(len, _NAMES))
+"""Characters."""
+_DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+"""Into these, word processors and chats turn the hyphens of a flag."""
 _TITLE = re.compile(r"\w+::(APIServer|EngineCore|Worker|DPCoordinator)")
 _NO_VALUE = re.compile(
     r"--(no|enable|disable|allow|trust|use|skip|async|fully|calculate|ray|return|headless|enforce)\b.*"
@@ -122,7 +127,7 @@ def parse(line: str, flags: Collection[str]) -> Line:
             f"the flags of --for have more than {_LONGEST_LINE:,} characters; give only the arguments of `vllm serve`"
         )
     try:
-        words = shlex.split(_with_quoted_objects(_CONTINUED.sub(" ", line)))
+        words = shlex.split(_with_quoted_objects(_CONTINUED.sub(" ", _without_comments(line))))
         if len(words) == 1 and len(words[0].split()) > 1:  # quoted once more
             words = shlex.split(_with_quoted_objects(words[0]))
     except ValueError as error:
@@ -142,6 +147,10 @@ def parse(line: str, flags: Collection[str]) -> Line:
     assigned = [word.partition("=") for word in words[:start] if _ASSIGNMENT.fullmatch(word)]
     environment = {name: value for name, _, value in assigned}
     return Line(environment, *_flags(words[start:end], _FlagsRead.of(flags)))
+
+
+def _without_comments(line: str) -> str:
+    return _QUOTED_OR_COMMENT.sub(lambda match: "" if match[0].startswith("#") else match[0], line)
 
 
 def _with_quoted_objects(line: str) -> str:
@@ -207,8 +216,10 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
         name, dot, path = name.partition(".")
         name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
         name = _NAMES.get(name, name)
+        # -kv-cache-dtype, or with a dash in place of hyphens: what vLLM refuses, and whoever types it means.
+        meant = name if name.startswith("--") or len(name) <= _LONGEST_SHORT else _with_two_hyphens(name)
         follows = at < len(words) and not _is_flag(words[at])
-        if dot:
+        if dot and meant == name:
             if text is None and at < len(words):
                 text, at = words[at], at + 1
             _nest(nested.setdefault(name, {}), path, text or "")
@@ -225,12 +236,12 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
             if text is None and follows:
                 text, at = words[at], at + 1
             flags[name] = FlagValue(text or "", None if text else f"a value for {name}")
-        elif name.startswith("--"):
-            for long in known.meant_by(name) if named[-1] not in named[:-1] else ():
+        elif meant.startswith("--"):
+            for long in known.meant_by(meant) if named[-1] not in named[:-1] else ():
                 flags[known.negated.get(long, long)] = FlagValue(
                     "", f"{long} written out in full, instead of {quoted_value(name)}"
                 )
-            while text is None and not _NO_VALUE.fullmatch(name) and at < len(words) and not _is_flag(words[at]):
+            while text is None and not _NO_VALUE.fullmatch(meant) and at < len(words) and not _is_flag(words[at]):
                 at += 1
         else:
             at += text is None and follows
@@ -242,7 +253,11 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
 
 
 def _is_flag(word: str) -> bool:
-    return len(word) > 1 and word.startswith("-") and not re.fullmatch(r"-\d+(\.\d+)?", word)
+    return len(word) > 1 and word[0] in "-" + _DASHES and not re.fullmatch(r"-\d+(\.\d+)?", word)
+
+
+def _with_two_hyphens(name: str) -> str:
+    return "--" + name.lstrip("-" + _DASHES).replace("_", "-")
 
 
 def _nest(into: dict[str, Any], path: str, value: str) -> None:
