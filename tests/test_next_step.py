@@ -245,7 +245,7 @@ def test_no_link_leads_out_of_the_root_of_a_process(tmp_path: Path) -> None:
         ("./v3 -kv-cache-dtype fp8", "--kv-cache-dtype written out in full, instead of '-kv-cache-dtype'"),
         ("./v3 \u2014kv_cache_dtype=fp8", "--kv-cache-dtype written out in full, instead of '\u2014kv_cache_dtype'"),
         ("./v3 \u2013\u2013kv-cache-dtype fp8", "--kv-cache-dtype written out in full, instead of"),
-        ("./v3 --kv-cache-dtype fp8 -enforce-eager", "--enforce-eager written out in full, instead of '-enforce-eager'"),
+        ("m -tp 8 -enforce-eager", "--enforce-eager written out in full, instead of '-enforce-eager'"),
         ("./v3 --kv-cache-dtype fp9", "a --kv-cache-dtype that vLLM takes (fp9 is unknown)"),
     ],
 )
