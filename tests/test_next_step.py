@@ -27,6 +27,7 @@ from vllm_graphfix.source.files import open_source, stock_release
 
 pytestmark = pytest.mark.usefixtures("among_models")
 FP8 = "./v3 --kv-cache-dtype fp8"
+EIGHT = {"--tensor-parallel-size": "8"}
 FULL = {"--compilation-config": '{"cudagraph_mode": "FULL"}'}
 
 
@@ -52,6 +53,14 @@ def status(*arguments: str, code: int = 0, vllm: str = "0.18.1") -> str:
         ("nohup vllm serve m -tp 8 > log 2>&1 &", {"--tensor-parallel-size": "8"}),
         ("# it's ours\nvllm serve m \\\n  # -tp 4 \\\n  -tp 8  # -tp 2", {"--tensor-parallel-size": "8"}),
         ("vllm serve m --chat-template 'a # b' -tp 8", {"--tensor-parallel-size": "8"}),
+        ('args: ["--model", "m", "-tp", "8", "-cc", "{\\"cudagraph_mode\\": \\"FULL\\"}"]', {**FULL, **EIGHT}),
+        ("command: [vllm, serve]\nargs: [m, '-tp', \"8\",\n  --enforce-eager]  # eight", EIGHT),
+        ("  args:\n  - --model=m\n  # - -tp=4\n  - --tensor-parallel-size\n  - '8'\n", EIGHT),
+        ('- m\n- --tensor-parallel-size 8\n- -cc={"cudagraph_mode": "FULL"}', {**FULL, **EIGHT}),
+        ('command: ["/bin/sh", "-c"]\nargs: ["exec vllm serve m -tp 8"]', EIGHT),
+        ("ExecStart=/bin/bash -c 'source /x/activate && exec vllm serve m -tp 8'", EIGHT),
+        ("sudo docker run -d --gpus all vllm/vllm-openai:v0.18.1 m -tp 8", EIGHT),
+        ("docker run --name vllm --entrypoint vllm vllm/vllm-openai:v0.18.1 serve m -tp 8", EIGHT),
         (
             "docker run --gpus all -e HF_TOKEN=x vllm/vllm-openai:v0.18.1 --model m -tp 8",
             {"--tensor-parallel-size": "8"},

@@ -52,6 +52,12 @@ _CONTINUED = re.compile(r"\\[ \t]*\r?\n|(?:(?<=\s)|^)\\(?=\s|$)")
 """A backslash at the end of a line, also where the end of the line was lost on the way."""
 _QUOTED_OR_OBJECT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?:(?<=[\s=])|^)\{""", re.DOTALL)
 _QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?:(?<=\s)|^)#[^\n]*""", re.DOTALL)
+_KEY_OF_LIST = re.compile(r"^[ \t]*(?:- )?(?:command|args):", re.MULTILINE)
+_LIST = re.compile(r"""\s*\[((?:'[^']*'|"(?:\\.|[^"\\])*"|[^\[\]'"])*)\]""", re.DOTALL)
+"""A list in brackets: `command` or `args` of a container, in JSON or YAML."""
+_ITEM = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|[^,\s'"][^,\n'"]*""", re.DOTALL)
+_ITEM_OF_LINE = re.compile(r"\s*-\s+(\S.*)")
+_SCRIPT = re.compile(r"\bvllm\s+serve\s|\bvllm\.entrypoints\.")
 _END = re.compile(r"\d?>{1,2}.*|2>&1|&>.*|\|\|?|&&?|;")
 """The end of a command in a shell."""
 _IMAGE = re.compile(r"(?:[\w.:-]+/)*vllm[\w.-]*(?::[\w.-]+)?(?:@sha256:\w+)?")
@@ -127,9 +133,16 @@ def parse(line: str, flags: Collection[str]) -> Line:
             f"the flags of --for have more than {_LONGEST_LINE:,} characters; give only the arguments of `vllm serve`"
         )
     try:
-        words = shlex.split(_with_quoted_objects(_CONTINUED.sub(" ", _without_comments(line))))
+        line = _CONTINUED.sub(" ", _without_lists(_without_comments(line)))
+        words = shlex.split(_with_quoted_objects(line))
         if len(words) == 1 and len(words[0].split()) > 1:  # quoted once more
             words = shlex.split(_with_quoted_objects(words[0]))
+        # What `bash -c` executes.
+        words = [
+            part
+            for word in words
+            for part in (shlex.split(_with_quoted_objects(word)) if _SCRIPT.search(word) else (word,))
+        ]
     except ValueError as error:
         raise FlagsError(
             f"a shell could not parse the flags of --for ({error}); quote JSON within the quoted flags, "
@@ -151,6 +164,29 @@ def parse(line: str, flags: Collection[str]) -> Line:
 
 def _without_comments(line: str) -> str:
     return _QUOTED_OR_COMMENT.sub(lambda match: "" if match[0].startswith("#") else match[0], line)
+
+
+def _without_lists(text: str) -> str:
+    """Return the items of the lists `command` and `args` of a container in one line; *text* if it is anything else."""
+    bare = _KEY_OF_LIST.sub("", text)
+    if not _LIST.sub("", bare).strip():
+        items = [item for each in _LIST.finditer(bare) for item in _ITEM.findall(each[1])]
+    else:
+        matches = [_ITEM_OF_LINE.fullmatch(each) for each in bare.splitlines() if each.strip()]
+        items = [match[1].strip() for match in matches if match]
+        if len(items) < len(matches):
+            return text
+    return " ".join(map(_as_word, items)) or text
+
+
+def _as_word(item: str) -> str:
+    """Return an item of a list in YAML as a word for a shell."""
+    if item.startswith('"'):
+        item = str(json_or(item, item))
+    elif item.startswith("'"):
+        item = item.strip("'")
+    # One item that should be several is a common mistake.
+    return item if item.startswith("-") and " " in item else shlex.quote(item)
 
 
 def _with_quoted_objects(line: str) -> str:
@@ -181,8 +217,11 @@ def _start_of_flags(words: Sequence[str]) -> int:
             return at + 2 + (words[at + 2 : at + 3] == ["serve"])
         if name == "api_server.py":
             return at + 1
-    if names[:1] in (["docker"], ["podman"], ["nerdctl"]):
-        return next((at + 1 for at, word in enumerate(words) if at > 1 and _IMAGE.fullmatch(word)), 1)
+    if {"docker", "podman", "nerdctl"} & {*names[: 1 + (names[:1] == ["sudo"])]}:
+        images = [at for at, word in enumerate(words) if at > 1 and _IMAGE.fullmatch(word)]
+        # --name vllm stands before the image.
+        at = next((at for at in images if re.search("[/:]", words[at])), images[0] if images else 0)
+        return at + 1 + (words[at + 1 : at + 2] == ["serve"])
     start = 0
     while start < len(words) and (_ASSIGNMENT.fullmatch(words[start]) or words[start] in ("env", "exec")):
         start += 1
