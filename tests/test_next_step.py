@@ -104,12 +104,29 @@ def test_a_deployment_that_is_hit_gets_each_way_out_with_its_price() -> None:
     assert out.startswith("YOU ARE HIT by 2 defects of vLLM 0.18.1 (DeepseekV3ForCausalLM, NVIDIA H100 80GB HBM3).\n")
     assert "FIXED BY THE PLUGIN  WITHOUT IT" in out
     assert (
-        "Do one:  plugin    pip install vllm-graphfix there, restart (decodes at most 7 % slower, where measured; the "
-        "first start recompiles once)\n"
-        "         upgrade   0.20.0 to 0.21.0\n"
+        "Do one:  plugin    pip install vllm-graphfix there, in a container into its image; restart (decodes at most "
+        "7 % slower, where measured; the first start recompiles once)\n"
+        "         upgrade   any of 0.20.0 to 0.21.0; 0.22.0 is not judged free of all known defects under these flags\n"
         "         flags     --kv-cache-dtype auto (the KV cache holds half as many tokens)\n"
         "Then:    empty the stores that outlive the engine, such as LMCache's (flashmla-fp8)\n"
+        "Back:    VLLM_GRAPHFIX=off, restart: without the plugin again\n"
     ) in out
+
+
+def test_a_deployment_that_may_be_hit_gets_ways_out_that_help_in_each_case() -> None:
+    out = status("--for", "some/model --kv-cache-dtype fp8", "--gpu", HOPPER, "--exit-hit", code=4)
+    assert (
+        "\n\nIf so:   plugin    pip install vllm-graphfix there, in a container into its image; restart (decodes at "
+        "most 7 % slower, where measured; the first start recompiles once)\n"
+        "         flags     --enforce-eager (decodes at an eighth to a fifth of the speed of full graphs, in the "
+        "models that were measured)\n"
+        "Back:    VLLM_GRAPHFIX=off, restart: without the plugin again\n"
+    ) in out
+
+
+def test_a_single_fix_reads_as_one() -> None:
+    out = status("--for", FP8, "--gpu", "H100", vllm="0.19.1")
+    assert "\nThe one fix that may concern you has run in an engine on this GPU, H100.\n" in out
 
 
 def test_the_releases_to_upgrade_to_are_judged_free_of_all_defects() -> None:
@@ -160,6 +177,7 @@ def test_each_precondition_that_a_deployment_may_leave_open_has_a_clause(name: s
 
 def test_exit_hit_needs_a_deployment() -> None:
     assert "--exit-hit only goes with --for or --running" in status("--exit-hit", code=2)
+    assert "--for 'MODEL …' --gpu NAME" in status("--gpu", HOPPER, code=2)
 
 
 def test_a_stock_release_is_judged_by_the_manifest_and_named_as_one() -> None:

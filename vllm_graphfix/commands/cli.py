@@ -109,9 +109,11 @@ def status(
 
     if flags is not None and running:
         stop("--for and --running exclude each other: name the flags, or have them read")
-    for option in ("--gpu",) * (gpu is not None) + ("--exit-hit",) * exit_hit:
+    for option in ("--gpu NAME",) * (gpu is not None) + ("--exit-hit",) * exit_hit:
         if flags is None and not running:
-            stop(f"{option} only goes with --for or --running: vllm-graphfix status --for 'MODEL …' {option}")
+            stop(
+                f"{option.split()[0]} only goes with --for or --running: vllm-graphfix status --for 'MODEL …' {option}"
+            )
     if gpu is not None and capability(gpu) is None:
         stop(f"no GPU that this plugin knows is called {gpu!r}; say H100, or its compute capability, such as 9.0")
     try:

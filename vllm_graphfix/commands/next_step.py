@@ -98,7 +98,8 @@ def upgrade(source: Source, deployment: Deployment) -> str:
     last = next((at for at in range(first, len(free)) if not free[at]), len(free)) - 1
     if last == len(free) - 1:
         return f"{later[first]} or later (judged to {later[-1]})"
-    return later[first] if first == last else f"{later[first]} to {later[last]}"
+    free_ones = later[first] if first == last else f"any of {later[first]} to {later[last]}"
+    return f"{free_ones}; {later[last + 1]} is not judged free of all known defects under these flags"
 
 
 def other_flags(diagnoses: Sequence[tuple[Fix, Diagnosis]], deployment: Deployment) -> str:

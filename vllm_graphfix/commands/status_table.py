@@ -101,28 +101,31 @@ class _Output:
             self._line(f"! {note}", "yellow")
 
     def _print_next_step(self, deployment: Deployment) -> None:
-        """Print the ways out of what the deployment is hit by, with their prices; or what would make it hit."""
+        """Print the ways out of what the deployment is or may be hit by, with their prices; or what would matter."""
         status = self._status
-        if not status.hit:
+        rows = status.hit or [row for row in status.undecided if row.diagnosis.verdict is Verdict.AFFECTED]
+        if not rows:
             if not status.undecided and (conditions := _would_matter_with(self._needed)):
                 self._line(f"It would matter with: {conditions}")
             return
         if status.elsewhere:
-            plugin = "pip install vllm-graphfix there, restart"
+            plugin = "pip install vllm-graphfix there, in a container into its image; restart"
         else:
             plugin = "installed here: restart the engines that started before it"
-        switched = [f"{row.fix.variable}=auto" for row in status.hit if row.would_be is not State.ACTIVE]
+        switched = [f"{row.fix.variable}=auto" for row in rows if row.would_be is not State.ACTIVE]
         if switched:
             plugin += f"; set {', '.join(switched)}"
         plugin += " (decodes at most 7 % slower, where measured; the first start recompiles once)"
         self._console.print()
-        self._line(f"Do one:  plugin    {plugin}")
-        self._line(f"         upgrade   {upgrade(status.source, deployment)}")
+        self._line(f"{'Do one:' if status.hit else 'If so: '}  plugin    {plugin}")
+        if status.hit:
+            self._line(f"         upgrade   {upgrade(status.source, deployment)}")
         judged = [(row.fix, row.diagnosis) for row in status.rows]
         self._line(f"         flags     {other_flags(judged, deployment)}")
         stored = [row.fix.name for row in status.hit if may_be_stored(row.fix)]
         if stored:
             self._line(f"Then:    empty the stores that outlive the engine, such as LMCache's ({', '.join(stored)})")
+        self._line("Back:    VLLM_GRAPHFIX=off, restart: without the plugin again")
 
     def _print_group(self, title: str, colour: str, rows: Sequence[Row]) -> None:
         self._console.print()
