@@ -37,7 +37,7 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 NOT_RUN = {
     "kubectl delete pod POD...": "needs a cluster",
     (
-        "kubectl exec POD -- sh -c 'pip install -q --target /tmp/g vllm-graphfix && PYTHONPATH=/tmp/g python -m "
+        "kubectl exec POD -- sh -c 'pip install -q --target /tmp/g vllm-graphfix && PYTHONPATH=/tmp/g python3 -m "
         "vllm_graphfix status --running'"
     ): "needs a cluster",
     "VLLM_GRAPHFIX_KV_MARKS=1/16 vllm serve MODEL": "an engine that is marked is in test_kv_marks.py",
