@@ -77,6 +77,25 @@ def test_a_flag_in_a_comment_does_not_count() -> None:
     assert status("--for", f"{FP8}  # --enforce-eager", "--gpu", HOPPER, "--exit-hit", code=1).startswith("YOU ARE HIT")
 
 
+VERL = """\
+(vLLMHttpServer pid=4711, ip=10.0.0.2) ['serve',
+(vLLMHttpServer pid=4711, ip=10.0.0.2)  'm',
+(vLLMHttpServer pid=4711, ip=10.0.0.2)  '--tensor_parallel_size',
+(vLLMHttpServer pid=4711, ip=10.0.0.2)  '8',
+(vLLMHttpServer pid=4711, ip=10.0.0.2)  '--compilation_config',
+\x1b[36m(vLLMHttpServer pid=4711)\x1b[0m  '{"cudagraph_mode": '
+(vLLMHttpServer pid=4711, ip=10.0.0.2)  '"FULL"}']
+"""
+"""What verl 0.9.1 prints when it starts an engine, by its code, through Ray."""
+
+
+@pytest.mark.parametrize("pasted", [VERL, "['serve', 'm', '-tp', '8', '-cc', '{\"cudagraph_mode\": \"FULL\"}']"])
+def test_a_list_that_python_has_printed_is_a_command_line(pasted: str) -> None:
+    line = parse(pasted, ())
+    assert line.models == ["m"]
+    assert {name: value.value for name, value in line.flags.items()} == FULL | {"--tensor-parallel-size": "8"}
+
+
 def test_variables_of_docker_are_those_of_the_engine() -> None:
     line = parse("docker run -e VLLM_USE_V2_MODEL_RUNNER=1 -v /a:/b vllm/vllm-openai m", ())
     assert (line.environment, line.models) == ({"VLLM_USE_V2_MODEL_RUNNER": "1"}, ["m"])
@@ -285,6 +304,8 @@ def test_a_typing_mistake_that_no_source_corrects_is_no_all_clear(line: str, mis
     [
         ("$MODEL -tp 8", "'$MODEL' is no model"),
         ('{"model": "m"}', "is no model"),
+        ("non-default args: {'model': 'm', 'tensor_parallel_size': 8}", "'{model:' is no argument"),
+        ("['serve', 'm', '-tp',", "'[serve,' is no argument"),
         ("rollout.model.path=m", "-tp 8 for tensor_model_parallel_size=8"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -71,6 +72,8 @@ _LONGEST_SHORT = max(map(len, _NAMES))
 """Characters."""
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 """Into these, word processors and chats turn the hyphens of a flag."""
+_RAY = re.compile(r"^(?:\x1b\[[\d;]*m)*\(\S+ pid=\d+[^)\n]*\)(?:\x1b\[[\d;]*m)* ?", re.MULTILINE)
+"""What Ray puts before each line that an actor prints, coloured on a terminal."""
 _TITLE = re.compile(r"\w+::(APIServer|EngineCore|Worker|DPCoordinator)")
 _NO_VALUE = re.compile(
     r"--(no|enable|disable|allow|trust|use|skip|async|fully|calculate|ray|return|headless|enforce)\b.*"
@@ -133,8 +136,9 @@ def parse(line: str, flags: Collection[str]) -> Line:
             f"the flags of --for have more than {_LONGEST_LINE:,} characters; give only the arguments of `vllm serve`"
         )
     try:
-        line = _CONTINUED.sub(" ", _without_lists(_without_comments(line)))
-        words = shlex.split(_with_quoted_objects(line))
+        words = _printed_list(line) or shlex.split(
+            _with_quoted_objects(_CONTINUED.sub(" ", _without_lists(_without_comments(line))))
+        )
         if len(words) == 1 and len(words[0].split()) > 1:  # quoted once more
             words = shlex.split(_with_quoted_objects(words[0]))
         # What `bash -c` executes.
@@ -189,6 +193,18 @@ def _as_word(item: str) -> str:
     return item if item.startswith("-") and " " in item else shlex.quote(item)
 
 
+def _printed_list(line: str) -> list[str]:
+    """Return the words of a list that Python has printed, as verl does when it starts vLLM; empty if *line* is none."""
+    text = _RAY.sub("", line.strip())
+    if not text.startswith("["):
+        return []
+    try:
+        words = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return []
+    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else []
+
+
 def _with_quoted_objects(line: str) -> str:
     """Quote each JSON object in *line* that is not quoted, as in the output of `ps`."""
     parts, at = [], 0
@@ -238,7 +254,8 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
         word = words[at]
         at += 1
         if not _is_flag(word):
-            if _SETTING.fullmatch(word):
+            # A list that was cut off, or the dictionary of arguments that vLLM logs.
+            if _SETTING.fullmatch(word) or word[0] == "[" or (models and word[0] == "{"):
                 raise FlagsError(
                     f"{quoted_value(word)} is no argument of `vllm serve`; write a framework's settings as flags, the "
                     "model first: -tp 8 for tensor_model_parallel_size=8, --enforce-eager for enforce_eager=True"
