@@ -20,8 +20,8 @@ from update_docs import default_runner_of
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.commands.status_table import show
 from vllm_graphfix.deployment import Concern, Deployment, hardware, read_deployment
-from vllm_graphfix.deployment.runner import default_runner
-from vllm_graphfix.source.files import open_source
+from vllm_graphfix.deployment.runner import SERVED_BY_V2, default_runner
+from vllm_graphfix.source.files import open_source, stock_release
 
 pytestmark = pytest.mark.usefixtures("among_models")
 YES, NO, MAYBE = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
@@ -73,6 +73,11 @@ def test_the_default_runner_of_each_release_is_known(release: str) -> None:
     assert default_runner(stock_source(release_root(release))) == expected == default_runner_of(release)
 
 
+@pytest.mark.parametrize(("release", "line", "runner"), [row for row in RUNNERS if row[0] < "0.25"])
+def test_a_release_whose_code_is_not_here_has_the_same_runner(release: str, line: str, runner: str | None) -> None:
+    assert Deployment(line, {}, stock_release(release)).runner("V1").holds is (None if runner is None else True)
+
+
 V2_OF = {
     "0.22.0": {"Qwen3"},
     "0.23.0": {"Llama", "Mistral", "Qwen3"},
@@ -116,6 +121,7 @@ def test_whom_v2_serves_is_as_am_i_hit_says(release: str) -> None:
     else:
         since = max((first for first in V2_OF if _at(first) <= _at(release)), key=_at)
         assert {re.sub("For.*", "", name) for name in listed or ()} == V2_OF[since]
+        assert SERVED_BY_V2.get(tuple(map(int, release.split(".")))[:2], listed) == listed
 
 
 def _at(release: str) -> int:

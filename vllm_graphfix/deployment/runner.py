@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -21,6 +22,14 @@ Default = Literal["V1", "V1, V2 for some models", "V2", ""]
 
 _SINCE: tuple[tuple[tuple[int, ...], Default], ...] = (((0, 29), "V2"), ((0, 22), "V1, V2 for some models"))
 """The first stock release with each default, newest first; V1 before."""
+_FIRST = frozenset({"Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"})
+_MIXTURES = frozenset({"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "GraniteMoeForCausalLM"})
+SERVED_BY_V2: Mapping[tuple[int, ...], frozenset[str]] = {
+    (0, 22): frozenset({"Qwen3ForCausalLM"}),
+    (0, 23): _FIRST,
+    (0, 24): _FIRST | _MIXTURES,
+}
+"""The architectures that V2 serves by default in stock releases that choose by name alone."""
 
 
 def default_runner(source: Source) -> Default:
@@ -64,13 +73,13 @@ class Runner(Model):
         """Return ``V1``, ``V1 for this model``, or the information that is missing."""
         missing_runner = f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
         if self._source.release is not None:
-            return "V1" if default_runner(self._source) == "V1" else missing_runner
+            return self._of_release(self._source.release, missing_runner)
         if not self._source.contains_word(_CONFIG_MODULE, "use_v2_model_runner"):
             return default_runner(self._source) or missing_runner
         listed = self._source.function(_CONFIG_MODULE, "VllmConfig._is_default_v2_model_runner_model")
         first = self._source.function(_CONFIG_MODULE, "VllmConfig.use_v2_model_runner")
         known = first is not None and first.find("if not self._is_default_v2_model_runner_model(): return False")
-        if listed is None or not known or self._has("--speculative-config") or self._has("--spec-method"):
+        if listed is None or not known or self._has_drafts:
             return missing_runner
         architectures, missing = self._architectures
         if missing is not None:
@@ -89,3 +98,17 @@ class Runner(Model):
         if hybrid and architectures & (MAMBA | OTHER_RECURRENT):
             return "V1 for this model"
         return missing_runner
+
+    def _of_release(self, release: str, missing_runner: str) -> str:
+        """Return what `_runner_by_default` does, for a stock *release* whose code is not here."""
+        if default_runner(self._source) == "V1":
+            return "V1"
+        served = SERVED_BY_V2.get(tuple(map(int, release.split(".")))[:2])
+        if served is None or self._has_drafts:
+            return missing_runner
+        architectures, missing = self._architectures
+        return missing or (missing_runner if architectures & served else "V1 for this model")
+
+    @property
+    def _has_drafts(self) -> bool:
+        return self._has("--speculative-config") or self._has("--spec-method")
