@@ -273,6 +273,7 @@ def test_no_corruption_says_nothing_where_eager_is_as_far_from_itself() -> None:
     assert Report("m", (), RESULT, RESULT, comparison(EQUAL, noise=0.3)).inconclusive is None
     loud = Report("m", (), RESULT, RESULT, comparison(EQUAL, noise=0.4))
     assert "eager differs from itself by up to 0.4" in (loud.inconclusive or "")
+    assert "set VLLM_BATCH_INVARIANT=1" in (loud.inconclusive or "")
 
 
 def test_no_corruption_says_nothing_where_little_could_be_compared() -> None:

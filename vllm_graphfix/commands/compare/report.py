@@ -111,7 +111,7 @@ class Report:
         if self.comparison.noise > _MAX_NOISE:
             return (
                 f"eager differs from itself by up to {self.comparison.noise:.3g}, "
-                "so corruption cannot be told apart from noise"
+                "so corruption cannot be told apart from noise: set VLLM_BATCH_INVARIANT=1, where vLLM supports it"
             )
         if not self.comparison.is_compared and not self._is_explained(self.comparison):
             return (
