@@ -36,22 +36,8 @@ _importing = threading.RLock()
 
 Otherwise a child could inherit the import lock of a half imported module, which nobody would release. No deadlock: such
 a module imports nothing of vLLM, so the holder never waits for the forking thread."""
-
-
-def _renew_lock() -> None:
-    global _importing  # noqa: PLW0603 - its holder does not exist in the child
-    _importing = threading.RLock()
-
-
-def _before_a_fork() -> None:
-    _importing.acquire()
-
-
-def _after_a_fork() -> None:
-    _importing.release()
-
-
-os.register_at_fork(before=_before_a_fork, after_in_parent=_after_a_fork, after_in_child=_renew_lock)
+# The forking thread holds the lock, and is the one that exists in the child, which can therefore release it.
+os.register_at_fork(before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release)
 
 
 def import_whole(name: str) -> ModuleType:
