@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import traceback
 from types import TracebackType
-from typing import TypeVar
 
 from typing_extensions import Self
-
-A = TypeVar("A", bound="Attempt")
 
 
 class StepNotCheckable(Exception):  # noqa: N818 - no error: the next step may be checked

@@ -151,7 +151,7 @@ class Lease:
     """Padding that holds poison for a step, with its previous values."""
 
     def __init__(self) -> None:
-        self._filled: list[tuple[str, Any, Any, int]] = []
+        self._filled: list[tuple[Any, Any, int]] = []
         self._filled_rows: list[tuple[Any, int, Any, Any, int]] = []
 
     def fill(self, buffers: Iterable[Buffer], rows: Rows, valid: ValidIds) -> int:
@@ -161,7 +161,7 @@ class Lease:
             if padding.numel():
                 bits = as_integers(padding)
                 number = poison_of(buffer, rows, valid)
-                self._filled.append((buffer.name, bits, bits.clone(), number))
+                self._filled.append((bits, bits.clone(), number))
                 bits.fill_(number)
         return len(self._filled)
 
@@ -175,16 +175,12 @@ class Lease:
 
     def end(self) -> None:
         """Restore the elements that still hold poison; the next step may need them."""
-        for _, bits, before, number in self._filled:
+        for bits, before, number in self._filled:
             torch.where(bits == number, before, bits, out=bits)
         for bits, axis, index, before, number in self._filled_rows:
             now = bits.index_select(axis, index)
             bits.index_copy_(axis, index, torch.where(now == number, before, now))
         self._filled, self._filled_rows = [], []
-
-    @property
-    def lent(self) -> list[str]:
-        return [name for name, *_ in self._filled]
 
 
 def poison_of(buffer: Buffer, rows: Rows, valid: ValidIds) -> int:
