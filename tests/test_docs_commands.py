@@ -123,10 +123,12 @@ RECORDED_COMPARED = [command for command in RECORDED if "vllm-graphfix compare "
 PATCHED = {
     (
         """kubectl patch deployment vllm --patch '{"spec": {"template": {"metadata": {"labels": """
-        """{"vllm-graphfix/rollout": "25"}}}}}'"""
+        """{"vllm-graphfix/rollout": "5"}}}}}'"""
     ),
+    """kubectl patch configmap vllm-graphfix --patch '{"data": {"VLLM_GRAPHFIX": "on"}}'""",
     """kubectl patch configmap vllm-graphfix --patch '{"data": {"VLLM_GRAPHFIX": "off"}}'""",
     "kubectl rollout restart deployment/vllm",
+    "kubectl rollout status deployment/vllm",
 }
 """They need a cluster; here they are compared with `deploy/kubernetes`."""
 
