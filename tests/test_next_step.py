@@ -145,7 +145,7 @@ def test_a_deployment_that_may_be_hit_gets_ways_out_that_help_in_each_case() -> 
 
 def test_a_single_fix_reads_as_one() -> None:
     out = status("--for", FP8, "--gpu", "H100", vllm="0.19.1")
-    assert "\nThe one fix that may concern you has run in an engine on this GPU, H100.\n" in out
+    assert "\nThe fix that may concern you has run in an engine on this GPU, H100.\n" in out
 
 
 def test_the_releases_to_upgrade_to_are_judged_free_of_all_defects() -> None:
@@ -169,6 +169,24 @@ def test_a_deployment_that_is_not_hit_learns_what_would_matter() -> None:
         "NOT HIT by a known defect of vLLM 0.18.1 (LlamaForCausalLM, NVIDIA H100 80GB HBM3). You do not "
     )
     assert "\nIt would matter with: recurrent layers; speculative decoding; " in out
+
+
+def test_what_is_one_flag_away_comes_first() -> None:
+    out = status("--for", "./llama --enable-lora", "--gpu", HOPPER)
+    assert "\nIt would matter with: --specialize-active-lora; recurrent layers; speculative decoding; " in out.replace(
+        " (not the default here)", ""
+    )
+
+
+def test_drafts_that_are_not_hit_leave_other_methods() -> None:
+    drafts = "--speculative-config.method=ngram --speculative-config.num_speculative_tokens=4"
+    out = status("--for", f"./llama {drafts}", "--gpu", HOPPER, vllm="0.33.0")
+    assert "; speculative decoding by another method; " in out
+
+
+def test_a_single_fix_has_run_on_this_gpu() -> None:
+    out = status("--for", "./llama -cc.cudagraph_mode=FULL", "--gpu", "H200", vllm="0.33.0")
+    assert "\nThe fix that may concern you has run in an engine on this GPU, H200.\n" in out
 
 
 def test_what_is_undecided_is_likely_under_a_condition() -> None:

@@ -89,8 +89,8 @@ class Status(NamedTuple):
         count = "all" if here == len(needed) else here or "none"
         elsewhere = "" if here == len(needed) else f"; the project's GPUs are {', '.join(names)}"
         if len(needed) == 1:
-            has = "has run" if here else "has not run"
-            return f"The one fix {which} {has} in an engine on this GPU, {own}{elsewhere}."
+            where = "in an engine" if here else "in no engine"
+            return f"The fix {which} has run {where} on this GPU, {own}{elsewhere}."
         return f"Of the {len(needed)} fixes {which}, {count} have run in an engine on this GPU, {own}{elsewhere}."
 
     @property

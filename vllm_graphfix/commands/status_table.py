@@ -11,7 +11,7 @@ from vllm_graphfix.commands.explain import by_default
 from vllm_graphfix.commands.links import fix_name, linked
 from vllm_graphfix.commands.next_step import may_be_stored, other_flags, upgrade
 from vllm_graphfix.deployment import Concern
-from vllm_graphfix.deployment.needs import briefly_here, by_choice
+from vllm_graphfix.deployment.needs import DRAFTS, briefly_here, by_choice, has_chosen
 from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.fixes import about
 from vllm_graphfix.text import printable
@@ -105,7 +105,7 @@ class _Output:
         status = self._status
         rows = status.hit or [row for row in status.undecided if row.diagnosis.verdict is Verdict.AFFECTED]
         if not rows:
-            if not status.undecided and (conditions := _would_matter_with(self._needed)):
+            if not status.undecided and (conditions := _would_matter_with(self._needed, deployment)):
                 self._line(f"It would matter with: {conditions}")
             return
         if status.elsewhere:
@@ -289,10 +289,19 @@ def _sentence_on_deployment(status: Status, deployment: Deployment) -> str:
     return f"NOT HIT by a known defect of {vllm}. You do not need the plugin for these flags.{why}"
 
 
-def _would_matter_with(rows: Sequence[Row]) -> str:
-    """List what the deployment lacks to have one of the defects of *rows*: at most five, where it lacks one thing."""
-    lacking = [row.answer.undecided for row in rows if row.answer]
-    return "; ".join([*dict.fromkeys(texts[0] for texts in lacking if len(texts) == 1)][:5])
+def _would_matter_with(rows: Sequence[Row], deployment: Deployment) -> str:
+    """List what *deployment* lacks to have one of the defects of *rows*: at most five, where it lacks one thing.
+
+    First come defects for which it already has a setting that is no default.
+    """
+    lacking = [
+        (not has_chosen(row.fix.needs(), deployment, row.diagnosis.shape), row.answer.undecided[0])
+        for row in rows
+        if row.answer and len(row.answer.undecided) == 1
+    ]
+    others = {DRAFTS.text: f"{DRAFTS.text} by another method"} if deployment.drafts().holds else {}
+    texts = (others.get(text, text) for _, text in sorted(lacking, key=lambda each: each[0]))
+    return "; ".join([*dict.fromkeys(texts)][:5])
 
 
 def _joined(clauses: Sequence[str]) -> str:

@@ -134,6 +134,12 @@ def by_choice(needs: Iterable[Need], default: str, shape: str) -> bool:
     return any(need.here(default, shape).endswith(_NO_DEFAULT) for need in needs)
 
 
+def has_chosen(needs: Iterable[Need], deployment: Deployment, shape: str) -> bool:
+    """Return True if *deployment* has one of *needs* that no release has by default, on code of *shape*."""
+    facts = (need.fact(deployment, shape) for need in needs if not need.usual)
+    return any(fact is not None and fact.holds for fact in facts)
+
+
 def described(needs: Iterable[Need]) -> str:
     """List the preconditions with their details."""
     return "; ".join(f"{need.text} ({need.detail})" if need.detail else need.text for need in needs)
