@@ -169,6 +169,9 @@ def test_a_deployment_that_is_not_hit_learns_what_would_matter() -> None:
         "NOT HIT by a known defect of vLLM 0.18.1 (LlamaForCausalLM, NVIDIA H100 80GB HBM3). You do not "
     )
     assert "\nIt would matter with: recurrent layers; speculative decoding; " in out
+    compared = "Wrong all the same? vllm-graphfix compare MODEL FLAGS shows if graphs are the cause\n"
+    assert compared in out
+    assert compared not in status("--for", "./llama --enforce-eager", "--gpu", HOPPER)
 
 
 def test_what_is_one_flag_away_comes_first() -> None:

@@ -107,6 +107,8 @@ class _Output:
         if not rows:
             if not status.undecided and (conditions := _would_matter_with(self._needed, deployment)):
                 self._line(f"It would matter with: {conditions}")
+            if not status.undecided and deployment.graphs().holds:
+                self._line("Wrong all the same? vllm-graphfix compare MODEL FLAGS shows if graphs are the cause")
             return
         if status.elsewhere:
             plugin = "pip install vllm-graphfix there, in a container into its image; restart"
