@@ -1,7 +1,4 @@
-"""draft-decode-mode: what must hold beyond the numbers.
-
-Run on 0.17.x and on nightlies that lack either half of PR 39773, or both.
-"""
+"""draft-decode-mode on nightlies that lack either half of PR 39773, or both."""
 
 from __future__ import annotations
 
@@ -22,10 +19,6 @@ from vllm_graphfix.fixes.draft_decode_mode import FIX
 from vllm_graphfix.source.files import open_source
 
 
-def test_the_one_manager_has_full_draft_decodes_or_none() -> None:
-    check_behaviours("0.17.1", "draft_decode_mode")
-
-
 @pytest.mark.parametrize(
     ("without_mode", "without_zero_fill"), [(True, True), (True, False), (False, True)], ids=["both", "mode", "indices"]
 )
@@ -38,7 +31,7 @@ def test_nightlies_have_full_draft_decodes_or_none_and_no_old_indices(
         without_mode=without_mode,
         without_zero_fill=without_zero_fill,
     )
-    check_behaviours(nightly, "draft_decode_mode")
+    check_behaviours(nightly, "draft_decode_mode", active=["draft-decode-mode"])
 
 
 def _0_20_0(input_buffers: object, input_batch: object, last_token_indices: list[int], rest: int) -> int:

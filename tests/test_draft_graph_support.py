@@ -1,4 +1,4 @@
-"""draft-graph-support: what must hold beyond the numbers."""
+"""draft-graph-support: when a backend supports full graphs of drafts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from behaviours import check_behaviours
 from vllm_graphfix.fixes.draft_graph_support import _supports
 
 Support = Enum("Support", {"ALWAYS": 3, "UNIFORM_BATCH": 2, "UNIFORM_SINGLE_TOKEN_DECODE": 1, "NEVER": 0})
 """As vLLM has it."""
-
-
-@pytest.mark.parametrize("release", ["0.17.1", "0.18.1", "0.19.1"])
-def test_full_graphs_are_missing_only_where_a_backend_does_not_support_them(release: str) -> None:
-    check_behaviours(release, "draft_graph_support")
 
 
 @pytest.mark.parametrize(

@@ -31,15 +31,13 @@ def _of_fix(name: str, *releases: str, units: str = "nothing_else", more: str = 
     """
     module = name.replace("-", "_")
     pairs = " or ".join(f"{name}-{release}" for release in releases)
-    behaviours = (
-        " or ".join(releases) if name in {"mamba-padding", "flashmla-fp8", "flashmla-padding"} else f"test_{module}.py"
-    )
+    behaviours = f"test_behaviours.py and {name} or test_{module}.py"
     scenarios = f"test_observe.py and ({pairs} or {more})"
     own = (f"tests/test_{module}.py",) if (ROOT / "tests" / f"test_{module}.py").exists() else ()
     return Suite(
         stages=(
             (*_LAYERS, "-k", f"({name} or {units}) and not sparse_flashmla"),
-            ("tests/test_observe.py", *own, "-k", f"{scenarios} or test_{module}.py and ({behaviours})"),
+            ("tests/test_observe.py", "tests/test_behaviours.py", *own, "-k", f"{scenarios} or {behaviours}"),
         ),
         diagnosis=(
             "tests/test_mutation_shapes.py",

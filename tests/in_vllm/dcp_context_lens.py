@@ -9,7 +9,6 @@ import pytest
 import torch
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-import vllm_graphfix
 from activities import activity_of
 from vllm_graphfix.fixes.dcp_context_lens import _BUFFER
 from vllm_graphfix.verify.double.flash_attention import Rows
@@ -22,18 +21,14 @@ LARGE, SMALL = [9, 23, 14, 30], [8, 5]
 
 @pytest.fixture(autouse=True)
 def _two_ranks() -> Iterator[None]:
-    ACTIVITY.error = None
     with one_of_ranks(2):
         yield
+    ACTIVITY.error = None
 
 
 def _decodes(rows: Rows, lengths: list[int], padded: int) -> Any:
     """A batch of one token for each request, of *padded* requests."""
     return rows.batch([1] * len(lengths), lengths, padded, padded)
-
-
-def test_the_fix_is_active() -> None:
-    assert vllm_graphfix.states()["dcp-context-lens"].state.value == "active"
 
 
 def test_lengths_are_those_of_stock_at_one_address_and_zeros_are_behind_them() -> None:

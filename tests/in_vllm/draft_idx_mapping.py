@@ -11,7 +11,6 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 
-import vllm_graphfix
 from activities import activity_of
 from vllm_graphfix.fix import STEPPED_ASIDE
 from vllm_graphfix.fixes.draft_idx_mapping import (
@@ -46,10 +45,6 @@ def _on_the_double() -> Iterator[None]:
 
 def drafted(speculator: Any, batch: list[int]) -> None:
     _propose(speculator, batch, 3, torch.Generator().manual_seed(0))
-
-
-def test_the_fix_is_active() -> None:
-    assert vllm_graphfix.states()["draft-idx-mapping"].state.value == "active"
 
 
 def test_shapes_are_stocks_and_the_spare_row_is_behind_them() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from dense_fp8 import Batch, Planner, builder
 
-import vllm_graphfix
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
 from vllm_graphfix.verify.double.scenarios.flashmla_fp8 import MAX_REQUESTS, DenseFP8Decode
 
@@ -44,10 +43,6 @@ UNPADDED = {
 }
 padded_batches = pytest.mark.parametrize(("scheduled", "lengths"), PADDED.values(), ids=list(PADDED))
 unpadded_batches = pytest.mark.parametrize(("scheduled", "lengths"), UNPADDED.values(), ids=list(UNPADDED))
-
-
-def test_the_fix_is_active() -> None:
-    assert vllm_graphfix.states()["flashmla-padding"].state == "active"
 
 
 @padded_batches

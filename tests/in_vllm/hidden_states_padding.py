@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import vllm_graphfix
 from activities import activity_of
 from vllm_graphfix.fixes.hidden_states_padding import PADDING_WRITTEN
 from vllm_graphfix.verify.trials.hidden_states_padding import BLOCK_SIZE, BLOCKS, HIDDEN_SIZE, LAYER, LAYERS, proposer
@@ -16,11 +15,6 @@ from vllm_graphfix.verify.trials.hidden_states_padding import BLOCK_SIZE, BLOCKS
 @pytest.fixture
 def drafter() -> Any:
     return proposer(torch.zeros(BLOCKS, BLOCK_SIZE, LAYERS, HIDDEN_SIZE), graphs=True)
-
-
-@pytest.mark.usefixtures("drafter")
-def test_the_fix_is_active_by_default() -> None:
-    assert vllm_graphfix.states()["hidden-states-padding"].state == "active"
 
 
 def test_a_step_keeps_its_slots_in_the_drafters_own_buffer(drafter: Any) -> None:

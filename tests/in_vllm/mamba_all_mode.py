@@ -12,7 +12,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
-import vllm_graphfix
 from activities import activity_of
 from vllm_graphfix.fixes.mamba_all_mode import INDICES_OF_ANOTHER_GROUP
 
@@ -66,10 +65,6 @@ def updated(first: Any, second: Any, lengths: list[int], scheduled: list[int]) -
     made = second.update_block_table(built, common.block_table_tensor + 100, common.slot_mapping)
     assert ACTIVITY.error is None
     return built, made, INDICES_OF_OTHERS.count - before
-
-
-def test_the_fix_is_active() -> None:
-    assert vllm_graphfix.states()["mamba-all-mode"].state == "active"
 
 
 def test_decodes_have_their_indices_in_the_second_groups_own_buffers() -> None:

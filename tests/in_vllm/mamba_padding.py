@@ -17,7 +17,6 @@ from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadataBuilde
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import MambaSpec
 
-import vllm_graphfix
 from vllm_graphfix.verify.double.unpinned import unpinned
 
 BUILDERS = (Mamba1AttentionMetadataBuilder, Mamba2AttentionMetadataBuilder)
@@ -96,10 +95,6 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Split:
 
 def snapshot(metadata: Any) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in vars(metadata).items()}
-
-
-def test_the_fix_is_active() -> None:
-    assert vllm_graphfix.states()["mamba-padding"].state == "active"
 
 
 # scheduled tokens and the runner's marks, then the marks that the builder is to split by

@@ -26,7 +26,6 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker import gpu_model_runner
 
-import vllm_graphfix
 from vllm_graphfix.verify.double.scenarios import prefill_dispatch as scenario
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
@@ -77,10 +76,6 @@ def mode_of(made: Any, rows: list[Row], count: int | None = None, **forced: Any)
 def decode(prompt: int = 3, further: int = 4) -> Row:
     """A request that has answered with *further* tokens, the last of which is not computed."""
     return (prompt, prompt + further - 1, prompt + further)
-
-
-def test_the_fix_is_active() -> None:
-    assert vllm_graphfix.states()["prefill-dispatch"].state == "active"
 
 
 @LENGTHS

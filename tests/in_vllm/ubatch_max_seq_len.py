@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from vllm.v1.worker import ubatch_utils
 
-import vllm_graphfix
 from activities import activity_of
 from vllm_graphfix.verify.double.flash_attention import Rows
 from vllm_graphfix.verify.double.scenarios.ubatch_max_seq_len import HALVES, LONGEST, REQUESTS
@@ -19,10 +18,6 @@ ACTIVITY = activity_of("ubatch-max-seq-len")
 
 def _batch(lengths: list[int], longest: int) -> Any:
     return replace(Rows(REQUESTS).batch([1] * REQUESTS, lengths, REQUESTS, REQUESTS), max_seq_len=longest)
-
-
-def test_the_fix_is_active() -> None:
-    assert vllm_graphfix.states()["ubatch-max-seq-len"].state.value == "active"
 
 
 def test_in_a_capture_nothing_but_the_longest_length_is_another_than_stocks() -> None:

@@ -29,7 +29,11 @@ install_flashmla_stand_ins()
 import pytest
 options = "-q --no-header --noconftest --strict-markers --tb=short --disable-warnings".split()
 options += "-p no:cacheprovider --disable-plugin-autoload -rfE".split()
-sys.exit(pytest.main([*options, "-c", os.devnull, "--rootdir", {folder!r}, "-k", {select!r}, *{paths!r}]))
+code = pytest.main([*options, "-c", os.devnull, "--rootdir", {folder!r}, "-k", {select!r}, *{paths!r}])
+states = {{name: vllm_graphfix.states()[name].state.value for name in {active!r}}}
+if {{*states.values()}} - {{"active"}}:
+    sys.exit(print(states) or 1)
+sys.exit(code)
 """
 
 
@@ -39,6 +43,7 @@ def check_behaviours(
     env: Mapping[str, str] | None = None,
     *,
     also: Sequence[str] = (),
+    active: Sequence[str] = (),
     select: str = "",
     fresh: bool = False,
 ) -> None:
@@ -46,11 +51,12 @@ def check_behaviours(
 
     *fresh*: in a Python that has imported nothing yet, for what *env* says to Triton.
 
-    Raises AssertionError with pytest's report if one fails, or if there was none to run.
+    Raises AssertionError with pytest's report if one fails, if there was none to run, or if a fix of *active* is not
+    active after them.
     """
     paths = [str(_FOLDER / f"{each}.py") for each in (name, *also)]
     here = {"folder": str(_FOLDER), "package": str(_PACKAGE), "support": str(Path(__file__).parent)}
-    code = _CODE.format(**here, paths=paths, select=select)
+    code = _CODE.format(**here, paths=paths, active=[*active], select=select)
     if isinstance(release, str) and not fresh:
         run_in_fork(release, code, env)
     else:
