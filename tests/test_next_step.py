@@ -19,7 +19,7 @@ from vllm_graphfix import manifest
 from vllm_graphfix.commands import running
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.status import status as judge
-from vllm_graphfix.deployment import read_deployment
+from vllm_graphfix.deployment import known_flags, read_deployment
 from vllm_graphfix.deployment.line import FlagsError, parse
 from vllm_graphfix.deployment.runner import default_runner
 from vllm_graphfix.fixes import BY_NAME
@@ -316,7 +316,11 @@ def test_no_link_leads_out_of_the_root_of_a_process(tmp_path: Path) -> None:
         ("./v3 --kv-cache-dtype fp9", "a --kv-cache-dtype that vLLM takes (fp9 is unknown)"),
     ],
 )
-def test_a_typing_mistake_that_no_source_corrects_is_no_all_clear(line: str, missing: str) -> None:
+def test_a_typing_mistake_is_no_all_clear_where_the_flags_of_a_vllm_are_not_known(
+    line: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "none.json").write_text("{}")
+    monkeypatch.setattr(known_flags, "RECORDED", tmp_path / "none.json")
     assert f"\n  {missing}" in status("--for", line, "--gpu", HOPPER, "--exit-hit", code=4)
 
 
@@ -354,3 +358,13 @@ def test_no_secret_of_a_line_is_printed(line: str, options: tuple[str, ...]) -> 
     done = CliRunner().invoke(app, ["status", "--vllm", "0.18.1", "--gpu", HOPPER, *options, "--for", line])
     assert "(hidden)" in done.output
     assert "hunter2" not in done.output
+
+
+def test_a_flag_that_a_stock_release_lacks_is_refused_also_without_its_files() -> None:
+    out = status("--for", "m --kv-dtype fp8", "--gpu", HOPPER, vllm="0.18.1", code=2)
+    assert "'--kv-dtype' is no flag of vLLM 0.18.1; did you mean" in out
+
+
+@pytest.mark.release
+def test_the_recorded_flags_are_those_of_each_stock_release(release: str) -> None:
+    assert known_flags.flags_of(stock_release(release)) == known_flags.flags_of(open_source(release_root(release)))

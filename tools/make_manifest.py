@@ -1,4 +1,4 @@
-"""Regenerates vllm_graphfix/manifest.json from stock releases.
+"""Regenerates vllm_graphfix/manifest.json and the stock releases' flags (deployment/stock_flags.json).
 
     python tools/make_manifest.py [--root FOLDER] [--fix NAME] [VERSION …]
 
@@ -25,6 +25,7 @@ import torch
 
 from fetch_vllm import ALL_RELEASES, FetchError, release
 from vllm_graphfix import manifest
+from vllm_graphfix.deployment.known_flags import RECORDED, flags_of
 from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
 from vllm_graphfix.source.elsewhere import Reach, Search, reach_of
@@ -242,7 +243,18 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False,
     digests[KNOWN_FILES] |= {digest_of(each, 0) for folder in folders.values() for each in extension_modules(folder)}
     for path, new in digests.items():
         path.write_bytes(b"".join(sorted(new | (frozenset() if afresh else known(path)))))
+    write_flags(sources, afresh=afresh)
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
+
+
+def write_flags(sources: Mapping[str, Source], *, afresh: bool) -> None:
+    """Write the first and the last release of each flag; those of other releases stay unless it is made *afresh*."""
+    ranges: dict[str, str] = {} if afresh else json.loads(RECORDED.read_text())
+    for version, source in sources.items():
+        for flag in flags_of(source):
+            first, *_, last = sorted([version, *ranges.get(flag, version).split(), version], key=order)
+            ranges[flag] = f"{first} {last}"
+    RECORDED.write_text(json.dumps(dict(sorted(ranges.items())), indent=0) + "\n")
 
 
 def main() -> int:

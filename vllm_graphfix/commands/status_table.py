@@ -81,7 +81,7 @@ class _Output:
         known = all(row.diagnosis.known for row in status.rows)
         origin = "stock release" if known else "no recorded stock release: judged by its code"
         if status.source.release is not None:
-            origin = "the stock wheel as it was recorded: your copy was not read, nor flags checked against it"
+            origin = "the stock wheel as it was recorded: your copy was not read"
         where = f" in {printable(status.source.label)}" if self._verbose or not known else ""
         runner = f"; model runner {status.default_runner} by default" if needed and status.default_runner else ""
         if status.deployment is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,8 +26,14 @@ _OF_EACH = frozenset({"--tensor-parallel-size", "--headless"})
 judged."""
 
 
+RECORDED = Path(__file__).with_name("stock_flags.json")
+"""The first and the last stock release that has a flag, by flag; `tools/make_manifest.py` writes it."""
+
+
 def flags_of(source: Source) -> frozenset[str]:
     """Return every flag, long ones with dashes; empty if this vLLM defines them in other files."""
+    if source.release is not None:
+        return _flags_of_release(source.release)
     flags: set[str] = set()
     for path in _FILES:
         try:
@@ -39,6 +47,16 @@ def flags_of(source: Source) -> frozenset[str]:
                 fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
                 flags |= {_dashed(f"--{field.id}") for field in fields if isinstance(field, ast.Name)}
     return frozenset(flags) if flags >= _OF_EACH else frozenset()
+
+
+def _flags_of_release(version: str) -> frozenset[str]:
+    recorded: dict[str, str] = json.loads(RECORDED.read_text())
+    ranges = ((flag, [_numbers(each) for each in releases.split()]) for flag, releases in recorded.items())
+    return frozenset(flag for flag, (first, last) in ranges if first <= _numbers(version) <= last)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 _CHOICES = {
