@@ -305,7 +305,8 @@ class Engine:
         return self.hosts[host].output("-c", _request(path, body), env={})
 
     def fleet(self, host: str) -> dict[str, Any]:
-        answer = json.loads(self.hosts[host].output("-m", "vllm_graphfix", "fleet", "--json", env=self._env(host)))
+        output = self.hosts[host].output("-m", "vllm_graphfix", "fleet", "--json", env=self._env(host))
+        answer = json.loads(output.replace(f"{self._folder}/", ""))
         engines = [{key: each[key] for key in ("status", "wrong", "notes", "hosts")} for each in answer["engines"]]
         return {"exit code": answer["exit_code"], "engines": engines, "notes": answer["notes"]}
 
