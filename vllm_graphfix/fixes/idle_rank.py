@@ -197,13 +197,13 @@ def _name_no_block(stock: StockFunction, activity: Activity, *, shape: str) -> S
 
 
 def _restore(undo: Undo, activity: Activity) -> None:
-    """Restore every buffer, even if one fails."""
-    for restore in reversed(undo):
-        from torch import inference_mode
+    """Restore every buffer once, the last one first, even if one fails."""
+    from torch import inference_mode
 
+    while undo:
         try:
             with inference_mode():
-                restore()
+                undo.pop()()
         except Exception as error:
             activity.failed(error)
 
