@@ -21,7 +21,13 @@ from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
-from vllm_graphfix.shadow.lockstep import AGREEMENT, AGREEMENT_MODULE, is_in_lockstep, shape_of
+from vllm_graphfix.shadow.lockstep import (
+    AGREEMENT,
+    AGREEMENT_MODULE,
+    DataParallelCoordinator,
+    is_in_lockstep,
+    shape_of,
+)
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.verdict import TARGET
 
@@ -158,7 +164,7 @@ def _check_replays(stock: StockFunction, _: Activity) -> StockFunction:
         if shadow is None:
             return stock(self, desc)
         if shadow.lockstep is not None:  # `_count_common_step` has counted this step
-            return _maybe_check_together(shadow, stock, self, desc)
+            return _maybe_check_together(shadow, shadow.lockstep, stock, self, desc)
         due = False
         try:
             schedule = shadow.schedule
@@ -189,9 +195,10 @@ def _count_common_steps(stock: StockFunction, _: Activity) -> StockFunction:
     def agree(cudagraph_manager: Any, *args: Any, **kwargs: Any) -> Any:
         agreed = stock(cudagraph_manager, *args, **kwargs)
         shadow = process.SHADOW
-        if shadow is not None and shadow.lockstep is not None and type(cudagraph_manager).__name__ == _MANAGER:
+        others = shadow.lockstep if shadow is not None else None
+        if shadow is not None and others is not None and type(cudagraph_manager).__name__ == _MANAGER:
             try:
-                _count_common_step(shadow, agreed)
+                _count_common_step(shadow, others, agreed)
             except Exception as error:
                 with suppress(Exception):
                     shadow.stop(error)
@@ -200,37 +207,35 @@ def _count_common_steps(stock: StockFunction, _: Activity) -> StockFunction:
     return agree
 
 
-def _count_common_step(shadow: Shadow, agreed: Any) -> None:
-    schedule, others = shadow.schedule, shadow.lockstep
+def _count_common_step(shadow: Shadow, others: DataParallelCoordinator, agreed: Any) -> None:
+    schedule = shadow.schedule
     schedule.count += 1
     if schedule.timed:
         schedule.tick()
-    if others is not None:
-        others.common_shape = None
-    if schedule.count >= schedule.due or shadow.quarantined:
-        _ask_the_others(shadow, agreed)
-
-
-def _ask_the_others(shadow: Shadow, agreed: Any) -> None:
+    others.common_shape = None
+    if schedule.count < schedule.due and not shadow.quarantined:
+        return
     shape = None
     try:
         desc = agreed[0]
         if desc.cg_mode.name == "FULL":
             shape = shape_of(desc)
     except Exception as error:
-        shadow.stop(error)
-    if shadow.all_ranks_replay(shape) and shadow.lockstep is not None:
-        shadow.lockstep.common_shape = shape
+        shadow.stop(error)  # the other ranks agree all the same, and wait for this one
+    if shadow.all_ranks_replay(shape):
+        others.common_shape = shape
 
 
-def _maybe_check_together(shadow: Shadow, stock: StockFunction, manager: Any, desc: Any) -> Any:
+def _maybe_check_together(
+    shadow: Shadow, others: DataParallelCoordinator, stock: StockFunction, manager: Any, desc: Any
+) -> Any:
     def replay() -> Any:
         return stock(manager, desc)
 
-    shape = shadow.lockstep.common_shape if shadow.lockstep is not None else None
-    if shadow.lockstep is None or shape is None:
+    shape = others.common_shape
+    if shape is None:
         return replay()
-    shadow.lockstep.common_shape = None
+    others.common_shape = None
     key, caller = (id(manager), shape), sys._getframe(2)
 
     def describe() -> Step:
