@@ -149,7 +149,8 @@ def _measuring_class(kind: Any, shadow: Shadow, *, has_full: bool) -> Any:
         tokens = None
         try:
             if memory.measuring:
-                own = checked if own is checked or _is_full() else kind
+                if own is kind and _is_full():
+                    own = checked
                 tokens = _warm_up()
             else:
                 self.__class__ = own
@@ -159,8 +160,7 @@ def _measuring_class(kind: Any, shadow: Shadow, *, has_full: bool) -> Any:
             return own.__call__(self, *args, **kwargs)
         return memory.measured(id(self), tokens, lambda: own.__call__(self, *args, **kwargs))
 
-    names = {"__call__": measured, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), names)
+    return _subclass(kind, measured)
 
 
 def _is_full() -> bool:
@@ -197,6 +197,11 @@ def _checking_class(kind: Any, shadow: Shadow) -> Any:
             return _maybe_check(shadow, kind, self, args, kwargs)
         return kind.__call__(self, *args, **kwargs)
 
+    return _subclass(kind, call)
+
+
+def _subclass(kind: Any, call: Callable[..., Any]) -> Any:
+    """Return a subclass of *kind* with another `__call__`, which goes by the name of *kind*."""
     names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), names)
 
