@@ -33,7 +33,7 @@ class Schedule:
     """
 
     def __init__(self, rate: Rate) -> None:
-        self._every, self._share = rate.every, rate.share
+        self._every, self.share = rate.every, rate.share
         self._has_all = False
         """Every replay is due, a drafter's too."""
         self.timed = rate.share is not None
@@ -52,15 +52,11 @@ class Schedule:
     def _first(self) -> int:
         if self._every is not None:
             return 1 + place(0, self._every)
-        return max(1, math.ceil(_FIRST_COST / self._share)) if self._share is not None else NEVER
+        return max(1, math.ceil(_FIRST_COST / self.share)) if self.share is not None else NEVER
 
     @property
     def step(self) -> int:
         return self.count // (self.within + 1)
-
-    @property
-    def share(self) -> float | None:
-        return self._share
 
     def restart(self, *, drafts: bool) -> int:
         """Count from 0, at the same moment on all ranks; return the first step that is due, the same on all.
@@ -73,7 +69,7 @@ class Schedule:
 
     def check_every_replay(self) -> None:
         """Make every replay due from the next one on, at any rate; all ranks call this between the same two steps."""
-        self._every, self._share, self._has_all = 1, None, True
+        self._every, self.share, self._has_all = 1, None, True
         self.move(self.step + 1)
 
     def move(self, step: int, *, planned: bool = False) -> None:
@@ -106,16 +102,16 @@ class Schedule:
         self._costs.append(cost)
         self._spent += cost
         self._paid_for += self._busy
-        if self._share is None or self._paid_for <= 0:
-            return max(1, math.ceil(_FIRST_COST / (self._share or 1)))
+        if self.share is None or self._paid_for <= 0:
+            return max(1, math.ceil(_FIRST_COST / (self.share or 1)))
         self._steps += max(1, self.step - self._since)
         step_time = self._paid_for / self._steps
         typical = sorted(self._costs)[(len(self._costs) - 1) // 2]  # the lower median: the first check takes far longer
         # What was spent too much is waited for; what was spent too little is made up for, but not in a burst. Half of
         # the next check is paid for before it, so that the budget holds from both sides, also while the first check,
         # which is slow, makes up most of the spending.
-        debt = self._spent - self._share * self._paid_for
-        seconds = max(typical / 2 + debt, typical / 2) / self._share
+        debt = self._spent - self.share * self._paid_for
+        seconds = max(typical / 2 + debt, typical / 2) / self.share
         if self._paid_for > _HALF_LIFE:
             self._spent, self._paid_for, self._steps = self._spent / 2, self._paid_for / 2, self._steps / 2
         return max(1, math.ceil(seconds / step_time))
@@ -125,12 +121,12 @@ class Schedule:
 
         A budget waits as at the beginning.
         """
-        if self._share is None:
+        if self.share is None:
             return self.wanted(cost)
         self._spent += cost
         self._paid_for += self._busy
         self._steps += max(1, self.step - self._since)
-        return max(1, math.ceil(_FIRST_COST / self._share))
+        return max(1, math.ceil(_FIRST_COST / self.share))
 
     def check_in(self, steps: int) -> None:
         """Check in so many *steps* from here, on which all ranks have agreed."""

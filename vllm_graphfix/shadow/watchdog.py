@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import NoReturn, TypeVar
 
 from vllm_graphfix.log import logger
@@ -52,8 +52,11 @@ class _Watchdog:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def limit(self, what: str, seconds: float | None) -> Iterator[None]:
-        """End the process if the block takes longer than *seconds*; afterwards an enclosing block's time restarts."""
+    def limit(self, what: str, seconds: float | None = None) -> Iterator[None]:
+        """End the process, saying that it *what*, if the block takes too long.
+
+        The limit is *seconds*, or that of the enclosing block, whose time restarts afterwards, or `LIMIT`.
+        """
         outer = self._limit
         if seconds is None:
             seconds = outer.seconds if outer is not None else LIMIT
@@ -90,15 +93,7 @@ class _Watchdog:
         end(f"{limit.what}, and {limit.seconds:.0f} s were not enough")
 
 
-_watchdog = _Watchdog()
-
-
-def limit(what: str, seconds: float | None = None) -> AbstractContextManager[None]:
-    """Return a context manager that ends the process, saying that it *what*, if the block takes too long.
-
-    The limit is *seconds*, or that of the enclosing block, or `LIMIT`.
-    """
-    return _watchdog.limit(what, seconds)
+limit = _Watchdog().limit
 
 
 def end(reason: str) -> NoReturn:
