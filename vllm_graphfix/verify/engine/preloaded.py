@@ -45,9 +45,8 @@ class Forked:
 
     def __init__(self, parent: subprocess.Popen[bytes], stem: Path) -> None:
         self._parent, self._code = parent, stem.with_name(f"{stem.name}.code")
-        self.pid, self.returncode = int(stem.with_name(f"{stem.name}.pid").read_text()), None
-
-    returncode: int | None
+        self.pid = int(stem.with_name(f"{stem.name}.pid").read_text())
+        self.returncode: int | None = None
 
     def poll(self) -> int | None:
         orphaned = self._parent.poll() is not None  # before the file is read: it may be the parent's last act
@@ -67,7 +66,8 @@ class Preloaded:
     """A process that imports vLLM with *environment*, in *folder*, and forks engines."""
 
     def __init__(self, folder: Path, name: str, environment: Mapping[str, str], alive: int) -> None:
-        self._ready, self.why_not = folder / f"{name}.ready", None
+        self._ready = folder / f"{name}.ready"
+        self.why_not: str | None = None
         with (folder / f"{name}.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(self._ready), str(alive)],
@@ -80,8 +80,6 @@ class Preloaded:
                 start_new_session=True,
             )
         self._asking = threading.Lock()
-
-    why_not: str | None
 
     def wait(self) -> bool:
         """Wait until vLLM is imported; return False, with the reason in `why_not`, if the process cannot be forked."""
@@ -126,7 +124,7 @@ def _serve(ready: Path, alive: int) -> None:
     gc.freeze()  # else the first collection in each engine would write to, and so copy, every page
     engines: dict[int, Path] = {}
     signal.signal(signal.SIGCHLD, functools.partial(_write_exit_codes, engines))
-    _write(ready, why_not or "")
+    worker.write_at_once(ready, why_not or "")
     while line := sys.stdin.readline():
         order = json.loads(line)
         # SIGCHLD waits until `engines` has the pid: an engine may end at once.
@@ -138,7 +136,7 @@ def _serve(ready: Path, alive: int) -> None:
             os.setpgid(pid, pid)  # here and in the engine, so that it holds whichever runs first
         stem = Path(order["result"]).with_suffix("")
         engines[pid] = stem
-        _write(stem.with_name(f"{stem.name}.pid"), str(pid))
+        worker.write_at_once(stem.with_name(f"{stem.name}.pid"), str(pid))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
@@ -182,7 +180,7 @@ def _write_exit_codes(engines: dict[int, Path], number: int, frame: object) -> N
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
             if (stem := engines.pop(pid, None)) is not None:
-                _write(stem.with_name(f"{stem.name}.code"), str(os.waitstatus_to_exitcode(status)))
+                worker.write_at_once(stem.with_name(f"{stem.name}.code"), str(os.waitstatus_to_exitcode(status)))
 
 
 def _become_engine(order: Mapping[str, Any], alive: int) -> NoReturn:
@@ -199,12 +197,6 @@ def _become_engine(order: Mapping[str, Any], alive: int) -> NoReturn:
         code = worker.engine_process(Path(order["job"]), Path(order["result"]), alive)
     finally:  # also after an error: this child must not go on in its parent's loop
         os._exit(code)
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text)
-    partial.replace(file)
 
 
 if __name__ == "__main__":

@@ -61,22 +61,24 @@ def exit_with_pipe(pipe: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def write_at_once(file: Path, text: str) -> None:
+    """Write *text* to *file* so that no reader sees a part of it."""
+    unfinished = file.with_name(f"{file.name}.partial")
+    unfinished.write_text(text)
+    unfinished.replace(file)
+
+
 def _write(result: Path, written: dict[str, Any]) -> None:
-    unfinished = result.with_suffix(".partial")
-    unfinished.write_text(json.dumps(written))
-    unfinished.replace(result)  # atomic: a reader never sees half of it
+    write_at_once(result, json.dumps(written))
 
 
 def _error_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    line = lines[0] if lines else ""
     # pydantic writes the number of errors first, and then the errors.
-    if len(lines) > 1 and re.match(r"\d+ validation errors? for ", lines[0]):
-        return " ".join(lines[1:]).partition(" [type=")[0]
-    return lines[0] if lines else ""
+    if len(lines) > 1 and re.match(r"\d+ validation errors? for ", line):
+        line = " ".join(lines[1:]).partition(" [type=")[0]
+    return f"{type(error).__name__}: {line}"
 
 
 def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResult:
