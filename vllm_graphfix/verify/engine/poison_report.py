@@ -12,7 +12,7 @@ from vllm_graphfix.verify.comparison import finite_or_none, tolerance_of
 from vllm_graphfix.verify.engine.job import EngineResult, PoisonPass
 from vllm_graphfix.verify.engine.poisoned import PASSES, gap_between
 from vllm_graphfix.verify.engine.processes import HANG
-from vllm_graphfix.verify.poison.kinds import KINDS, NAN_IN_NULL_BLOCK
+from vllm_graphfix.verify.poison.kinds import NAN_IN_NULL_BLOCK, ROWS
 
 _NO_FINDING = re.compile(rf"{HANG.pattern}|.*out of memory", re.IGNORECASE | re.DOTALL)
 """Errors that poison does not cause. An engine that ran into the time limit of a whole engine may be slow; one that
@@ -135,7 +135,7 @@ class PoisonReport:
 
         It is no finding: those rows belong to no request.
         """
-        rows_alone = [each for each in self.passes if each.kinds == KINDS[:1] and each.buffers is None]
+        rows_alone = [each for each in self.passes if each.kinds == (ROWS,) and each.buffers is None]
         return min((step for each in rows_alone for step in each.padded), default=None)
 
     def summary(self) -> str:

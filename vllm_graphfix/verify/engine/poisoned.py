@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.verify.comparison import Answer
 from vllm_graphfix.verify.engine.job import PoisonPass
-from vllm_graphfix.verify.poison.kinds import KINDS
+from vllm_graphfix.verify.poison.kinds import BLOCKS, KINDS, NULL, ROWS
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -54,12 +54,14 @@ def ask_with_poison(session: Session) -> tuple[PoisonPass, ...]:
 
     passes = [one(KINDS)]
     if not passes[0].shows:
-        return tuple(passes) if not passes[0].padded else (passes[0], one(KINDS[:1]))
-    alone = [one([kind]) for kind in KINDS]
-    passes += alone
-    passes += [one(each.kinds, finite=True) for each in alone[1:3] if each.shows and not each.written]
-    if alone[0].shows:
-        passes += _halves(one, [name for rank in alone[0].ranks[:1] for name in rank["buffers"]])
+        return (passes[0], one([ROWS])) if passes[0].padded else tuple(passes)
+    alone = {kind: one([kind]) for kind in KINDS}
+    passes += alone.values()
+    for kind in (NULL, BLOCKS):
+        if alone[kind].shows and not alone[kind].written:
+            passes.append(one([kind], finite=True))
+    if alone[ROWS].shows:
+        passes += _halves(one, [name for rank in alone[ROWS].ranks[:1] for name in rank["buffers"]])
     return tuple(passes)
 
 
@@ -84,7 +86,7 @@ def ask_last_with_poison(session: Session) -> tuple[tuple[Answer, ...], tuple[Po
     if passes[0].shows:
         passes.append(_one_pass(session, bound, KINDS, None, finite=True))
     if passes[0].padded:
-        passes.append(_one_pass(session, bound, KINDS[:1], None, finite=False))
+        passes.append(_one_pass(session, bound, [ROWS], None, finite=False))
     return again, tuple(passes)
 
 
@@ -98,11 +100,11 @@ def _halves(one: Callable[..., PoisonPass], names: list[str]) -> Iterator[Poison
     """Halve the inputs *names* down to one in which poison shows."""
     while len(names) > 1:
         first = names[: len(names) // 2]
-        half = one(KINDS[:1], first)
+        half = one([ROWS], first)
         yield half
         names = first if half.shows else names[len(first) :]
     if names:
-        yield one(KINDS[:1], names)
+        yield one([ROWS], names)
 
 
 def _one_pass(
