@@ -333,7 +333,8 @@ def _not_proven(
             f"; changed since: {', '.join(names[:3]) or 'nothing that is fingerprinted'}"
             f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
         )
-        where = where or f"{changed[0].partition('::')[0]}:1" if changed else where
+        if changed and not where:
+            where = f"{changed[0].partition('::')[0]}:1"
     seen = diagnosis.verdict is Verdict.AFFECTED or diagnosis.defect_seen
     return Diagnosis(Verdict.UNRECOGNISED, reason, where, diagnosis.shape if seen else "", defect_seen=seen)
 

@@ -48,7 +48,7 @@ _SHORTEST = 0.5
 
 
 class Options(NamedTuple):
-    """What is asked of each engine, and which engines there are."""
+    """The requests to each engine, and the engines that only an option adds."""
 
     prompts: Sequence[Prompt] = ()
     generated: int = 16
@@ -219,8 +219,7 @@ def _compare(
             if padded.result is not None:
                 comparison = exonerate(comparison, graphed.result.passes[0], padded.result.passes[0])
     compiled_result, padded_result = (each.result if each is not None else None for each in (arbiter, padded))
-    witnesses = [each for each in (arbiter, padded) if each is not None]
-    errors = [each.error for each in (*witnesses, poisoned, exact) if each is not None]
+    errors = [each.error for each in (arbiter, padded, poisoned, exact) if each is not None]
     return Report(
         model,
         tuple(flags),
@@ -243,7 +242,7 @@ def _error_of_reference(reference: JobResult) -> CompareError:
 
 
 def _note(arbiter: JobResult | None, padded: JobResult | None) -> str | None:
-    """Return which references but eager there were, or why there were none."""
+    """Name the references besides eager, or say why one is missing; None if eager's answers were enough."""
     if arbiter is None:
         return None
     for engine, name in ((arbiter, "compiled"), (padded, "padded")):

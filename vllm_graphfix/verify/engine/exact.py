@@ -61,7 +61,7 @@ class ExactReplays:
         import torch
 
         shadow = process.SHADOW
-        if shadow is not None and (process.REFUSED or shadow.stopped) is None:
+        if shadow is not None and process.REFUSED is None and shadow.stopped is None:
             self._record_graphs(shadow)
             shadow.schedule.check_every_replay()
         stock = torch.cuda.CUDAGraph.replay
