@@ -25,7 +25,8 @@ class Edit(NamedTuple):
     """Regular expression, where ``^`` and ``$`` are ends of lines; it has to occur. ``\\A`` in a file that the release
     lacks: a new one."""
     replacement: str
-    verdict: Verdict
+    verdict: Verdict = Verdict.UNRECOGNISED
+    """Most edits are not recognised."""
     also: tuple[tuple[str, str, str], ...] = ()
     """Path, pattern and replacement of what else is changed, one after the other: in another file, or in the same."""
     shape: str = ""
@@ -52,6 +53,9 @@ class Wording(NamedTuple):
     """By name: of the file, or of several by their paths."""
     of: str = ""
     """`Edit.what` of what it is written into, if that is not the stock release."""
+
+
+affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 
 
 class Served(NamedTuple):

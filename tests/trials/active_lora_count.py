@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.active_lora_count import _CONFIG, _EXPAND, _META, _MIXIN, _PUNICA, _RUNNER, _UTILS_V2
 
@@ -11,8 +10,7 @@ counted = r"^( +)((?:self\.)?num_active_loras) = lora_ids\.size\(0\)\n"
 handed = r"^( +)self\.num_active_loras_cpu\[0\] = num_active_loras\n"
 launched = r"^( +)num_active_loras\.item\(\),\n"
 room = r"\1num_active_loras = min(num_active_loras + 1, self.active_lora_ids.size(0))"
-fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+fixed = Verdict.FIXED
 lora = "./llama --enable-lora"
 specialised = f"{lora} --specialize-active-lora"
 
@@ -49,21 +47,13 @@ EDITS = (
         r"\1num_active_loras = self.default_num_active_loras_cpu" + "\n",
         fixed,
     ),
-    Edit(
-        "one more than the list has places",
-        "0.20.0",
-        _META,
-        counted,
-        r"\1\2 = lora_ids.size(0) + 1" + "\n",
-        unrecognised,
-    ),
+    Edit("one more than the list has places", "0.20.0", _META, counted, r"\1\2 = lora_ids.size(0) + 1" + "\n"),
     Edit(
         "one more now and then",
         "0.32.0",
         _META,
         handed,
         r"\1if num_tokens > 1:" + "\n    " + room + "\n" + r"\1self.num_active_loras_cpu[0] = num_active_loras" + "\n",
-        unrecognised,
     ),
     Edit(
         "adapters alone in the list",
@@ -71,7 +61,6 @@ EDITS = (
         _META,
         counted,
         r"\1lora_ids = lora_ids[lora_ids >= 0]" + "\n" + r"\1\2 = lora_ids.size(0)" + "\n",
-        unrecognised,
     ),
     Edit(
         "rows without an adapter count in V1's dispatch",
@@ -80,7 +69,6 @@ EDITS = (
         r"else len\(self\.input_batch\.lora_id_to_lora_request\)",
         "else len(self.input_batch.lora_id_to_lora_request)"
         " + int((self.input_batch.request_lora_mapping[:num_reqs] == 0).any())",
-        unrecognised,
     ),
     Edit(
         "one more in V2's dispatch",
@@ -88,7 +76,6 @@ EDITS = (
         _UTILS_V2,
         r"return len\(lora_state\.get_activate_loras\(req_ids\)\)",
         "return len(lora_state.get_activate_loras(req_ids)) + 1",
-        unrecognised,
     ),
     Edit(
         "a row without an adapter in the greatest capture",
@@ -96,7 +83,6 @@ EDITS = (
         _MIXIN,
         r"list\(range\(1, effective_num_loras \+ 1\)\),",
         "[0, *range(1, effective_num_loras + 1)],",
-        unrecognised,
     ),
     Edit(
         "programs for the whole list",
@@ -104,7 +90,6 @@ EDITS = (
         _EXPAND,
         launched,
         r"\1lora_ids.size(0)," + "\n",
-        unrecognised,
         also=(("vllm/lora/ops/triton_ops/lora_shrink_op.py", launched, r"\1lora_ids.size(0)," + "\n"),),
     ),
     Edit(
@@ -113,7 +98,6 @@ EDITS = (
         _PUNICA,
         r"^( +)self\.prompt_mapping_meta\.prepare_tensors\(self\.sampler_indices\)\n",
         r"\g<0>\1self.token_mapping_meta.num_active_loras_cpu += 1" + "\n",
-        unrecognised,
     ),
     Edit(
         "one more where kernels are given it",
@@ -121,7 +105,6 @@ EDITS = (
         _META,
         r"^( +)num_active_loras = self\.num_active_loras_cpu\n",
         r"\1num_active_loras = self.num_active_loras_cpu + 1" + "\n",
-        unrecognised,
     ),
     # Not right, though it looks so.
     Edit(
@@ -130,7 +113,6 @@ EDITS = (
         _META,
         counted,
         r"\g<0>\1if \2 == 1:" + "\n" + r"\1    \2 = min(\2 + 1, self.active_lora_ids.size(0))" + "\n",
-        unrecognised,
     ),
     Edit(
         "one more, and counted again",
@@ -143,16 +125,8 @@ EDITS = (
         + "\n"
         + r"\1self.num_active_loras_cpu[0] = num_active_loras"
         + "\n",
-        unrecognised,
     ),
-    Edit(
-        "one more once it is handed on",
-        "0.33.0",
-        _META,
-        handed,
-        r"\g<0>" + room + "\n",
-        unrecognised,
-    ),
+    Edit("one more once it is handed on", "0.33.0", _META, handed, r"\g<0>" + room + "\n"),
     Edit(
         "one more, taken back for what was captured",
         "0.28.0",
@@ -160,7 +134,6 @@ EDITS = (
         handed,
         room + "\n" + r"\1num_active_loras = min(num_active_loras, max(self.captured_lora_counts))" + "\n"
         r"\1self.num_active_loras_cpu[0] = num_active_loras" + "\n",
-        unrecognised,
     ),
     Edit(
         "programs for all adapters while debugging",
@@ -168,7 +141,6 @@ EDITS = (
         _META,
         r"^( +)if specialize_active_lora:\n",
         r"\1if specialize_active_lora and not envs.VLLM_DEBUG:" + "\n",
-        unrecognised,
     ),
     Edit(
         "programs for all adapters, and those of the batch after all",
@@ -178,7 +150,7 @@ EDITS = (
         r"\1num_active_loras = self.default_num_active_loras_cpu" + "\n" + r"\g<0>",
         Verdict.AFFECTED,
     ),
-    Edit("no such option", "0.22.0", _CONFIG, "specialize_active_lora", "specialize_no_lora", unrecognised),
+    Edit("no such option", "0.22.0", _CONFIG, "specialize_active_lora", "specialize_no_lora"),
 )
 
 SERVED = (

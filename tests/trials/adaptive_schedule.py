@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.adaptive_schedule import _BACKEND, _BATCH, _GRAPHS, _RUNNER, _STATES
 
-fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+fixed = Verdict.FIXED
 v2, hopper = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3"
 longest = (
     r"max_query_len=\(\n +int\(num_scheduled_tokens_upper_bound\.max\(\)\)\n"
@@ -40,7 +38,6 @@ EDITS = (
         _RUNNER,
         longest,
         "max_query_len=batch_desc.max_query_len if draft_tokens else None,",
-        unrecognised,
     ),
     Edit(
         "the longest after drafts are cut",
@@ -48,7 +45,6 @@ EDITS = (
         _RUNNER,
         r"int\(num_scheduled_tokens_upper_bound\.max\(\)\)",
         "int(num_scheduled_tokens_np.max())",
-        unrecognised,
     ),
     Edit(
         "told otherwise afterwards",
@@ -56,7 +52,6 @@ EDITS = (
         _RUNNER,
         made,
         r"\1input_batch.max_query_len = self.decode_query_len\n\g<0>",
-        unrecognised,
     ),
     Edit(
         "only graphs for just as many",
@@ -64,7 +59,6 @@ EDITS = (
         _GRAPHS,
         r"desc\.max_query_len >= max_query_len",
         "desc.max_query_len == max_query_len",
-        unrecognised,
     ),
     Edit(
         "graphs of another longest",
@@ -72,47 +66,23 @@ EDITS = (
         _GRAPHS,
         r"max_query_len=self\.decode_query_len",
         "max_query_len=num_tokens",
-        unrecognised,
     ),
-    Edit(
-        "captured without it",
-        "0.28.0",
-        _BATCH,
-        r"max_query_len=max_query_len,",
-        "max_query_len=None,",
-        unrecognised,
-    ),
-    Edit(
-        "builders told of another",
-        "0.33.0",
-        _STATES,
-        taken,
-        "max_query_len = input_batch.longest_of_its_graph\n",
-        unrecognised,
-    ),
+    Edit("captured without it", "0.28.0", _BATCH, r"max_query_len=max_query_len,", "max_query_len=None,"),
+    Edit("builders told of another", "0.33.0", _STATES, taken, "max_query_len = input_batch.longest_of_its_graph\n"),
     Edit(
         "prepared for another graph",
         "0.31.0",
         _RUNNER,
         r"scheduler_output, batch_req_state, batch_desc, num_active_loras\n",
         "scheduler_output, batch_req_state, self.largest, num_active_loras\n",
-        unrecognised,
     ),
-    Edit(
-        "dispatched without it",
-        "0.30.0",
-        _RUNNER,
-        r"^ +max_query_len=max_query_len,\n",
-        "",
-        unrecognised,
-    ),
+    Edit("dispatched without it", "0.30.0", _RUNNER, r"^ +max_query_len=max_query_len,\n", ""),
     Edit(
         "no adaptive verification",
         "0.28.0",
         _RUNNER,
         r"adaptive_verification",
         "verification",
-        unrecognised,
         also=((_GRAPHS, r"varlen_decode", "uniform_decode"),),
     ),
     Edit(
@@ -121,7 +91,6 @@ EDITS = (
         _BACKEND,
         r"^( +)self\.aot_schedule = get_flash_attn_version\(\) == 3\n",
         r"\g<0>\1if vllm_config.speculative_config is not None:\n\1    self.aot_schedule = False\n",
-        unrecognised,
     ),
 )
 
@@ -174,8 +143,7 @@ WORDINGS = (
             ),
             "the graph's number for all requests": swap(longest, "max_query_len=batch_desc.uniform_token_count,"),
             "set on a copy": swap(
-                made,
-                r"\1import copy; copy.copy(input_batch).max_query_len = batch_desc.max_query_len\n\g<0>",
+                made, r"\1import copy; copy.copy(input_batch).max_query_len = batch_desc.max_query_len\n\g<0>"
             ),
             "set, and undone": both(
                 swap(longest, "max_query_len=batch_desc.max_query_len,"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.c128a_stride import _BACKEND
 
@@ -26,7 +25,6 @@ v4 = {
     "compress_ratios": [0, 4, 128],
     "head_dim": 512,
 }
-affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
 
 EDITS = (
     Edit("width of the longest request", "0.27.1", _BACKEND, width, whole, Verdict.FIXED),
@@ -36,25 +34,10 @@ EDITS = (
         _BACKEND,
         width,
         "max_compressed_tokens=max(active_topk_width, 256)",
-        Verdict.UNRECOGNISED,
     ),
-    Edit("rows are taken in another way", "0.27.1", _BACKEND, rows, packed, Verdict.UNRECOGNISED),
-    Edit(
-        "remedy cut out",
-        "0.28.0",
-        _BACKEND,
-        r"global_decode_buffer\[:num_decode_tokens\]",
-        by_width,
-        Verdict.FIXED,
-    ),
-    Edit(
-        "remedy cut out, width too",
-        "0.29.0",
-        _BACKEND,
-        r"global_decode_buffer\[:num_decode_tokens\]",
-        packed,
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("rows are taken in another way", "0.27.1", _BACKEND, rows, packed),
+    Edit("remedy cut out", "0.28.0", _BACKEND, r"global_decode_buffer\[:num_decode_tokens\]", by_width, Verdict.FIXED),
+    Edit("remedy cut out, width too", "0.29.0", _BACKEND, r"global_decode_buffer\[:num_decode_tokens\]", packed),
     # Right elsewhere.
     Edit(
         "rows at the buffer's stride",
@@ -77,7 +60,6 @@ EDITS = (
         _BACKEND,
         r"self\._build_c128a_metadata\(cm, ",
         "self._build_c128a_metadata(replace(cm, max_seq_len=self.max_model_len), ",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "the batch is as long as any",
@@ -85,7 +67,6 @@ EDITS = (
         _BACKEND,
         by_length,
         r"\1cm = replace(cm, max_seq_len=self.model_config.max_model_len)\n\1\2\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "width of the longest request in decodes",
@@ -93,9 +74,8 @@ EDITS = (
         _BACKEND,
         built,
         r"\1if num_prefill_tokens == 0:\n\1    active_topk_width = self.c128a_max_compressed\n\1\2\n",
-        Verdict.UNRECOGNISED,
     ),
-    Edit("width chosen once", "0.27.0", _BACKEND, width, "max_compressed_tokens=self.topk_width", Verdict.UNRECOGNISED),
+    Edit("width chosen once", "0.27.0", _BACKEND, width, "max_compressed_tokens=self.topk_width"),
     # Wrong.
     Edit(
         "width of the longest request in prefills",
@@ -103,7 +83,6 @@ EDITS = (
         _BACKEND,
         built,
         r"\1if num_decode_tokens == 0:\n\1    active_topk_width = self.c128a_max_compressed\n\1\2\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "width of the longest request in debug runs",
@@ -111,7 +90,6 @@ EDITS = (
         _BACKEND,
         width,
         "max_compressed_tokens=active_topk_width if __debug__ else self.c128a_max_compressed",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "rows packed on all devices but one",
@@ -119,7 +97,6 @@ EDITS = (
         _BACKEND,
         r"global_decode_buffer\[:num_decode_tokens, :max_compressed_tokens\]",
         packed,
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "the buffer is packed first",
@@ -127,7 +104,6 @@ EDITS = (
         _BACKEND,
         r"^( +)(num_prefill_tokens = num_tokens - num_decode_tokens)\n",
         r"\1\2\n\1global_decode_buffer = global_decode_buffer.view(-1, max_compressed_tokens)\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "rows are copied where they end up",
@@ -135,7 +111,6 @@ EDITS = (
         _BACKEND,
         r"global_decode\.view\(\n",
         "global_decode.contiguous().view(\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "rows are cut to the batch behind",
@@ -143,7 +118,6 @@ EDITS = (
         _BACKEND,
         r"global_decode\.view\(\n",
         "global_decode[:, : cm.max_seq_len // self.compress_ratio].contiguous().view(\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "another builder has the backend",
@@ -151,7 +125,6 @@ EDITS = (
         _BACKEND,
         r"return DeepseekV4FlashMLAMetadataBuilder$",
         "return PackedFlashMLAMetadataBuilder",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -162,5 +135,5 @@ SERVED = (
     Served("0.27.0", "./model -cc.cudagraph_mode=PIECEWISE", does_not, "PIECEWISE", model=v4),
     Served("0.27.0", "./v4", does_not, "no layer of DeepseekV4ForCausalLM"),
     Served("0.27.0", "./llama", does_not, "no latent attention"),
-    Served("0.27.0", "deepseek-ai/DeepSeek-V4", Concern.UNKNOWN, "config.json"),
+    Served("0.27.0", "deepseek-ai/DeepSeek-V4", unknown, "config.json"),
 )

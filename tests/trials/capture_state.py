@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes._capture_source import MANAGER, MLA_BUILDERS, MODEL_STATES
 from vllm_graphfix.fixes.capture_state import _EAGLE, _FLASHMLA, _RUNNER
 
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, hopper, ampere = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 dense, sparse = "./v3 --attention-backend FLASHMLA", "./v32 --attention-backend FLASHMLA_SPARSE"
 
@@ -51,7 +49,6 @@ EDITS = (
         MANAGER,
         built + again,
         r"\1\2\1",
-        Verdict.UNRECOGNISED,
         also=((_EAGLE["capture-graph-split"], built + inline, r"\1\2\1"),),
         remedy=True,
     ),
@@ -61,25 +58,16 @@ EDITS = (
         MANAGER,
         built + inline,
         r"\1\2\1",
-        Verdict.UNRECOGNISED,
         also=((_EAGLE["capture-graph-inline"], built + inline, r"\1\2\1"),),
         remedy=True,
     ),
-    Edit(
-        "a third pass",
-        "0.26.0",
-        MANAGER,
-        rf"^( {{24}})({GRAPH})",
-        r"\1forward_fn(CUDAGraphMode.NONE)\n\1\2",
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("a third pass", "0.26.0", MANAGER, rf"^( {{24}})({GRAPH})", r"\1forward_fn(CUDAGraphMode.NONE)\n\1\2"),
     Edit(
         "states of models from elsewhere",
         "0.29.0",
         MODEL_STATES,
         r"return DefaultModelState$",
         "return memoised(DefaultModelState)",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a forward function from elsewhere",
@@ -87,23 +75,14 @@ EDITS = (
         MANAGER,
         r"forward_fn = create_forward_fn\(desc\)",
         "forward_fn = self.forward_of(create_forward_fn, desc)",
-        Verdict.UNRECOGNISED,
     ),
-    Edit(
-        "inputs from elsewhere",
-        "0.17.1",
-        MANAGER,
-        r"= prepare_inputs_to_capture\(",
-        "= self.prepare(",
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("inputs from elsewhere", "0.17.1", MANAGER, r"= prepare_inputs_to_capture\(", "= self.prepare("),
     Edit(
         "two warm-ups",
         "0.18.1",
         MANAGER,
         r"^( {20})forward_fn\(CUDAGraphMode\.NONE\)\n",
         r"\1for _ in range(2):\n\1    forward_fn(CUDAGraphMode.NONE)\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "one of two states",
@@ -111,7 +90,6 @@ EDITS = (
         MANAGER,
         r"^( {20})(forward_fn, attn_state = create_forward_fn\(desc\))\n",
         r"\1if self.pool:\n\1    \2\n\1else:\n\1    \2\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "two warm-ups of a draft",
@@ -119,7 +97,6 @@ EDITS = (
         _EAGLE["capture-graph-inline"],
         r"^( {8})generate_fn\((.*)\)\n",
         r"\1generate_fn(\2)\n\1generate_fn(\2)\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a model state that keeps metadata",
@@ -127,7 +104,6 @@ EDITS = (
         MODEL_STATES,
         r"return DefaultModelState\(",
         "return CachedModelState(",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a model state for latent attention",
@@ -135,7 +111,6 @@ EDITS = (
         MODEL_STATES,
         r"^    if vllm_config\.model_config\.is_hybrid:$",
         r"    if vllm_config.model_config.use_mla:\n        return MLAModelState(vllm_config, model)\n\g<0>",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a plan kept for captures",
@@ -143,7 +118,6 @@ EDITS = (
         MLA_BUILDERS,
         r"return self\.build\(0, m\)$",
         "return self.plans.setdefault(m.num_reqs, self.build(0, m))",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -201,10 +175,7 @@ WORDINGS = (
                 before(GRAPH, "recorded_fn, attn_state = create_forward_fn(desc)"),
                 swap(r"(with torch\.cuda\.graph\(graph, self\.pool\):\n +)forward_fn", r"\1recorded_fn"),
             ),
-            "the warm up on its own": swap(
-                WARM_UP,
-                r"\1create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\n\2",
-            ),
+            "the warm up on its own": swap(WARM_UP, r"\1create_forward_fn(desc)[0](CUDAGraphMode.NONE)\n\n\2"),
             "the warm up first": swap(
                 r"^( +)forward_fn, attn_state = create_forward_fn\(desc\)\n",
                 (
@@ -251,12 +222,7 @@ WORDINGS = (
             "asked for another": before(
                 GRAPH, "_first = next(iter(descs))", "forward_fn, attn_state = create_forward_fn(_first)"
             ),
-            "the old pass comes back": before(
-                GRAPH,
-                "kept_fn = forward_fn",
-                CREATED_AGAIN,
-                "forward_fn = kept_fn",
-            ),
+            "the old pass comes back": before(GRAPH, "kept_fn = forward_fn", CREATED_AGAIN, "forward_fn = kept_fn"),
             "asked and warmed up again": before(GRAPH, CREATED_AGAIN, "forward_fn(cg_mode=CUDAGraphMode.NONE)"),
             "asked and warmed up again by a helper": before(GRAPH, CREATED_AGAIN, "self._run(forward_fn)"),
             "the same made by a cache": both(
@@ -308,18 +274,11 @@ WORDINGS = (
         MANAGER,
         {
             "two warm ups in a loop": swap(
-                WARM_UP,
-                r"\1for _ in range(2):\n\1    forward_fn(CUDAGraphMode.NONE)\n\n\2",
+                WARM_UP, r"\1for _ in range(2):\n\1    forward_fn(CUDAGraphMode.NONE)\n\n\2"
             ),
-            "warm up by keyword": swap(
-                WARM_UP,
-                r"\1forward_fn(cg_mode=CUDAGraphMode.NONE)\n\n\2",
-            ),
+            "warm up by keyword": swap(WARM_UP, r"\1forward_fn(cg_mode=CUDAGraphMode.NONE)\n\n\2"),
             "no warm up": swap(WARM_UP, r"\2"),
-            "the mode through a local": swap(
-                WARM_UP,
-                r"\1none = CUDAGraphMode.NONE\n\1forward_fn(none)\n\n\2",
-            ),
+            "the mode through a local": swap(WARM_UP, r"\1none = CUDAGraphMode.NONE\n\1forward_fn(none)\n\n\2"),
             "passes by partial": swap(
                 WARM_UP,
                 r"\1import functools\n\1once = functools.partial(forward_fn, CUDAGraphMode.NONE)\n\1once()\n\n\2",
@@ -365,8 +324,7 @@ WORDINGS = (
                 ),
             ),
             "modes one after the other": swap(
-                r"for mode in \[CUDAGraphMode\.PIECEWISE, CUDAGraphMode\.FULL\]:",
-                "for mode in (CUDAGraphMode.FULL,):",
+                r"for mode in \[CUDAGraphMode\.PIECEWISE, CUDAGraphMode\.FULL\]:", "for mode in (CUDAGraphMode.FULL,):"
             ),
         },
     ),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.compressor_skip import _ATTENTION, _BATCH, _COMPRESSOR
 
@@ -20,7 +19,6 @@ v4 = {
     "compress_ratios": [0, 4, 128],
     "head_dim": 512,
 }
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v1, v2 = "VLLM_USE_V2_MODEL_RUNNER=0 ", "VLLM_USE_V2_MODEL_RUNNER=1 "
 drafts = """ --speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
 
@@ -45,7 +43,6 @@ EDITS = (
         _COMPRESSOR,
         by_mode,
         "not forward_context.cudagraph_runtime_mode.has_full_cudagraphs()",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "groups are completed by another rule",
@@ -53,7 +50,6 @@ EDITS = (
         _COMPRESSOR,
         r"seq_lens_cpu = metadata\.seq_lens_cpu_upper_bound",
         "seq_lens_cpu = metadata.seq_lens.cpu()",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "the write is under a condition",
@@ -61,7 +57,6 @@ EDITS = (
         _COMPRESSOR,
         r"^( {8})(compress_norm_rope_store_fn\((?:.|\n)*?\n {8}\)\n)",
         r"\1if state_metadata.completes_a_group:\n\1    \2",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "layers have a compressor of another class",
@@ -69,7 +64,6 @@ EDITS = (
         _ATTENTION,
         r"self\.compressor = DeepseekCompressor\(",
         "self.compressor = LeanCompressor(",
-        Verdict.UNRECOGNISED,
     ),
 )
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from edited import after, before, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.cutlass_mla_padding import _BACKEND, _KERNELS
 
@@ -17,7 +16,7 @@ ZEROS = "out = q_nope.new_zeros((B_q, MAX_HEADS, D_latent), dtype=dtype)"
 fresh = r"q_nope\.new_empty\(\(B_q, MAX_HEADS, D_latent\), dtype=dtype\)"
 zeros = r"q_nope\.new_zeros\(\(B_q, MAX_HEADS, D_latent\), dtype=dtype\)"
 whole = r"^( +)(if H < MAX_HEADS:\n)"
-fixed, unknown = Verdict.FIXED, Verdict.UNRECOGNISED
+fixed = Verdict.FIXED
 
 EDITS = (
     Edit(
@@ -52,32 +51,23 @@ EDITS = (
         "AttentionCGSupport.NEVER",
         fixed,
     ),
-    Edit("one of the zeros is memory as it is", "0.19.0", _BACKEND, zeros, "torch.empty(1)", unknown),
+    Edit("one of the zeros is memory as it is", "0.19.0", _BACKEND, zeros, "torch.empty(1)"),
     Edit(
         "filled now and then",
         "0.25.1",
         _BACKEND,
         whole,
         r"\1if self.odd:\n\1    out.masked_fill_((seq_lens < 1)[:, None, None], 0.0)\n\1\2",
-        unknown,
     ),
-    Edit("padded heads cleared", "0.33.0", _BACKEND, whole, r"\1out[:, H:] = 0\n\1\2", unknown),
-    Edit("other rows filled", "0.32.0", _BACKEND, whole, r"\1out.masked_fill_(odd[:, None, None], 0.0)\n\1\2", unknown),
-    Edit(
-        "filled by a function",
-        "0.30.0",
-        _BACKEND,
-        whole,
-        r"\1clear(out, seq_lens)\n\1\2",
-        unknown,
-    ),
+    Edit("padded heads cleared", "0.33.0", _BACKEND, whole, r"\1out[:, H:] = 0\n\1\2"),
+    Edit("other rows filled", "0.32.0", _BACKEND, whole, r"\1out.masked_fill_(odd[:, None, None], 0.0)\n\1\2"),
+    Edit("filled by a function", "0.30.0", _BACKEND, whole, r"\1clear(out, seq_lens)\n\1\2"),
     Edit(
         "another kernel behind the same name",
         "0.28.0",
         _KERNELS,
         r"torch\.ops\._C\.sm100_cutlass_mla_decode\(",
         "torch.ops._C.sm103_cutlass_mla_decode(",
-        unknown,
     ),
     Edit(
         "decodes of its own",
@@ -86,23 +76,15 @@ EDITS = (
         r"^class CutlassMLABackend\(",
         "    def _build_decode(self, **given):\n        return super()._build_decode(**given)\n\n\n"
         "class CutlassMLABackend(",
-        unknown,
     ),
-    Edit(
-        "a layer's class from elsewhere",
-        "0.19.0",
-        _BACKEND,
-        r"return CutlassMLAImpl$",
-        "return LeanCutlassMLAImpl",
-        unknown,
-    ),
+    Edit("a layer's class from elsewhere", "0.19.0", _BACKEND, r"return CutlassMLAImpl$", "return LeanCutlassMLAImpl"),
 )
 
 SERVED = (
-    Served("0.26.0", "./v3 --attention-backend CUTLASS_MLA", Concern.CONCERNS, "CUTLASS_MLA", gpu="NVIDIA B200"),
-    Served("0.26.0", "./v3 --attention-backend CUTLASS_MLA", Concern.DOES_NOT, "Cutlass MLA needs", gpu="NVIDIA H200"),
-    Served("0.26.0", "./v3", Concern.UNKNOWN, "the attention backend that vLLM logs", gpu="NVIDIA B200"),
-    Served("0.26.0", "./llama", Concern.DOES_NOT, "no latent attention"),
+    Served("0.26.0", "./v3 --attention-backend CUTLASS_MLA", affects, "CUTLASS_MLA", gpu="NVIDIA B200"),
+    Served("0.26.0", "./v3 --attention-backend CUTLASS_MLA", does_not, "Cutlass MLA needs", gpu="NVIDIA H200"),
+    Served("0.26.0", "./v3", unknown, "the attention backend that vLLM logs", gpu="NVIDIA B200"),
+    Served("0.26.0", "./llama", does_not, "no latent attention"),
 )
 
 WORDINGS = (

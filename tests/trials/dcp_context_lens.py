@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.dcp_context_lens import _BACKEND, _REGISTRY, _RUNNER, _UTILS
 
@@ -49,18 +48,13 @@ EDITS = (
         "0.16.0",
     ),
     # Right elsewhere.
-    lengths(
-        "a helper keeps them",
-        r"\g<0>\1dcp_context_kv_lens = self._in_place(dcp_context_kv_lens)\n",
-        unrecognised,
-    ),
+    lengths("a helper keeps them", r"\g<0>\1dcp_context_kv_lens = self._in_place(dcp_context_kv_lens)\n", unrecognised),
     Edit(
         "the metadata are given rows of a buffer",
         "0.18.1",
         _BACKEND,
         r"^( +)dcp_context_kv_lens=dcp_context_kv_lens,\n( +use_cascade)",
         r"\1dcp_context_kv_lens=self._in_place(dcp_context_kv_lens),\n\2",
-        unrecognised,
     ),
     Edit(
         "the metadata are put in place once they are made",
@@ -68,7 +62,6 @@ EDITS = (
         _BACKEND,
         returned,
         r"\1attn_metadata = self._in_place(attn_metadata)\n\g<0>",
-        unrecognised,
     ),
     Edit(
         "the lengths are made in a buffer of their module",
@@ -76,7 +69,6 @@ EDITS = (
         _UTILS,
         r"return dcp_local_seq_lens\.squeeze\(1\)\n",
         "return _in_place(dcp_local_seq_lens.squeeze(1))\n",
-        unrecognised,
     ),
     Edit(
         "the lengths are made in the graph",
@@ -84,7 +76,6 @@ EDITS = (
         _BACKEND,
         r"seqused_k=attn_metadata\.dcp_context_kv_lens,",
         "seqused_k=self._lengths_of_this_rank(attn_metadata),",
-        unrecognised,
     ),
     # Not right, though it looks so.
     lengths("a helper that nobody calls keeps them", r"\g<0>\1self.kept.zero_()\n", affected),
@@ -108,11 +99,7 @@ EDITS = (
     ),
     lengths("written too late", local + taken + r"\1scheduler_metadata = None\n" + written, unrecognised),
     lengths("written and cleared", local + written + taken + r"\1self.kept.zero_()\n", unrecognised),
-    lengths(
-        "kept in a buffer that is made anew",
-        local + rf"\1self.kept = {room}" + written + taken,
-        unrecognised,
-    ),
+    lengths("kept in a buffer that is made anew", local + rf"\1self.kept = {room}" + written + taken, unrecognised),
     lengths(
         "kept, and a copy handed on",
         local + written + taken + r"\1dcp_context_kv_lens = dcp_context_kv_lens.clone()\n",
@@ -126,7 +113,6 @@ EDITS = (
         _BACKEND,
         new,
         r"\g<0>\1dcp_context_kv_lens.clamp_(min=1)\n",
-        unrecognised,
     ),
     Edit(
         "metadata that are changed before they are returned",
@@ -134,23 +120,14 @@ EDITS = (
         _BACKEND,
         returned,
         r"\1attn_metadata.dcp_context_kv_lens = None\n\g<0>",
-        unrecognised,
     ),
-    Edit(
-        "without the buffer",
-        "0.20.0",
-        _BACKEND,
-        again,
-        r"\1dcp_context_kv_lens = get_dcp_local_seq_lens(\n\2\1)\n",
-        unrecognised,
-    ),
+    Edit("without the buffer", "0.20.0", _BACKEND, again, r"\1dcp_context_kv_lens = get_dcp_local_seq_lens(\n\2\1)\n"),
     Edit(
         "another builder has the backend",
         "0.19.1",
         _BACKEND,
         r"return FlashAttentionMetadataBuilder$",
         "return DCPFlashAttentionMetadataBuilder",
-        unrecognised,
     ),
     Edit(
         "the runner hands on a copy of them",
@@ -158,7 +135,6 @@ EDITS = (
         _RUNNER,
         r"^( +)for layer_name in attn_group\.layer_names:\n +attn_metadata_dict",
         r"\1attn_metadata_i.dcp_context_kv_lens = attn_metadata_i.dcp_context_kv_lens.clone()\n\g<0>",
-        unrecognised,
     ),
     Edit(
         "another module has the backend",
@@ -166,23 +142,22 @@ EDITS = (
         _REGISTRY,
         r"backends\.flash_attn\.FlashAttentionBackend",
         "backends.flash_attn_tuned.FlashAttentionBackend",
-        unrecognised,
     ),
 )
 
 SERVED = (
-    Served("0.18.1", "./llama -tp 16 -dcp 2", Concern.CONCERNS, "--decode-context-parallel-size 2", "NVIDIA H100"),
+    Served("0.18.1", "./llama -tp 16 -dcp 2", affects, "--decode-context-parallel-size 2", "NVIDIA H100"),
     Served(
         "0.14.1",
         "./llama -tp 16 --decode-context-parallel-size=2 --attention-backend flash_attn",
-        Concern.CONCERNS,
+        affects,
         "FLASH_ATTN",
     ),
-    Served("0.18.1", "./llama -tp 16", Concern.DOES_NOT, "--decode-context-parallel-size is not given"),
-    Served("0.18.1", "./llama -tp 16 -dcp 1", Concern.DOES_NOT, "--decode-context-parallel-size 1"),
-    Served("0.18.1", "./llama -tp 16 -dcp 2 --enforce-eager", Concern.DOES_NOT, "--enforce-eager", "NVIDIA H100"),
-    Served("0.18.1", "./v3 -tp 16 -dcp 2", Concern.DOES_NOT, "latent attention", "NVIDIA H100"),
-    Served("0.18.1", "./llama -tp 16 -dcp 2 --attention-backend FLASHINFER", Concern.DOES_NOT, "FLASHINFER"),
-    Served("0.18.1", "./llama -tp 16 -dcp 2", Concern.UNKNOWN, "attention backend", "NVIDIA B200"),
-    Served("0.18.1", "./llama -tp 16 -dcp 2 -ac.backend=FLASH_ATTN", Concern.UNKNOWN, "attention backend"),
+    Served("0.18.1", "./llama -tp 16", does_not, "--decode-context-parallel-size is not given"),
+    Served("0.18.1", "./llama -tp 16 -dcp 1", does_not, "--decode-context-parallel-size 1"),
+    Served("0.18.1", "./llama -tp 16 -dcp 2 --enforce-eager", does_not, "--enforce-eager", "NVIDIA H100"),
+    Served("0.18.1", "./v3 -tp 16 -dcp 2", does_not, "latent attention", "NVIDIA H100"),
+    Served("0.18.1", "./llama -tp 16 -dcp 2 --attention-backend FLASHINFER", does_not, "FLASHINFER"),
+    Served("0.18.1", "./llama -tp 16 -dcp 2", unknown, "attention backend", "NVIDIA B200"),
+    Served("0.18.1", "./llama -tp 16 -dcp 2 -ac.backend=FLASH_ATTN", unknown, "attention backend"),
 )

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from edited import Change, after, before, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.deepstack_features import _MODELS
 
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 (VL, _), (OMNI, _) = _MODELS
 IN_GET = r"(?=(?:\n? +if num_tokens > self\.deepstack_input_embeds_num_tokens:\n(?: {12}.*\n)+)?\n +# get deepstack)"
 GET_NOTHING_HELD = r'^ +if getattr\(self, "deepstack_input_embeds_num_tokens", 0\) == 0:\n +return None\n' + IN_GET
@@ -41,21 +39,14 @@ EDITS = (
         Verdict.FIXED,
         also=((OMNI, GET_NOTHING_HELD, ""),),
     ),
-    Edit("by one of the two models", "0.21.0", VL, GET_NOTHING_HELD, "", Verdict.UNRECOGNISED),
+    Edit("by one of the two models", "0.21.0", VL, GET_NOTHING_HELD, ""),
     Edit(
         "remedy cut out",
         "0.23.0",
         VL,
         NO_BUFFERS,
         NOTHING_WITHOUT,
-        Verdict.UNRECOGNISED,
-        also=(
-            (
-                OMNI,
-                NO_BUFFERS,
-                NOTHING_WITHOUT,
-            ),
-        ),
+        also=((OMNI, NO_BUFFERS, NOTHING_WITHOUT),),
         runs=True,
     ),
     Edit(
@@ -64,7 +55,6 @@ EDITS = (
         VL,
         NO_BUFFERS,
         r"\g<0>        if not self.deepstack_input_embeds[0].any():\n            return None\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "left out by the caller",
@@ -72,7 +62,6 @@ EDITS = (
         VL,
         rf"^( +)# args for deepstack\n +{PASSED_ON}",
         r"\1deepstack_input_embeds=deepstack_input_embeds if self.has_images else None,\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "as many as a batch may have from the start",
@@ -80,7 +69,6 @@ EDITS = (
         VL,
         r"^( +)self\.deepstack_input_embeds_num_tokens = 0\n(?=\n +with)",
         r"\1self.deepstack_input_embeds_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens\n",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -97,12 +85,7 @@ WORDINGS = (
         "0.22.1",
         VL,
         {
-            "held by the getter": in_both(
-                swap(
-                    held,
-                    "self.deepstack_input_embeds_num_tokens += num_tokens\n",
-                )
-            ),
+            "held by the getter": in_both(swap(held, "self.deepstack_input_embeds_num_tokens += num_tokens\n")),
             "held by the caller": in_both(
                 before(got, "self.deepstack_input_embeds_num_tokens = inputs_embeds.size(0)")
             ),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.draft_decode_mode import _CHOSEN, _MANAGER, _SPECULATOR, _UTILS
 
@@ -14,8 +13,7 @@ zeros = (
 )
 chosen = "".join(rf"\1{line}\n" for line in _CHOSEN.strip().splitlines())
 configured = r"\1cudagraph_mode = vllm_config.compilation_config.cudagraph_mode\n"
-affected, unrecognised = Verdict.AFFECTED, Verdict.UNRECOGNISED
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+affected = Verdict.AFFECTED
 v2, eagle = "VLLM_USE_V2_MODEL_RUNNER=1 ", '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
 mtp = '{"method": "mtp", "num_speculative_tokens": 1}'
 
@@ -31,7 +29,6 @@ EDITS = (
         _MANAGER,
         rf"^( *)({DECODE_MODE})\n",
         r"\1\2\n" + "".join(rf"\1{line}\n" for line in FULL_OR_NONE),
-        unrecognised,
         remedy=True,
     ),
     Edit(
@@ -55,14 +52,13 @@ EDITS = (
         shape="two-managers-mode-indices",
         runs=True,
     ),
-    Edit("another mode", "0.17.1", _MANAGER, r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode", unrecognised),
+    Edit("another mode", "0.17.1", _MANAGER, r"cudagraph_mode\.decode_mode\(\)", "cudagraph_mode"),
     Edit(
         "the target's mode taken by the manager",
         "0.18.0",
         _MANAGER,
         r"assert not cudagraph_mode\.has_mode\(CUDAGraphMode\.PIECEWISE\), \([^)]*\)$",
         "cudagraph_mode = vllm_config.compilation_config.cudagraph_mode",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -232,9 +228,7 @@ WORDINGS = (
                 "cudagraph_mode = unused",
             ),
             "chosen in a branch": before(
-                DECODES,
-                "if not __debug__:",
-                "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY",
+                DECODES, "if not __debug__:", "    cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY"
             ),
             "chosen where it is full": before(
                 DECODES,

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from edited import before
-from trial_rows import LOOKALIKE, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
-from vllm_graphfix.fix import Verdict
+from trial_rows import LOOKALIKE, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fixes.draft_graph_support import _ATTENTION, _GRAPHS, _RUNNER, _TRITON_MLA
 
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, hopper, ampere = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 mtp = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
 triton = "./v3 --attention-backend TRITON_MLA"
@@ -49,19 +46,11 @@ EDITS = (
         _RUNNER,
         KNOWN,
         RESOLVED.format("cudagraph_mode"),
-        Verdict.UNRECOGNISED,
         also=passed_on,
         remedy=True,
     ),
     Edit(
-        "the same in 0.18.0",
-        "0.18.0",
-        _RUNNER,
-        KNOWN,
-        RESOLVED.format("cudagraph_mode"),
-        Verdict.UNRECOGNISED,
-        also=passed_on,
-        remedy=True,
+        "the same in 0.18.0", "0.18.0", _RUNNER, KNOWN, RESOLVED.format("cudagraph_mode"), also=passed_on, remedy=True
     ),
     Edit(
         "a mode resolved that the manager does not get",
@@ -69,7 +58,6 @@ EDITS = (
         _RUNNER,
         KNOWN,
         RESOLVED.format("self.compilation_config.cudagraph_mode"),
-        Verdict.UNRECOGNISED,
         also=passed_on,
     ),
     Edit(
@@ -78,7 +66,6 @@ EDITS = (
         _RUNNER,
         KNOWN,
         RESOLVED.format("cudagraph_mode"),
-        Verdict.UNRECOGNISED,
         also=handed_on,
     ),
     Edit(
@@ -87,7 +74,6 @@ EDITS = (
         _RUNNER,
         KNOWN,
         r"\1self.cudagraph_manager.cudagraph_mode = self.allowed(self.attn_groups)\n\g<0>",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "backends asked when graphs are captured",
@@ -95,7 +81,6 @@ EDITS = (
         _GRAPHS,
         r"^( +)def create_forward_fn\(\n",
         r"\1self.keep_supported(attn_groups)\n\n\g<0>",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "backends asked by the manager",
@@ -103,7 +88,6 @@ EDITS = (
         _GRAPHS,
         r"^( +)common_kwargs = dict\(\n",
         r"\1self.cudagraph_mode = attn_groups[0][0].get_metadata_builder(0).get_cudagraph_support(self)\n\g<0>",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "Triton MLA claims what no capture refuses",
@@ -112,7 +96,6 @@ EDITS = (
         r"^class TritonMLAImpl\(",
         "class TritonMLAMetadataBuilder(MLACommonMetadataBuilder):\n"
         "    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH\n\n\n\\g<0>",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "Cutlass MLA claims graphs of drafts",
@@ -120,7 +103,6 @@ EDITS = (
         "vllm/v1/attention/backends/mla/cutlass_mla.py",
         r"AttentionCGSupport\.UNIFORM_SINGLE_TOKEN_DECODE",
         "AttentionCGSupport.UNIFORM_BATCH",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -173,7 +155,7 @@ WORDINGS = (
             "the configured mode after all": before(
                 r"self\.cudagraph_manager = ModelCudaGraphManager\(",
                 "cudagraph_mode = self.compilation_config.cudagraph_mode",
-            ),
+            )
         },
     ),
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.draft_idx_mapping import _BASE, _DFLASH, _EAGLE, _FOLDER, _GUMBEL
 
@@ -28,14 +27,10 @@ sampled = v2 + (
 EDITS = (
     Edit("the remedy", "0.24.0", _BASE, mapped, padded, Verdict.FIXED, (unmasked, of_dflash)),
     Edit("the remedy", "0.22.1", _EAGLE, mapped, padded, Verdict.FIXED, (unmasked,)),
-    Edit("the remedy, but not for DFlash", "0.24.0", _BASE, mapped, padded, Verdict.UNRECOGNISED, (unmasked,)),
-    Edit("rows below zero that are sampled", "0.23.0", _BASE, mapped, padded, Verdict.UNRECOGNISED),
+    Edit("the remedy, but not for DFlash", "0.24.0", _BASE, mapped, padded, also=(unmasked,)),
+    Edit("rows below zero that are sampled", "0.23.0", _BASE, mapped, padded),
     Edit(
-        "rows behind the batch left out by the kernel alone",
-        "0.21.0",
-        unmasked[0],
-        *unmasked[1:],
-        Verdict.UNRECOGNISED,
+        "rows behind the batch left out by the kernel alone", "0.21.0", unmasked[0], *unmasked[1:], Verdict.UNRECOGNISED
     ),
     Edit(
         "rows that are padded elsewhere",
@@ -43,7 +38,6 @@ EDITS = (
         _EAGLE,
         r"^( +)idx_mapping\.copy_\(.*\)\n",
         r"\g<0>\1self.idx_mapping[num_reqs:] = 0\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "logits of other requests than there are",
@@ -51,7 +45,6 @@ EDITS = (
         _EAGLE,
         r"^( +)self\.draft_logits = torch\.zeros\(\n +self\.max_num_reqs,",
         r"\1self.draft_logits = torch.zeros(\n                2 * self.max_num_reqs,",
-        Verdict.UNRECOGNISED,
     ),
     # Right elsewhere.
     Edit(
@@ -69,7 +62,6 @@ EDITS = (
         _DRAFTS,
         r"idx_mapping = self\.idx_mapping\[:num_reqs\]",
         "idx_mapping = self._of_requests(self.idx_mapping[:num_reqs])",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a spare row",
@@ -77,8 +69,7 @@ EDITS = (
         _EAGLE,
         r"^( +)self\.draft_logits = torch\.zeros\(\n +self\.max_num_reqs,",
         r"\1self.draft_logits = torch.zeros(\n                self.max_num_reqs + 1,",
-        Verdict.UNRECOGNISED,
-        ((_EAGLE, mapped, r"\g<0>\1self.idx_mapping[num_reqs:].fill_(self.max_num_reqs)\n"),),
+        also=((_EAGLE, mapped, r"\g<0>\1self.idx_mapping[num_reqs:].fill_(self.max_num_reqs)\n"),),
     ),
     Edit(
         "rows padded by who proposes",
@@ -86,7 +77,6 @@ EDITS = (
         _DRAFTS,
         r"^( +)(self\._copy_request_inputs\(\n(?: +.*,\n)+ +\))\n",
         r"\1\2\n\1self.idx_mapping[num_reqs:].fill_(self.spare)\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "rows behind the batch are not stored",
@@ -94,7 +84,6 @@ EDITS = (
         _GUMBEL,
         r"^( +logits,\n +mask=mask),\n",
         r"\1 & (req_state_idx < num_reqs),\n",
-        Verdict.UNRECOGNISED,
     ),
     # Wrong.
     Edit(
@@ -103,8 +92,7 @@ EDITS = (
         _BASE,
         mapped,
         r"\g<0>\1if self.is_dummy:\n\1    self.idx_mapping[num_reqs:].fill_(-1)\n",
-        Verdict.UNRECOGNISED,
-        (unmasked, of_dflash),
+        also=(unmasked, of_dflash),
     ),
     Edit(
         "the remedy undone",
@@ -112,8 +100,7 @@ EDITS = (
         _BASE,
         mapped,
         padded + r"\1self.idx_mapping.clamp_(min=0)\n",
-        Verdict.UNRECOGNISED,
-        (unmasked, of_dflash),
+        also=(unmasked, of_dflash),
     ),
     Edit(
         "the remedy on a copy",
@@ -121,8 +108,7 @@ EDITS = (
         _EAGLE,
         mapped,
         r"\g<0>\1self.idx_mapping[num_reqs:].clone().fill_(-1)\n",
-        Verdict.UNRECOGNISED,
-        (unmasked,),
+        also=(unmasked,),
     ),
     Edit(
         "rows below zero are known and stored",
@@ -130,8 +116,7 @@ EDITS = (
         _EAGLE,
         mapped,
         padded,
-        Verdict.UNRECOGNISED,
-        ((_GUMBEL, unmasked[1], unmasked[2].replace("mask=mask & is_valid_req", "mask=mask")),),
+        also=((_GUMBEL, unmasked[1], unmasked[2].replace("mask=mask & is_valid_req", "mask=mask")),),
     ),
     Edit(
         "rows below zero are row 0",
@@ -139,7 +124,6 @@ EDITS = (
         _GUMBEL,
         r"^( +)(is_valid_req = req_state_idx >= 0)\n",
         r"\1req_state_idx = tl.maximum(req_state_idx, 0)\n\1\2\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "samples of DFlash are padded with a request",
@@ -147,7 +131,6 @@ EDITS = (
         _DFLASH,
         r"(out_sample_idx_mapping_ptr \+ block), -1,",
         r"\1, 0,",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "rows below zero are sampled as row 0",
@@ -155,7 +138,6 @@ EDITS = (
         _BASE,
         r"^( +)(return gumbel_sample\(\n)",
         r"\1idx_mapping = idx_mapping.clamp(min=0)\n\1\2",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "padding clamped to a request",
@@ -163,7 +145,6 @@ EDITS = (
         _DRAFTS,
         r"^( *)self\._copy_request_inputs\([^)]*\)$",
         r"\g<0>\n\1self.idx_mapping.clamp_(min=0)",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a speculator that pads nothing",
@@ -172,16 +153,15 @@ EDITS = (
         r"^class MTPSpeculator\(.*\):$",
         r"\g<0>\n    def _copy_request_inputs(self, num_reqs, idx_mapping, temperature, seeds):\n"
         r"        self.idx_mapping[:num_reqs].copy_(idx_mapping)\n",
-        Verdict.UNRECOGNISED,
     ),
 )
 
 SERVED = (
-    Served("0.22.1", sampled % "probabilistic", Concern.CONCERNS, "probabilistic"),
-    Served("0.21.0", sampled % "gumbel", Concern.CONCERNS, "gumbel"),
-    Served("0.19.1", sampled.replace("draft_", "rejection_") % "probabilistic", Concern.CONCERNS, "probabilistic"),
-    Served("0.22.1", sampled % "greedy", Concern.DOES_NOT, "likeliest"),
-    Served("0.22.1", f"{sampled} --enforce-eager" % "probabilistic", Concern.DOES_NOT, "--enforce-eager"),
-    Served("0.22.1", sampled.replace("=1", "=0") % "probabilistic", Concern.DOES_NOT, "V1"),
-    Served("0.22.1", f"{v2}./llama", Concern.DOES_NOT, "no speculator"),
+    Served("0.22.1", sampled % "probabilistic", affects, "probabilistic"),
+    Served("0.21.0", sampled % "gumbel", affects, "gumbel"),
+    Served("0.19.1", sampled.replace("draft_", "rejection_") % "probabilistic", affects, "probabilistic"),
+    Served("0.22.1", sampled % "greedy", does_not, "likeliest"),
+    Served("0.22.1", f"{sampled} --enforce-eager" % "probabilistic", does_not, "--enforce-eager"),
+    Served("0.22.1", sampled.replace("=1", "=0") % "probabilistic", does_not, "V1"),
+    Served("0.22.1", f"{v2}./llama", does_not, "no speculator"),
 )

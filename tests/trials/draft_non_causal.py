@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from edited import before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.draft_non_causal import _BASE, _FLASHINFER, _GRAPHS, _RUNNER, _SPECULATOR
 
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, blackwell, hopper = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA B200", "NVIDIA H100 80GB HBM3"
 
 
@@ -46,10 +44,7 @@ kept = (
 )
 FIRST = r"^( +)if self\.speculator is not None:\n( +)self\.speculator\.init_cudagraph_manager\(cudagraph_mode\)\n"
 SET = r"^( +)self\.model_state, self\.kv_cache_config, self\.block_tables\n( +)\)\n"
-later = (
-    (_RUNNER, FIRST, ""),
-    (_RUNNER, SET, r"\g<0>\2self.speculator.init_cudagraph_manager(cudagraph_mode)\n"),
-)
+later = ((_RUNNER, FIRST, ""), (_RUNNER, SET, r"\g<0>\2self.speculator.init_cudagraph_manager(cudagraph_mode)\n"))
 CLAIM = r"^( +)if has_trtllm_support:\n"
 causal = (_FLASHINFER, CLAIM, r"\1if has_trtllm_support and not vllm_config.attention_config.use_non_causal:\n")
 through = (named, configured, imported, kept, *later)
@@ -62,8 +57,7 @@ EDITS = (
         _SPECULATOR,
         CHOSEN,
         SUPPORTED.format("wants_full and supports_full"),
-        Verdict.UNRECOGNISED,
-        (*through, causal),
+        also=(*through, causal),
         remedy=True,
     ),
     Edit(
@@ -72,22 +66,15 @@ EDITS = (
         _SPECULATOR,
         CHOSEN,
         SUPPORTED.format("wants_full and supports_full"),
-        Verdict.UNRECOGNISED,
-        through,
+        also=through,
     ),
-    Edit(
-        "claimed for causal attention alone, and nobody asks",
-        "0.25.1",
-        *causal,
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("claimed for causal attention alone, and nobody asks", "0.25.1", *causal, Verdict.UNRECOGNISED),
     Edit(
         "no graphs of drafts at all",
         "0.24.0",
         _SPECULATOR,
         r"cudagraph_mode = CUDAGraphMode\.FULL_DECODE_ONLY",
         "cudagraph_mode = CUDAGraphMode.NONE",
-        Verdict.UNRECOGNISED,
         remedy=True,
     ),
     Edit(
@@ -96,7 +83,6 @@ EDITS = (
         _FLASHINFER,
         PLANNED,
         r'\1get_kv_cache_layout(),\n\1backend="auto",\n\1use_cuda_graph=True,\2\n',
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "DSpark captures by itself",
@@ -104,15 +90,9 @@ EDITS = (
         "vllm/v1/worker/gpu/spec_decode/dspark/speculator.py",
         r"^( +)def load_draft_model\(",
         r"\1def capture(self, attn_states=None):\n\1    self.own_graphs.capture(self)\n\n\g<0>",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
-        "asked, and captured all the same",
-        "0.26.0",
-        _SPECULATOR,
-        r"if wants_full and supports_full:",
-        "if wants_full:",
-        Verdict.UNRECOGNISED,
+        "asked, and captured all the same", "0.26.0", _SPECULATOR, r"if wants_full and supports_full:", "if wants_full:"
     ),
     Edit(
         "claimed whatever the attention",
@@ -120,16 +100,8 @@ EDITS = (
         _FLASHINFER,
         r"has_trtllm_support and not vllm_config\.attention_config\.use_non_causal",
         "has_trtllm_support",
-        Verdict.UNRECOGNISED,
     ),
-    Edit(
-        "asked as the target",
-        "0.26.0",
-        _BASE,
-        r"self\.attn_vllm_config,",
-        "self.vllm_config,",
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("asked as the target", "0.26.0", _BASE, r"self\.attn_vllm_config,", "self.vllm_config,"),
 )
 
 WORDINGS = (

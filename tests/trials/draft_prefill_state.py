@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes._capture_source import DRAFT_MANAGERS, EAGLE, MANAGER, MODEL_STATES
 from vllm_graphfix.fixes.draft_prefill_state import _RUNNER, _SPECULATOR
 
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 v2, hopper, served = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "./v3 --attention-backend FLASHMLA"
 mtp = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 1}'"""
 n_gram = """--speculative-config '{"method": "ngram"}'"""
@@ -27,23 +25,13 @@ TAKEN = r"attn_state = full_cg_attn_states\[desc\]"
 WARM_UP = r"( +)forward_fn\(CUDAGraphMode\.NONE\)\n\n( +# Capture\n)"
 
 EDITS = (
-    Edit(
-        "two states handed on",
-        "0.22.1",
-        MANAGER,
-        CAPTURED,
-        TWO_STATES,
-        Verdict.UNRECOGNISED,
-        also=(one_for_each_pass,),
-        remedy=True,
-    ),
+    Edit("two states handed on", "0.22.1", MANAGER, CAPTURED, TWO_STATES, also=(one_for_each_pass,), remedy=True),
     Edit(
         "two states handed on, and one for the target's recorded pass",
         "0.21.0",
         MANAGER,
         CAPTURED,
         TWO_STATES,
-        Verdict.UNRECOGNISED,
         also=(one_for_each_pass, (MANAGER, r"^( *)(graph = torch\.cuda\.CUDAGraph\(\)\n)", created_again)),
         remedy=True,
     ),
@@ -66,7 +54,6 @@ EDITS = (
         EAGLE,
         r"full_cg_attn_states\[desc\]",
         "full_cg_attn_states.get(desc)",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a captured state for each pass",
@@ -74,7 +61,6 @@ EDITS = (
         DRAFT_MANAGERS[0],
         r"if warmup else attn_state_pair\.captured",
         "or attn_state_pair.captured",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a model state that keeps metadata",
@@ -82,7 +68,6 @@ EDITS = (
         MODEL_STATES,
         r"return DefaultModelState\(",
         "return CachedModelState(",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -213,19 +198,14 @@ WORDINGS = (
                 )
             },
             "the manager returns no dict": swap(
-                r"return captured_attn_states\n",
-                "import types; return types.MappingProxyType(captured_attn_states)\n",
+                r"return captured_attn_states\n", "import types; return types.MappingProxyType(captured_attn_states)\n"
             ),
             "the manager returns a copy": swap(
-                CAPTURED,
-                "return dict(super().capture(create_forward_fn, progress_bar_desc))",
+                CAPTURED, "return dict(super().capture(create_forward_fn, progress_bar_desc))"
             ),
             "the manager returns more": both(
                 swap(r"return captured_attn_states\n", "return captured_attn_states, len(captured_attn_states)\n"),
-                swap(
-                    CAPTURED,
-                    "return super().capture(create_forward_fn, progress_bar_desc)[0]",
-                ),
+                swap(CAPTURED, "return super().capture(create_forward_fn, progress_bar_desc)[0]"),
             ),
             "states on the manager": before(
                 r"return captured_attn_states\n", "self.captured_attn_states = captured_attn_states"
@@ -234,10 +214,7 @@ WORDINGS = (
                 CAPTURED,
                 "self.states = super().capture(create_forward_fn, progress_bar_desc)\n        return self.states",
             ),
-            "two warm ups": swap(
-                WARM_UP,
-                r"\1forward_fn(CUDAGraphMode.NONE)\n\1forward_fn(CUDAGraphMode.NONE)\n\n\2",
-            ),
+            "two warm ups": swap(WARM_UP, r"\1forward_fn(CUDAGraphMode.NONE)\n\1forward_fn(CUDAGraphMode.NONE)\n\n\2"),
             "no warm up": swap(WARM_UP, r"\2"),
         },
     ),

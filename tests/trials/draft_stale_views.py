@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording, affects, does_not
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes._capture_source import DRAFT_MANAGERS, MANAGER, MODEL_STATES
 from vllm_graphfix.fixes.draft_stale_views import _RUNNER, _SPECULATOR
 
-affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
 v2, hopper, served = "VLLM_USE_V2_MODEL_RUNNER=1 ", "NVIDIA H100 80GB HBM3", "./qwen3 --attention-backend FLASH_ATTN"
 mtp = """--speculative-config '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 2}'"""
 LOOKED_UP = r"attn_state_pair = attn_states\[desc\]"
@@ -49,12 +47,7 @@ EDITS = (
         for release in ("0.23.0", "0.24.0", "0.25.1")
     ),
     Edit(
-        "pairs asked for in another way",
-        "0.24.0",
-        DRAFT_MANAGERS[0],
-        r"attn_states\[desc\]",
-        "attn_states.get(desc)",
-        Verdict.UNRECOGNISED,
+        "pairs asked for in another way", "0.24.0", DRAFT_MANAGERS[0], r"attn_states\[desc\]", "attn_states.get(desc)"
     ),
     Edit(
         "inputs prepared by another function",
@@ -62,7 +55,6 @@ EDITS = (
         MANAGER,
         r"attn_metadata, slot_mappings = prepare_inputs_to_capture\(\n +num_reqs,",
         "attn_metadata, slot_mappings = prepare_inputs_to_capture(\n                num_reqs + 0,",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "pairs that somebody else hands on",
@@ -70,7 +62,6 @@ EDITS = (
         _SPECULATOR,
         r"^( +)assert self\.prefill_cudagraph_manager is not None\n",
         r"\g<0>\1attn_states = dict(attn_states)\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a model state that keeps metadata",
@@ -78,7 +69,6 @@ EDITS = (
         MODEL_STATES,
         r"return DefaultModelState\(",
         "return CachedModelState(",
-        Verdict.UNRECOGNISED,
     ),
 )
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from edited import swap
-from trial_rows import LOOKALIKE, SHAPE, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, SHAPE, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes._encoder_runners import RUNNER, RUNNER_V2
 from vllm_graphfix.fixes.encoder_adapters import _ADAPTERS, _MANAGER, _META, _STATE_V2
 
-fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+fixed = Verdict.FIXED
 made = r"^( +)raw_model = self\.get_model\(\)\n"
 takes = "self.lora_config is not None and self.lora_config.enable_tower_connector_lora"
 refused = rf"\1if {takes}:\n\1    return None\n\n\g<0>"
@@ -42,15 +40,14 @@ EDITS = (
         fixed,
         also=((_STATE_V2, made_v2, refused_v2),),
     ),
-    Edit("in one of two model runners", "0.30.0", RUNNER, made, refused, unrecognised),
-    Edit("in the other one", "0.28.0", _STATE_V2, made_v2, refused_v2, unrecognised),
+    Edit("in one of two model runners", "0.30.0", RUNNER, made, refused),
+    Edit("in the other one", "0.28.0", _STATE_V2, made_v2, refused_v2),
     Edit(
         "no graphs of encoders with adapters, where they are captured",
         "0.20.0",
         RUNNER,
         r"^( +)and self\.encoder_cudagraph_manager is None\n",
         rf"\g<0>\1and not ({takes})\n",
-        unrecognised,
     ),
     Edit(
         "steps with adapters are encoded without a graph",
@@ -59,7 +56,6 @@ EDITS = (
         query,
         r"\g<0>                        and not (self.lora_config and self.lora_manager.supports_tower_connector_lora())"
         "\n",
-        unrecognised,
         remedy=True,
     ),
     Edit(
@@ -68,17 +64,15 @@ EDITS = (
         _MANAGER,
         r"^( +)if self\.use_dp:\n( +)per_item_out_tokens",
         r"\1if getattr(self.model, 'lora_manager', None) is not None:\n\1    return None\n\g<0>",
-        unrecognised,
         remedy=True,
     ),
-    Edit("images in the order of the schedule", "0.32.0", _MANAGER, ordered, "list(range(num_items))", unrecognised),
+    Edit("images in the order of the schedule", "0.32.0", _MANAGER, ordered, "list(range(num_items))"),
     Edit(
         "adapters told anew for each batch",
         "0.31.0",
         _MANAGER,
         r"^( +)graph_meta\.graph\.replay\(\)\n",
         r"\1self.model.lora_manager.set_batch(mm_kwargs)\n\g<0>",
-        unrecognised,
     ),
     Edit(
         "the same, before images are replayed",
@@ -86,7 +80,6 @@ EDITS = (
         _MANAGER,
         r"^( +)batch_out_tokens = sum\(per_item_out_tokens",
         r"\1self._tell_adapters(batch_orig_indices)\n\g<0>",
-        unrecognised,
         also=(
             (
                 _MANAGER,
@@ -101,7 +94,6 @@ EDITS = (
         RUNNER,
         r"^( +)if cudagraph_output is not None:\n",
         r"\1assert cudagraph_output is not None\n\g<0>",
-        unrecognised,
     ),
     Edit(
         "no way back in the other model runner",
@@ -109,7 +101,6 @@ EDITS = (
         RUNNER_V2,
         r"^( +)if cudagraph_output is not None\n",
         r"\1if cg_manager is not None\n",
-        unrecognised,
     ),
     Edit(
         "kernels are told of no adapter in another way",
@@ -117,7 +108,6 @@ EDITS = (
         _META,
         r"^( +)self\.no_lora_flag_cpu\[0\] = no_lora\n",
         r"\1self.no_lora = no_lora\n",
-        unrecognised,
     ),
     Edit(
         "the model does not know who manages adapters",
@@ -125,7 +115,6 @@ EDITS = (
         _ADAPTERS,
         r"^( +)self\.model\.lora_manager = self\n",
         r"\1self.model.adapters = self\n",
-        unrecognised,
     ),
     # Not right, though it looks so.
     Edit(
@@ -134,7 +123,6 @@ EDITS = (
         RUNNER,
         r"^( +)self\.encoder_cudagraph_manager = self\._create_encoder_cudagraph_manager\(\)\n",
         rf"\g<0>\1if {takes}:\n\1    return None\n",
-        unrecognised,
     ),
     Edit(
         "refused for one kind of model",
@@ -142,7 +130,6 @@ EDITS = (
         RUNNER,
         made,
         rf"\1if self.is_pooling_model:\n\1    if {takes}:\n\1        return None\n\n\g<0>",
-        unrecognised,
     ),
     Edit(
         "refused where there are no such adapters",
@@ -150,23 +137,14 @@ EDITS = (
         RUNNER,
         made,
         rf"\1if not ({takes}):\n\1    return None\n\n\g<0>",
-        unrecognised,
     ),
-    Edit(
-        "said, and not refused",
-        "0.33.0",
-        RUNNER,
-        made,
-        rf"\1if {takes}:\n\1    logger.info('x')\n\n\g<0>",
-        unrecognised,
-    ),
+    Edit("said, and not refused", "0.33.0", RUNNER, made, rf"\1if {takes}:\n\1    logger.info('x')\n\n\g<0>"),
     Edit(
         "refused, and made elsewhere",
         "0.29.0",
         RUNNER,
         made,
         refused,
-        unrecognised,
         also=(
             (
                 RUNNER,
@@ -181,7 +159,6 @@ EDITS = (
         RUNNER,
         r"vllm\.v1\.worker\.encoder_cudagraph import",
         "vllm.v1.worker.encoder_graphs import",
-        unrecognised,
     ),
 )
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes._encoder_images import MANAGER, QWEN2_5_VL, QWEN2_VL, VISION
 from vllm_graphfix.fixes._encoder_runners import RUNNER, RUNNER_V2
 
-fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+fixed = Verdict.FIXED
 replayed = r'"pixel_values": self\._get_pixel_values_by_modality\(mm_kwargs\),'
 normalised = '"pixel_values": self.input_norm(self._get_pixel_values_by_modality(mm_kwargs), self.visual.dtype),'
 popped = r'^( +)pixel_values = values\.pop\("pixel_values"\)\n'
@@ -51,17 +49,15 @@ EDITS = (
         QWEN2_VL,
         embedded,
         in_the_encoder,
-        unrecognised,
         also=((QWEN2_VL, around, ""), (QWEN2_VL, of_videos, "")),
     ),
-    Edit("one encoder no more", "0.30.0", QWEN2_VL, r"^ +x = self\.input_norm\(.*\n", "", unrecognised),
+    Edit("one encoder no more", "0.30.0", QWEN2_VL, r"^ +x = self\.input_norm\(.*\n", ""),
     Edit(
         "only large images",
         "0.33.0",
         QWEN2_5_VL,
         r"^( +)(hidden_states = self\.input_norm\(.*\n)",
         r"\1if len(x) > 1024:\n\1    \2",
-        unrecognised,
     ),
     Edit(
         "normalised twice, without graphs",
@@ -69,7 +65,6 @@ EDITS = (
         QWEN2_VL,
         r'^( +)pixel_values = image_input\["pixel_values"\]\n',
         r"\g<0>\1pixel_values = self.input_norm(pixel_values, self.visual.dtype)\n",
-        unrecognised,
     ),
     Edit(
         "normalised on each way to the encoder",
@@ -77,7 +72,6 @@ EDITS = (
         QWEN2_VL,
         replayed,
         normalised,
-        unrecognised,
         also=(
             (QWEN2_VL, encoded, encoded_normalised),
             (QWEN2_5_VL, replayed, normalised),
@@ -85,15 +79,14 @@ EDITS = (
         ),
         remedy=True,
     ),
-    Edit("normalised for a graph alone", "0.28.0", QWEN2_VL, replayed, normalised, unrecognised),
-    Edit("normalised for a graph of the other", "0.29.0", QWEN2_5_VL, replayed, normalised, unrecognised),
+    Edit("normalised for a graph alone", "0.28.0", QWEN2_VL, replayed, normalised),
+    Edit("normalised for a graph of the other", "0.29.0", QWEN2_5_VL, replayed, normalised),
     Edit(
         "normalised in a graph",
         "0.29.0",
         QWEN2_VL,
         popped,
         popped_normalised,
-        unrecognised,
         also=(
             (QWEN2_VL, encoded, encoded_normalised),
             (QWEN2_5_VL, popped, popped_normalised),
@@ -107,7 +100,6 @@ EDITS = (
         MANAGER,
         r"^( +)if self\.use_dp:\n( +)per_item_out_tokens",
         r"\1mm_kwargs = self.model.input_norm.of(mm_kwargs)\n\g<0>",
-        unrecognised,
     ),
     Edit(
         "normalised where images are looked up",
@@ -115,7 +107,6 @@ EDITS = (
         QWEN2_VL,
         r'^( +)pixel_values = mm_kwargs\["pixel_values"\]\n',
         r"\g<0>\1pixel_values = self.normalised(pixel_values)\n",
-        unrecognised,
     ),
     Edit(
         "normalised where images are selected",
@@ -123,7 +114,6 @@ EDITS = (
         QWEN2_VL,
         selected,
         encoded_normalised,
-        unrecognised,
         also=((QWEN2_5_VL, selected, encoded_normalised),),
         remedy=True,
     ),
@@ -133,7 +123,6 @@ EDITS = (
         QWEN2_5_VL,
         r'"pixel_values": selected_pv,',
         '"pixel_values": self.normalised(selected_pv),',
-        unrecognised,
     ),
     Edit(
         "normalised by a model runner",
@@ -141,7 +130,6 @@ EDITS = (
         RUNNER,
         r"encoder_cudagraph_manager\.execute\(\n( +)mm_kwargs_batch,",
         r"encoder_cudagraph_manager.execute(\n\1normalise_pixels(model, mm_kwargs_batch),",
-        unrecognised,
     ),
     Edit(
         "normalised by the other model runner",
@@ -149,7 +137,6 @@ EDITS = (
         RUNNER_V2,
         r"^( +)cg_manager = self\.cudagraph_manager\n",
         r"\g<0>\1mm_kwargs_batch = normalise_pixels(self.model, mm_kwargs_batch)\n",
-        unrecognised,
     ),
     Edit(
         "normalised by the manager where a rank's images are selected",
@@ -157,7 +144,6 @@ EDITS = (
         MANAGER,
         r"return self\.model\.select_encoder_cudagraph_items\(mm_kwargs, indices\)",
         "return self.model.select_encoder_cudagraph_items(normalise_pixels(self.model, mm_kwargs), indices)",
-        unrecognised,
     ),
     Edit(
         "normalised by the manager where images are copied",
@@ -165,7 +151,6 @@ EDITS = (
         MANAGER,
         r"dst\[: src\.shape\[0\]\]\.copy_\(src\)",
         "dst[: src.shape[0]].copy_(normalise_pixels(src))",
-        unrecognised,
     ),
     Edit(
         "bytes normalised by an encoder",
@@ -173,7 +158,6 @@ EDITS = (
         QWEN2_5_VL,
         r"^( +)hidden_states = x\.to\(device=self\.device, dtype=self\.dtype\)\n",
         r"\1x = self.normalise_bytes(x)\n\g<0>",
-        unrecognised,
     ),
     Edit(
         "another normalisation",
@@ -181,7 +165,6 @@ EDITS = (
         QWEN2_5_VL,
         r"FusedInputNorm\.from_model_config\(self\.model_config\)",
         "AnotherInputNorm(self.model_config)",
-        unrecognised,
     ),
     Edit(
         "the normalisation takes other arguments",
@@ -189,7 +172,6 @@ EDITS = (
         VISION,
         r"^        grid_thw: torch\.Tensor,\n        visual_dtype",
         "        pixels: torch.Tensor,\n        visual_dtype",
-        unrecognised,
     ),
     Edit(
         "no way back without a graph",
@@ -197,7 +179,6 @@ EDITS = (
         RUNNER,
         r"^( +)if cudagraph_output is not None:\n",
         r"\1assert cudagraph_output is not None\n\g<0>",
-        Verdict.UNRECOGNISED,
         shape="bytes",
     ),
     Edit(
@@ -206,7 +187,6 @@ EDITS = (
         RUNNER_V2,
         r"^( +)if cudagraph_output is not None\n",
         r"\1if cg_manager is not None\n",
-        Verdict.UNRECOGNISED,
         shape="bytes",
     ),
     Edit(
@@ -215,7 +195,6 @@ EDITS = (
         RUNNER,
         r"vllm\.v1\.worker\.encoder_cudagraph import",
         "vllm.v1.worker.encoder_graphs import",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "graphs are without the encoder's normalisation",
@@ -223,7 +202,6 @@ EDITS = (
         QWEN2_VL,
         r"^( +)return self\.visual\(pixel_values, None, encoder_metadata=metadata\)\n",
         r"\1self.visual.input_norm = FusedInputNorm.identity()\n\g<0>",
-        unrecognised,
     ),
 )
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.encoder_padding import _LAYER, _MANAGER, _OPERATOR, _RUNNER
 
 launched = r"^( +)(output = flash_attn_varlen_func\(\n)"
 zeros = 'kwargs["out"] = torch.zeros(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device)'
 capturing = "current_platform.is_cuda() and torch.cuda.is_current_stream_capturing()"
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 qwen = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
 captured = "./model -cc.cudagraph_mm_encoder=true"
 
@@ -29,7 +27,6 @@ EDITS = (
         _MANAGER,
         r"^( *)for budget in budgets:\n.*\n.*return budget\n",
         r"\1return total_tokens if total_tokens in budgets else None\n",
-        Verdict.UNRECOGNISED,
     ),
     before_launch("zeros while a graph is captured", "0.27.1", rf"\1if {capturing}:\n\1    {zeros}\n", fixed),
     before_launch("zeros in any case", "0.20.0", r'\1kwargs["out"] = torch.zeros_like(q)' + "\n", fixed),
@@ -57,7 +54,6 @@ EDITS = (
         r"^( +)context_layer = einops\.rearrange\(output,",
         r"\1output = output.where(torch.arange(len(output), device=q.device)[:, None, None] < cu_seqlens[-1], 0)\n"
         r"\1context_layer = einops.rearrange(output,",
-        unrecognised,
         remedy=True,
     ),
     Edit(
@@ -66,7 +62,6 @@ EDITS = (
         _LAYER,
         r"^( +)if is_reshaped:\n( +output = output\.reshape\(bsz, q_len, -1\)\n.*\n\n +def _forward_triton)",
         r"\1output = without_padding(output, cu_seqlens)\n\1if is_reshaped:\n\2",
-        unrecognised,
     ),
     Edit(
         "another kernel while capturing",
@@ -74,7 +69,6 @@ EDITS = (
         _MANAGER,
         r"^( +)values = capture_inputs\.values\n",
         r"\g<0>\1fa_utils.flash_attn_varlen_func = on_zeros\n",
-        unrecognised,
     ),
     Edit(
         "graphs that fit exactly alone",
@@ -82,7 +76,6 @@ EDITS = (
         _MANAGER,
         r"^( +)if budget >= total_tokens:\n",
         r"\1if budget == total_tokens:\n",
-        unrecognised,
     ),
     Edit(
         "no graphs with this attention",
@@ -90,7 +83,6 @@ EDITS = (
         _RUNNER,
         r"self\.encoder_cudagraph_manager is not None\n( +and)",
         r"self.encoder_cudagraph_manager is not None\n\1 not self.has_flash_attention\n\1",
-        unrecognised,
     ),
     # Not right, though it looks so.
     before_launch("zeros for large images", "0.28.0", rf"\1if max_seqlen > 1024:\n\1    {zeros}\n", unrecognised),
@@ -118,12 +110,7 @@ EDITS = (
         unrecognised,
     ),
     Edit(
-        "zeros too late",
-        "0.28.0",
-        _OPERATOR,
-        r"^( +)context_layer = einops\.rearrange\(output,",
-        rf"\1{zeros}\n\g<0>",
-        unrecognised,
+        "zeros too late", "0.28.0", _OPERATOR, r"^( +)context_layer = einops\.rearrange\(output,", rf"\1{zeros}\n\g<0>"
     ),
     Edit(
         "the kernel is looked up once",
@@ -131,7 +118,6 @@ EDITS = (
         _OPERATOR,
         r"^( +)from vllm\.v1\.attention\.backends\.fa_utils import flash_attn_varlen_func\n",
         r"\1flash_attn_varlen_func = fa_utils.flash_attn_varlen_func\n",
-        unrecognised,
     ),
     Edit(
         "no encoder is captured",
@@ -139,7 +125,6 @@ EDITS = (
         _RUNNER,
         r"vllm\.v1\.worker\.encoder_cudagraph import",
         "vllm.v1.worker.encoder_graphs import",
-        unrecognised,
     ),
     Edit(
         "the layer calls the kernel itself",
@@ -147,7 +132,6 @@ EDITS = (
         _LAYER,
         r"^( +)output = vit_flash_attn_wrapper\(\n",
         r"\1if self._fa_version == 3:\n\1    return flash_attn_varlen_func(query, key, value, causal=False)\n\g<0>",
-        unrecognised,
     ),
 )
 

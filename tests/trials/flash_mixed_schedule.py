@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.flash_mixed_schedule import _BACKEND, _RUNNER, _STATES
 
 graphs = r"^( +)max_num_splits = self\.max_num_splits\n"
 support = r"_cudagraph_support = \(\n +AttentionCGSupport\.ALWAYS\n(?: +.+\n)+? +\)\n"
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 full = '--compilation-config \'{"cudagraph_mode":"FULL"}\''
 
 EDITS = (
@@ -20,7 +18,6 @@ EDITS = (
         _STATES,
         r"^( *)max_query_len = input_batch\.max_query_len$",
         r"\g<0>\n\1max_query_len = num_tokens",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "schedules for as many tokens as a graph has",
@@ -37,7 +34,6 @@ EDITS = (
         r"^( +)max_query_len = common_attn_metadata\.max_query_len\n( +max_seq_len = )",
         r"\1max_query_len = common_attn_metadata.max_query_len\n\1if self.use_full_cuda_graph:\n"
         r"\1    max_query_len = num_actual_tokens\n\2",
-        Verdict.UNRECOGNISED,
         also=(
             (
                 _BACKEND,
@@ -66,24 +62,16 @@ EDITS = (
         "_cudagraph_support = AttentionCGSupport.UNIFORM_BATCH\n",
         Verdict.FIXED,
     ),
-    Edit(
-        "a schedule by another name", "0.14.1", _BACKEND, "get_scheduler_metadata", "plan_ahead", Verdict.UNRECOGNISED
-    ),
+    Edit("a schedule by another name", "0.14.1", _BACKEND, "get_scheduler_metadata", "plan_ahead"),
     Edit(
         "as many tokens now and then",
         "0.21.0",
         _BACKEND,
         r"^( +)max_query_len = common_attn_metadata\.max_query_len\n",
         r"\g<0>\1if self.odd:\n\1    max_query_len = num_actual_tokens\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
-        "with full graphs another length",
-        "0.33.0",
-        _BACKEND,
-        graphs,
-        r"\g<0>\1max_query_len = self.max_num_splits\n",
-        Verdict.UNRECOGNISED,
+        "with full graphs another length", "0.33.0", _BACKEND, graphs, r"\g<0>\1max_query_len = self.max_num_splits\n"
     ),
     Edit(
         "a schedule for a length of its own",
@@ -91,7 +79,6 @@ EDITS = (
         _BACKEND,
         r"max_seqlen_q=max_query_len",
         "max_seqlen_q=self.longest",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a schedule with other kernels too",
@@ -99,7 +86,6 @@ EDITS = (
         _BACKEND,
         r"self\.aot_schedule = get_flash_attn_version\(\) == 3",
         "self.aot_schedule = get_flash_attn_version() >= 3",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a kernel launched for another length",
@@ -107,7 +93,6 @@ EDITS = (
         _BACKEND,
         r"^( +)max_seqlen_q = attn_metadata\.max_query_len\n( +max_seqlen_k = attn_metadata\.max_seq_len)",
         r"\1max_seqlen_q = self.longest\n\2",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -138,10 +123,10 @@ WORDINGS = (
                 r"return cls\._cudagraph_support", "return AttentionCGSupport.UNIFORM_BATCH"
             ),
             "all tokens in model runner V2": {
-                _STATES: after(r"max_query_len = input_batch\.max_query_len", "max_query_len = num_tokens"),
+                _STATES: after(r"max_query_len = input_batch\.max_query_len", "max_query_len = num_tokens")
             },
             "all tokens in model runner V1": {
-                _RUNNER: before(r"cm_base = CommonAttentionMetadata\(", "max_query_len = num_tokens_padded"),
+                _RUNNER: before(r"cm_base = CommonAttentionMetadata\(", "max_query_len = num_tokens_padded")
             },
         },
     ),
@@ -194,11 +179,7 @@ SERVED = (
     Served("0.21.0", f"./llama {full}", affects, "cudagraph_mode is FULL", "NVIDIA H100"),
     Served("0.33.0", "./llama -cc.cudagraph_mode=FULL", affects, "version 3", "NVIDIA H200"),
     Served(
-        "0.14.1",
-        "./llama -cc.cudagraph_mode=FULL --attention-backend FLASH_ATTN",
-        affects,
-        "FLASH_ATTN",
-        "NVIDIA H100",
+        "0.14.1", "./llama -cc.cudagraph_mode=FULL --attention-backend FLASH_ATTN", affects, "FLASH_ATTN", "NVIDIA H100"
     ),
     Served("0.21.0", "./llama", does_not, "FULL_AND_PIECEWISE", "NVIDIA H100"),
     Served("0.21.0", "./llama -cc.cudagraph_mode=FULL_DECODE_ONLY", does_not, "FULL_DECODE_ONLY", "NVIDIA H100"),

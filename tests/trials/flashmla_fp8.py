@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.flashmla_fp8 import _BACKEND, _CALLER, _COPIED, _FULL_GRAPHS
 
@@ -23,12 +22,11 @@ COPIED = (_FULL_GRAPHS.removesuffix(" ..."), *(f"    {line}" for line in lines))
 PLANNED = r"tile_scheduler_metadata, num_splits = get_mla_metadata_dense_fp8\("
 SPLITS = r"scheduler_metadata\.num_splits = num_splits"
 copies = "".join(rf"\1{line}\n" for line in COPIED)
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 fp8, hopper = "--kv-cache-dtype fp8", "NVIDIA H100 80GB HBM3"
 
 EDITS = (
-    Edit("remedy cut out", "0.23.0", _BACKEND, copied, "", Verdict.UNRECOGNISED, cut, runs=True),
-    Edit("remedy cut out, 0.33.0", "0.33.0", _BACKEND, copied, "", Verdict.UNRECOGNISED, cut),
+    Edit("remedy cut out", "0.23.0", _BACKEND, copied, "", also=cut, runs=True),
+    Edit("remedy cut out, 0.33.0", "0.33.0", _BACKEND, copied, "", also=cut),
     Edit("the plan kept in buffers", "0.18.1", _BACKEND, pointed, rf"{copies}\g<0>", Verdict.FIXED),
     Edit("the plan kept in buffers, 0.17.1", "0.17.1", _BACKEND, pointed, rf"{copies}\g<0>", Verdict.FIXED),
     Edit(
@@ -37,7 +35,6 @@ EDITS = (
         _BACKEND,
         pointed,
         rf"{copies}\g<0>",
-        Verdict.UNRECOGNISED,
         also=((_CALLER, r"decode_metadata = self\._build_decode\(", "decode_metadata = self._kept_decode("),),
     ),
     Edit(
@@ -46,7 +43,6 @@ EDITS = (
         _BACKEND,
         r"scheduler_metadata\.tile_scheduler_metadata = .*",
         "scheduler_metadata.take(tile_scheduler_metadata)",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a builder from elsewhere",
@@ -54,7 +50,6 @@ EDITS = (
         _BACKEND,
         r"return FlashMLAMetadataBuilder$",
         "return BalancedFlashMLAMetadataBuilder",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -189,11 +184,7 @@ WORDINGS = (
                 ),
             ),
             "planned again behind": both(
-                before(POINTED_AT, *COPIED),
-                after(
-                    SPLITS,
-                    "scheduler_metadata.num_splits = num_splits.clone()",
-                ),
+                before(POINTED_AT, *COPIED), after(SPLITS, "scheduler_metadata.num_splits = num_splits.clone()")
             ),
         },
     ),
@@ -223,11 +214,7 @@ WORDINGS = (
                 ),
                 r"\3\n\2\1",
             ),
-            "plan replaced": after(
-                SPLITS,
-                "import copy",
-                "scheduler_metadata = copy.copy(scheduler_metadata)",
-            ),
+            "plan replaced": after(SPLITS, "import copy", "scheduler_metadata = copy.copy(scheduler_metadata)"),
             "plan under another name": swap(
                 r"^( +)scheduler_metadata=scheduler_metadata,\n",
                 (
@@ -256,8 +243,7 @@ WORDINGS = (
                 "if self.compilation_config.cudagraph_mode.decode_mode().name == 'FULL':",
             ),
             "buffers made for others": swap(
-                r"if self\.compilation_config\.cudagraph_mode\.has_full_cudagraphs\(\):",
-                "if not self.is_fp8_kvcache:",
+                r"if self\.compilation_config\.cudagraph_mode\.has_full_cudagraphs\(\):", "if not self.is_fp8_kvcache:"
             ),
             "the flag renamed": swap(r"self\.is_fp8_kvcache", "self.kvcache_is_fp8"),
             "the flag turned round": both(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from edited import Change, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording, affects, does_not
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.flashmla_padding import _BACKEND, _OPERATORS, _RUNNER
 
@@ -12,7 +11,6 @@ COMMON = "vllm/model_executor/layers/attention/mla_attention.py"
 filled = r"(num_reqs:num_reqs_padded\]\.fill_)"
 PART = "blk_table_tensor[num_reqs:num_reqs_padded]"
 LENGTHS = r"query_lens_cpu = query_start_loc_cpu\[1:\]"
-affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
 hopper = "NVIDIA H100 80GB HBM3"
 
 
@@ -23,33 +21,17 @@ def _filled(*lines: str) -> Change:
 
 
 EDITS = (
-    Edit(
-        "padded with -1",
-        "0.23.0",
-        _RUNNER,
-        rf"{filled}\(NULL_BLOCK_ID\)",
-        r"\1(-1)",
-        Verdict.UNRECOGNISED,
-        runs=True,
-    ),
-    Edit(
-        "padded with the null block",
-        "0.19.1",
-        _RUNNER,
-        rf"{filled}\(-1\)",
-        r"\1(NULL_BLOCK_ID)",
-        Verdict.FIXED,
-    ),
-    Edit("padded with 0", "0.19.1", _RUNNER, rf"{filled}\(-1\)", r"\1(0)", Verdict.UNRECOGNISED, remedy=True),
-    Edit("padded with 0, 0.17.1", "0.17.1", _RUNNER, rf"{filled}\(-1\)", r"\1(0)", Verdict.UNRECOGNISED, remedy=True),
-    Edit("padded with another", "0.18.1", _RUNNER, rf"{filled}\(-1\)", r"\1(self.pad)", Verdict.UNRECOGNISED),
+    Edit("padded with -1", "0.23.0", _RUNNER, rf"{filled}\(NULL_BLOCK_ID\)", r"\1(-1)", runs=True),
+    Edit("padded with the null block", "0.19.1", _RUNNER, rf"{filled}\(-1\)", r"\1(NULL_BLOCK_ID)", Verdict.FIXED),
+    Edit("padded with 0", "0.19.1", _RUNNER, rf"{filled}\(-1\)", r"\1(0)", remedy=True),
+    Edit("padded with 0, 0.17.1", "0.17.1", _RUNNER, rf"{filled}\(-1\)", r"\1(0)", remedy=True),
+    Edit("padded with another", "0.18.1", _RUNNER, rf"{filled}\(-1\)", r"\1(self.pad)"),
     Edit(
         "padded with either",
         "0.19.1",
         _RUNNER,
         r"^( *)(blk_table_tensor\[num_reqs:num_reqs_padded\]\.fill_)\(-1\)\n",
         r"\1if self.odd:\n\1    \2(NULL_BLOCK_ID)\n\1else:\n\1    \2(-1)\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "-1 for all rows without tokens, by the builder",
@@ -57,7 +39,6 @@ EDITS = (
         COMMON,
         r"block_table_tensor = common_attn_metadata\.block_table_tensor$",
         r"\g<0>.masked_fill_((common_attn_metadata.seq_lens == 0).unsqueeze(1), -1)",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -76,12 +57,7 @@ WORDINGS = (
             "by zero": _filled(f"{PART}.zero_()"),
             "by assignment": _filled(f"{PART} = 0"),
             "by masked fill": _filled(f"{PART}.fill_(-1)", f"{PART}.clamp_(min=0)"),
-            "in the builder": {
-                _BACKEND: before(
-                    LENGTHS,
-                    "block_table_tensor = block_table_tensor.clamp(min=0)",
-                )
-            },
+            "in the builder": {_BACKEND: before(LENGTHS, "block_table_tensor = block_table_tensor.clamp(min=0)")},
             "in the metadata of the first group": before(
                 r"cm_base = CommonAttentionMetadata\(", "block_table_gid_0[num_reqs:] = 0"
             ),
@@ -113,8 +89,7 @@ WORDINGS = (
         {
             "null is minus one": _filled("NULL_BLOCK_ID = -1", f"{PART}.fill_(NULL_BLOCK_ID)"),
             "null is minus one for the module": both(
-                _filled(f"{PART}.fill_(NULL_BLOCK_ID)"),
-                before(r"class GPUModelRunner", "NULL_BLOCK_ID = -1", ""),
+                _filled(f"{PART}.fill_(NULL_BLOCK_ID)"), before(r"class GPUModelRunner", "NULL_BLOCK_ID = -1", "")
             ),
             "filled and filled again": _filled("NULL_BLOCK_ID = 0", f"{PART}.fill_(NULL_BLOCK_ID)", f"{PART} = -1"),
             "filled and filled all": _filled(
@@ -188,10 +163,7 @@ WORDINGS = (
                 swap(r"is_fp8_kvcache=self\.is_fp8_kvcache", "is_fp8_kvcache=not self.is_fp8_kvcache"),
             ),
             "lengths copied first": before(LENGTHS, "seq_lens_device = seq_lens_device.clone()"),
-            "tables copied first": before(
-                LENGTHS,
-                "block_table_tensor = block_table_tensor.contiguous()",
-            ),
+            "tables copied first": before(LENGTHS, "block_table_tensor = block_table_tensor.contiguous()"),
             "lengths by another name": swap(r"\bseq_lens_device\b", "seq_lens"),
         },
     ),

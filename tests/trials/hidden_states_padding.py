@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.hidden_states_padding import _MODEL, _PROPOSER
 
@@ -15,7 +14,6 @@ raised = r"^ +slot_mapping = slot_mapping\.clamp_min\(0\)\n"
 padding = r"\.fill_\(PADDING_SLOT_ID\)"
 handed_on = r"^( +)(basic_cache\(to_cache, kv_cache, slot_mapping\))\n"
 clamped = "slot_mapping = slot_mapping.clamp_min(0)"
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 flags = """./llama --speculative-config '{"method": "extract_hidden_states", "num_speculative_tokens": 1}\'"""
 
 EDITS = (
@@ -36,7 +34,7 @@ EDITS = (
         Verdict.FIXED,
     ),
     # The model runner has padded them with -1 before.
-    Edit("the drafter's own padding has slot 0", "0.20.0", _PROPOSER, padding, ".fill_(0)", Verdict.UNRECOGNISED),
+    Edit("the drafter's own padding has slot 0", "0.20.0", _PROPOSER, padding, ".fill_(0)"),
     Edit("remedy cut out", "0.25.0", _MODEL, raised, "", Verdict.AFFECTED, runs=True),
     Edit(
         "raised now and then",
@@ -44,39 +42,16 @@ EDITS = (
         _MODEL,
         indexed,
         r"\1if self.odd:\n\1    slot_mapping = slot_mapping.clamp_min(0)\n\1\2\n",
-        Verdict.UNRECOGNISED,
     ),
-    Edit(
-        "raised afterwards",
-        "0.24.0",
-        _MODEL,
-        indexed,
-        r"\1\2\n\1slot_mapping = slot_mapping.clamp_min(0)\n",
-        Verdict.UNRECOGNISED,
-    ),
-    Edit(
-        "written by a kernel",
-        "0.24.0",
-        _MODEL,
-        indexed,
-        r"\1ops.write(to_cache, kv_cache, slot_mapping)\n",
-        Verdict.UNRECOGNISED,
-    ),
-    Edit(
-        "another slot for padding",
-        "0.19.0",
-        _PROPOSER,
-        r"^PADDING_SLOT_ID = -1$",
-        "PADDING_SLOT_ID = 3",
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("raised afterwards", "0.24.0", _MODEL, indexed, r"\1\2\n\1slot_mapping = slot_mapping.clamp_min(0)\n"),
+    Edit("written by a kernel", "0.24.0", _MODEL, indexed, r"\1ops.write(to_cache, kv_cache, slot_mapping)\n"),
+    Edit("another slot for padding", "0.19.0", _PROPOSER, r"^PADDING_SLOT_ID = -1$", "PADDING_SLOT_ID = 3"),
     Edit(
         "the buffer is seen elsewhere",
         "0.18.0",
         _PROPOSER,
         r"^( +)(view = self\._slot_mapping_buffer\[:num_tokens\])\n",
         r"\1\2\n\1self.skip(self._slot_mapping_buffer)\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "a layer has slots of its own",
@@ -84,7 +59,6 @@ EDITS = (
         _PROPOSER,
         r"\{name: view for name in self\.attn_layer_names\}",
         "{name: view.clone() for name in self.attn_layer_names}",
-        Verdict.UNRECOGNISED,
     ),
     # Right elsewhere.
     Edit("raised by the layer", "0.24.0", _MODEL, handed_on, rf"\1{clamped}\n\1\2\n", Verdict.FIXED),
@@ -95,7 +69,6 @@ EDITS = (
         _MODEL,
         r"^( +)(layer_slot_mapping = slot_mapping\.get\(layer_name\))\n",
         r"\1\2\n\1if layer_slot_mapping is not None:\n\1    layer_slot_mapping = layer_slot_mapping.clamp_min(0)\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "raised in the drafter's buffer",
@@ -103,7 +76,6 @@ EDITS = (
         _PROPOSER,
         r"^( +)(view = self\._slot_mapping_buffer\[:num_tokens\])\n",
         r"\1\2.clamp_(min=0)\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "the drafter has no graphs",
@@ -111,7 +83,6 @@ EDITS = (
         _PROPOSER,
         r"proposer_cudagraph_mode = CUDAGraphMode\.PIECEWISE",
         "proposer_cudagraph_mode = CUDAGraphMode.NONE",
-        Verdict.UNRECOGNISED,
     ),
     # Wrong.
     Edit(
@@ -123,7 +94,6 @@ EDITS = (
             r"\1block_size = kv_cache.shape[1]\n"
             r"\1kv_cache[slot_mapping // block_size, slot_mapping % block_size] = to_cache\n"
         ),
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "the layer writes by itself if asked to",
@@ -131,16 +101,14 @@ EDITS = (
         _MODEL,
         handed_on,
         r"\1if layer.inline:\n\1    layer.write(to_cache, kv_cache, slot_mapping)\n\1    return\n\1\2\n",
-        Verdict.UNRECOGNISED,
     ),
-    Edit("raised on a copy", "0.24.0", _MODEL, indexed, r"\1slot_mapping.clamp_min(0)\n\1\2\n", Verdict.UNRECOGNISED),
+    Edit("raised on a copy", "0.24.0", _MODEL, indexed, r"\1slot_mapping.clamp_min(0)\n\1\2\n"),
     Edit(
         "raised and taken back",
         "0.25.0",
         _MODEL,
         rf"^( +){re.escape(clamped)}\n",
         rf"\1slots = slot_mapping\n\1{clamped}\n\1slot_mapping = slots\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "raised by the layer in debug runs",
@@ -148,7 +116,6 @@ EDITS = (
         _MODEL,
         handed_on,
         rf"\1if not __debug__:\n\1    {clamped}\n\1\2\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "raised for one of two layouts",
@@ -156,7 +123,6 @@ EDITS = (
         _MODEL,
         rf"^( +){re.escape(clamped)}\n",
         rf"\1if kv_cache.ndim == 3:\n\1    {clamped}\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "another class writes them",
@@ -164,7 +130,6 @@ EDITS = (
         _MODEL,
         r"return CacheOnlyAttentionImpl$",
         "return FlatCacheOnlyAttentionImpl",
-        Verdict.UNRECOGNISED,
     ),
 )
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from edited import after, before, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.idle_rank import _PROPOSER, _RUNNER, _RUNNER_V2, _SPECULATOR_V2, _TABLE, _TABLE_V2, _WORKER
 
-unknown = Verdict.UNRECOGNISED
 COMMIT = r"self\.input_batch\.block_table\.commit_block_table\(num_reqs_padded\)"
 EMPTY_ROWS = (
     "for table in self.input_batch.block_table.block_tables:",
@@ -48,18 +46,13 @@ EDITS = (
             r"\1for table in self.input_batch.block_table.block_tables:\n"
             r"\1    table.get_device_tensor(num_reqs_padded).zero_()\n"
         ),
-        Verdict.UNRECOGNISED,
         also=(
             (
                 _PROPOSER,
                 rf"^( *)(slot_mapping_dict = {slots}\n)",
                 r"\1self._slot_mapping_buffer.fill_(PADDING_SLOT_ID)\n\1\2",
             ),
-            (
-                _RUNNER,
-                r"(if force_attention or cudagraph_runtime_mode == CUDAGraphMode\.FULL)",
-                r"\1_DECODE_ONLY",
-            ),
+            (_RUNNER, r"(if force_attention or cudagraph_runtime_mode == CUDAGraphMode\.FULL)", r"\1_DECODE_ONLY"),
         ),
     ),
     Edit(
@@ -71,48 +64,24 @@ EDITS = (
             r" *sm\.fill_\(-1\)\n"
         ),
         "",
-        unknown,
     ),
-    Edit(
-        "drafts' tables kept",
-        "0.31.0",
-        _SPECULATOR_V2,
-        r"self\.idx_mapping\.fill_\(-1\)",
-        "pass",
-        unknown,
-    ),
-    Edit(
-        "tables kept",
-        "0.28.0",
-        _TABLE_V2,
-        r"block_table\[:num_reqs\]\.zero_\(\)",
-        "block_table[:num_reqs]",
-        unknown,
-    ),
-    Edit(
-        "inputs kept",
-        "0.26.0",
-        _RUNNER_V2,
-        r"skip_attn: bool = False",
-        "skip_attn: bool = True",
-        unknown,
-    ),
+    Edit("drafts' tables kept", "0.31.0", _SPECULATOR_V2, r"self\.idx_mapping\.fill_\(-1\)", "pass"),
+    Edit("tables kept", "0.28.0", _TABLE_V2, r"block_table\[:num_reqs\]\.zero_\(\)", "block_table[:num_reqs]"),
+    Edit("inputs kept", "0.26.0", _RUNNER_V2, r"skip_attn: bool = False", "skip_attn: bool = True"),
     Edit(
         "slots padded",
         "0.15.0",
         _RUNNER,
         r"^( *)(# If force_attention is True.*)\n",
         r"\1for sm in slot_mappings_by_group.values():\n\1    sm.fill_(-1)\n\1\2\n",
-        unknown,
     ),
-    Edit("ranks that never idle", "0.21.0", _WORKER, r"execute_dummy_batch", "nothing_to_do", unknown),
+    Edit("ranks that never idle", "0.21.0", _WORKER, r"execute_dummy_batch", "nothing_to_do"),
     Edit(
         "another step without work",
         "0.14.1",
         _WORKER,
         r"self\.model_runner\._dummy_run\(1,",
         "self.model_runner.run_idle(1,",
-        unknown,
     ),
     Edit(
         "something after it",
@@ -120,7 +89,6 @@ EDITS = (
         _WORKER,
         r"(self\.model_runner\._dummy_run\(num_tokens, uniform_decode=True\))",
         r"\1; self.model_runner.tidy()",
-        unknown,
     ),
     Edit(
         "padded in two places",
@@ -128,23 +96,14 @@ EDITS = (
         _RUNNER,
         r"^( *)sm\.fill_\(-1\)\n",
         r"\1if self.odd:\n\1    sm.fill_(-1)\n\1else:\n\1    sm.fill_(-1)\n",
-        unknown,
     ),
-    Edit(
-        "slots from elsewhere",
-        "0.20.0",
-        _RUNNER,
-        r"slot_mappings_by_group\.values\(\):",
-        "self.mappings():",
-        unknown,
-    ),
+    Edit("slots from elsewhere", "0.20.0", _RUNNER, r"slot_mappings_by_group\.values\(\):", "self.mappings():"),
     Edit(
         "tables from elsewhere",
         "0.18.1",
         _RUNNER,
         r"blk_table = self\.input_batch\.block_table\[kv_cache_gid\]",
         "blk_table = self.tables[kv_cache_gid]",
-        unknown,
     ),
     Edit(
         "tables committed in part",
@@ -152,7 +111,6 @@ EDITS = (
         _TABLE,
         r"self\.block_table\.copy_to_gpu\(num_reqs\)",
         "self.block_table.copy_dirty_rows()",
-        unknown,
     ),
     Edit(
         "drafts' slots from elsewhere",
@@ -160,21 +118,13 @@ EDITS = (
         _PROPOSER,
         slots,
         "self._get_slot_mapping(num_input_tokens, self.slots)",
-        unknown,
     ),
-    Edit(
-        "V2: padded elsewhere",
-        "0.25.1",
-        _TABLE_V2,
-        r"self\.slot_mappings\.fill_\(PAD_SLOT_ID\)",
-        "self.pad()",
-        unknown,
-    ),
+    Edit("V2: padded elsewhere", "0.25.1", _TABLE_V2, r"self\.slot_mappings\.fill_\(PAD_SLOT_ID\)", "self.pad()"),
 )
 
 SERVED = (
-    Served("0.18.1", "./v3 -dp 8", Concern.CONCERNS, "--data-parallel-size 8"),
-    Served("0.18.1", "./v3", Concern.DOES_NOT, "one data-parallel rank"),
+    Served("0.18.1", "./v3 -dp 8", affects, "--data-parallel-size 8"),
+    Served("0.18.1", "./v3", does_not, "one data-parallel rank"),
 )
 
 WORDINGS = (
@@ -217,7 +167,7 @@ WORDINGS = (
                     "    table.block_table.gpu.zero_()",
                     "if hasattr(getattr(runner, 'drafter', None), '_slot_mapping_buffer'):",
                     "    runner.drafter._slot_mapping_buffer.fill_(-1)",
-                ),
+                )
             },
         },
     ),
@@ -273,7 +223,7 @@ WORDINGS = (
                     IDLE_RUN + r"\n +num_tokens,\n +uniform_decode=True",
                     "for table in getattr(self.model_runner, 'input_batch').block_table.block_tables:",
                     "    table.block_table.gpu.zero_()",
-                ),
+                )
             },
         },
     ),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.indexer_padding import _INDEXER, _LAYER
 
@@ -17,20 +16,12 @@ LENGTHS = r"seq_lens = common_attn_metadata\.seq_lens\[:num_decodes\]\n +block_t
 RETURNED = r"return seq_lens, block_table, decode_lens, num_decodes, requires_padding"
 TAKEN = r"seq_lens = seq_lens_buffer\n"
 STORED = r"tl\.store\(decode_seq_lens_ptr"
-fixed, unknown = Verdict.FIXED, Verdict.UNRECOGNISED
+fixed = Verdict.FIXED
 mtp = '{"method": "mtp", "num_speculative_tokens": 1}'
 
 EDITS = (
     *(
-        Edit(
-            f"remedy cut out, {release}",
-            release,
-            _INDEXER,
-            r"(?<=^ {16}\))\.clamp_\(min=0\)$",
-            "",
-            unknown,
-            without,
-        )
+        Edit(f"remedy cut out, {release}", release, _INDEXER, r"(?<=^ {16}\))\.clamp_\(min=0\)$", "", also=without)
         for release in ("0.28.0", "0.29.0")
     ),
     Edit(
@@ -40,22 +31,9 @@ EDITS = (
         in_the_buffer,
         r"\1.clamp(min=0)",
         fixed,
-        also=(
-            (
-                _INDEXER,
-                r"= (seq_len - max_decode_len \+ local_idx \+ 1)$",
-                r"= tl.maximum(0, \1)",
-            ),
-        ),
+        also=((_INDEXER, r"= (seq_len - max_decode_len \+ local_idx \+ 1)$", r"= tl.maximum(0, \1)"),),
     ),
-    Edit(
-        "clamped in place afterwards",
-        "0.21.0",
-        _INDEXER,
-        prepared,
-        r"\1            seq_lens.clamp_(min=0)\n",
-        fixed,
-    ),
+    Edit("clamped in place afterwards", "0.21.0", _INDEXER, prepared, r"\1            seq_lens.clamp_(min=0)\n", fixed),
     Edit("clamped afterwards", "0.27.1", _INDEXER, prepared, r"\1            seq_lens.clamp_(min=0)\n", fixed),
     Edit(
         "clamped into a new tensor",
@@ -63,7 +41,6 @@ EDITS = (
         _INDEXER,
         prepared,
         r"\1            seq_lens = torch.clamp(seq_lens, min=0)\n",
-        unknown,
     ),
     Edit(
         "clamped into a new tensor where they are written",
@@ -71,26 +48,13 @@ EDITS = (
         _INDEXER,
         r"^( +)seq_lens_buffer\[:\] = \(\n((?: {20}.*\n)+) {16}\)\n\1seq_lens = seq_lens_buffer\n",
         r"\1seq_lens = (\n\2                ).clamp(min=0)\n",
-        unknown,
         also=((_INDEXER, r"= (seq_len - max_decode_len \+ local_idx \+ 1)$", r"= tl.maximum(0, \1)"),),
     ),
-    Edit("clamped in the buffer alone", "0.20.0", _INDEXER, in_the_buffer, r"\1.clamp_(min=0)", unknown),
-    Edit("not clamped in the kernel", "0.28.0", _INDEXER, in_the_kernel, r"\1", unknown),
+    Edit("clamped in the buffer alone", "0.20.0", _INDEXER, in_the_buffer, r"\1.clamp_(min=0)"),
+    Edit("not clamped in the kernel", "0.28.0", _INDEXER, in_the_kernel, r"\1"),
+    Edit("another function", "0.27.1", _INDEXER, r"_prepare_decode_tensors", "_tensors_of_decodes"),
     Edit(
-        "another function",
-        "0.27.1",
-        _INDEXER,
-        r"_prepare_decode_tensors",
-        "_tensors_of_decodes",
-        unknown,
-    ),
-    Edit(
-        "a copy of the buffer",
-        "0.25.1",
-        _INDEXER,
-        r"seq_lens = seq_lens_buffer$",
-        "seq_lens = seq_lens_buffer.clone()",
-        unknown,
+        "a copy of the buffer", "0.25.1", _INDEXER, r"seq_lens = seq_lens_buffer$", "seq_lens = seq_lens_buffer.clone()"
     ),
     Edit(
         "clamped later",
@@ -98,7 +62,6 @@ EDITS = (
         _INDEXER,
         r"^( {12})(decode_metadata = DeepSeekV32)",
         r"\1seq_lens.clamp_(min=0)\n\1\2",
-        unknown,
     ),
     Edit(
         "something done before they are returned",
@@ -106,7 +69,6 @@ EDITS = (
         _INDEXER,
         r"^( {12})(return seq_lens, block_table, .*requires_padding)$",
         r"\1self.odd(seq_lens)\n\1\2",
-        unknown,
     ),
     Edit(
         "something done in the kernel",
@@ -114,7 +76,6 @@ EDITS = (
         _INDEXER,
         r"^( *)(tl\.store\(decode_seq_lens_ptr)",
         r"\1per_token_seq_len = odd(per_token_seq_len)\n\1\2",
-        unknown,
     ),
     Edit(
         "a builder from elsewhere",
@@ -122,7 +83,6 @@ EDITS = (
         _INDEXER,
         r"return DeepseekV32IndexerMetadataBuilder$",
         "return DeepseekV4IndexerMetadataBuilder",
-        unknown,
     ),
     Edit(
         "a copy clamped by the layer",
@@ -130,13 +90,12 @@ EDITS = (
         _LAYER,
         r"decode_metadata\.seq_lens\[:batch_size\]$",
         r"\g<0>.clamp(min=0)",
-        unknown,
     ),
 )
 
 SERVED = (
-    Served("0.21.0", f"./v32 --speculative-config '{mtp}'", Concern.CONCERNS, "sparse attention"),
-    Served("0.21.0", "./v32", Concern.DOES_NOT, "no speculator"),
+    Served("0.21.0", f"./v32 --speculative-config '{mtp}'", affects, "sparse attention"),
+    Served("0.21.0", "./v32", does_not, "no speculator"),
 )
 
 WORDINGS = (
@@ -184,10 +143,7 @@ WORDINGS = (
             "clamped at -1": before(SCHEDULED, "seq_lens.clamp_(min=-1)"),
             "clamped in the kernel alone": before(STORED, "per_token_seq_len = tl.maximum(per_token_seq_len, 0)"),
             "clamped and written again": before(
-                RETURNED,
-                "seq_lens.clamp_(min=0)",
-                "if use_native and next_n > 1:",
-                "    seq_lens -= 1",
+                RETURNED, "seq_lens.clamp_(min=0)", "if use_native and next_n > 1:", "    seq_lens -= 1"
             ),
             "clamped after the return": after(RETURNED, "seq_lens.clamp_(min=0)"),
             "clamped by a helper that nobody calls": before(

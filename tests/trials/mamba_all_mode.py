@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from edited import after, before, both, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.mamba_all_mode import _BUILDER, _FOR_GRAPHS, _INDICES, _MAMBA2, _RUNNER
 
@@ -13,18 +12,13 @@ copied = "        self.{0}[:num_reqs].copy_(metadata.{0}[:num_reqs])\n"
 both_copied = "".join(copied.format(name) for name in _INDICES)
 stored = "        new_metadata.state_indices_tensor = state_indices_t"
 for_graphs = rf"return self\.{_FOR_GRAPHS}\(new_metadata\)"
-nemotron = {
-    "architectures": ["NemotronHForCausalLM"],
-    "model_type": "nemotron_h",
-    "hybrid_override_pattern": "M-M-M*-",
-}
+nemotron = {"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hybrid_override_pattern": "M-M-M*-"}
 caching = "./model --enable-prefix-caching"
 TABLE_COPIED = r"^            persistent_state_indices_t\.copy_\(state_indices_t, non_blocking=True\)$"
 COPIES = tuple(f"self.{name}[:num_reqs].copy_(metadata.{name}[:num_reqs])" for name in _INDICES)
 TO_HANDED_ON = r"new_metadata\.state_indices_tensor = state_indices_t"
 RETURNED = r"return new_metadata"
 NO_GRAPHS = "self.compilation_config.cudagraph_mode.has_full_cudagraphs()"
-affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
 
 EDITS = (
     Edit("both indices copied", "0.16.0", _BUILDER, replaced, both_copied + stored, Verdict.FIXED),
@@ -40,23 +34,15 @@ EDITS = (
         Verdict.FIXED,
     ),
     Edit("one of them", "0.15.1", _BUILDER, replaced, copied.format(_INDICES[0]) + stored, Verdict.AFFECTED, runs=True),
-    Edit(
-        "copied elsewhere",
-        "0.16.0",
-        _BUILDER,
-        replaced,
-        f"        self.refresh(metadata)\n{stored}",
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("copied elsewhere", "0.16.0", _BUILDER, replaced, f"        self.refresh(metadata)\n{stored}"),
     Edit(
         "a backend has a builder of its own",
         "0.17.0",
         _MAMBA2,
         r"return Mamba2AttentionMetadataBuilder$",
         "return GroupedMamba2AttentionMetadataBuilder",
-        Verdict.UNRECOGNISED,
     ),
-    Edit("remedy cut out", "0.17.0", _BUILDER, for_graphs, "return new_metadata", Verdict.UNRECOGNISED),
+    Edit("remedy cut out", "0.17.0", _BUILDER, for_graphs, "return new_metadata"),
 )
 
 SERVED = (
@@ -67,7 +53,7 @@ SERVED = (
     Served("0.14.1", f"{caching} --no-enable-prefix-caching", does_not, "is not given", model=nemotron),
     Served("0.16.0", f"{caching} --enforce-eager", does_not, "--enforce-eager", model=nemotron),
     Served("0.16.0", "./mamba2 --enable-prefix-caching", does_not, "no several groups"),
-    Served("0.16.0", "./new-hybrid --enable-prefix-caching", Concern.UNKNOWN, "does not know the model"),
+    Served("0.16.0", "./new-hybrid --enable-prefix-caching", unknown, "does not know the model"),
 )
 
 WORDINGS = (
@@ -125,9 +111,7 @@ WORDINGS = (
             ),
             "copied in no row": before(TO_HANDED_ON, "num_reqs = 0", *COPIES),
             "copied into a copy": before(
-                TO_HANDED_ON,
-                *(f"self.{name} = self.{name}.clone()" for name in _INDICES),
-                *COPIES,
+                TO_HANDED_ON, *(f"self.{name} = self.{name}.clone()" for name in _INDICES), *COPIES
             ),
             "copied from themselves": before(
                 TO_HANDED_ON, *(f"metadata.{name} = self.{name}" for name in _INDICES), *COPIES

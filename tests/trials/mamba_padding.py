@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from edited import after, before, both, cut, swap
-from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, SHAPE, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.mamba_padding import _BUILDER, _RUNNER
 
 MARKED = r"is_prefilling = num_computed_tokens_cpu < num_prompt_tokens_cpu"
 CLEARED = "is_prefilling[num_reqs:] = False"
 line = rf"^( *)({MARKED})\n"
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 
 EDITS = (
     Edit(
@@ -32,7 +30,6 @@ EDITS = (
         "vllm/v1/attention/backends/mamba2_attn.py",
         r"return Mamba2AttentionMetadataBuilder$",
         "return PhaseMamba2AttentionMetadataBuilder",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "marked again as the builder splits the batch",
@@ -40,7 +37,6 @@ EDITS = (
         _BUILDER,
         r"^( +)(m = common_attn_metadata|num_reqs = common_attn_metadata\.num_reqs)\n",
         r"\1common_attn_metadata.is_prefilling[:] = True\n\g<0>",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "cleared behind the padding",
@@ -51,21 +47,13 @@ EDITS = (
         Verdict.AFFECTED,
         shape="prefilling-over-padding",
     ),
-    Edit(
-        "cleared now and then",
-        "0.21.0",
-        _RUNNER,
-        line,
-        rf"\1\2\n\1if self.odd:\n\1    {CLEARED}\n",
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("cleared now and then", "0.21.0", _RUNNER, line, rf"\1\2\n\1if self.odd:\n\1    {CLEARED}\n"),
     Edit(
         "marked elsewhere",
         "0.20.0",
         _RUNNER,
         r"is_prefilling = .* < .*",
         "is_prefilling = self._prefilling(num_reqs_padded)",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "split now and then",
@@ -73,7 +61,6 @@ EDITS = (
         _BUILDER,
         r"treat_short_extends_as_decodes=False",
         "treat_short_extends_as_decodes=self.treat_so",
-        Verdict.UNRECOGNISED,
     ),
 )
 
@@ -152,10 +139,7 @@ WORDINGS = (
             ),
             "cleared and another handed on": both(
                 after(MARKED, CLEARED),
-                swap(
-                    r"is_prefilling=is_prefilling,",
-                    "is_prefilling=num_computed_tokens_cpu < num_prompt_tokens_cpu,",
-                ),
+                swap(r"is_prefilling=is_prefilling,", "is_prefilling=num_computed_tokens_cpu < num_prompt_tokens_cpu,"),
             ),
             "cleared too late": before(r"return attn_metadata, spec_decode_common_attn_metadata\n", CLEARED),
             "cleared after the metadata": before(
@@ -168,10 +152,7 @@ WORDINGS = (
             ),
             "marked without name": both(
                 cut(rf"^ +{MARKED}\n"),
-                swap(
-                    r"is_prefilling=is_prefilling,",
-                    "is_prefilling=num_computed_tokens_cpu < num_prompt_tokens_cpu,",
-                ),
+                swap(r"is_prefilling=is_prefilling,", "is_prefilling=num_computed_tokens_cpu < num_prompt_tokens_cpu,"),
             ),
             "marked with a type": swap(
                 MARKED, "is_prefilling: torch.Tensor = num_computed_tokens_cpu < num_prompt_tokens_cpu"
@@ -237,8 +218,7 @@ WORDINGS = (
                     "split_decodes_and_prefills(\n                m,",
                 ),
                 before(
-                    r"num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = \(",
-                    "m = common_attn_metadata",
+                    r"num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens = \(", "m = common_attn_metadata"
                 ),
             ),
             "kept from before": before(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes._dispatch_source import GRAPHS_V2, RUNNER, RUNNER_V2, UTILS
 from vllm_graphfix.fixes._recurrent_builders import GDN, MAMBA
@@ -23,21 +22,12 @@ remedy = (
 prefilling = (
     "(self.input_batch.num_computed_tokens_cpu[:num_reqs] < self.input_batch.num_prompt_tokens[:num_reqs]).any()"
 )
-encoders, unknown = r"^( *)num_encoder_reqs=len\(", Verdict.UNRECOGNISED
-affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
+encoders = r"^( *)num_encoder_reqs=len\("
 
 EDITS = (
     Edit("the phase in the predicate", "0.20.0", RUNNER, signature_end, asks, Verdict.FIXED, remedy),
     Edit("the phase in the predicate, 0.33.0", "0.33.0", RUNNER, signature_end, asks, Verdict.FIXED, remedy),
-    Edit(
-        "in one runner of two",
-        "0.27.1",
-        RUNNER,
-        signature_end,
-        asks,
-        unknown,
-        remedy,
-    ),
+    Edit("in one runner of two", "0.27.1", RUNNER, signature_end, asks, also=remedy),
     Edit(
         "another test of a state",
         "0.25.1",
@@ -98,8 +88,7 @@ EDITS = (
         encoders,
         r"\1force_uniform_decode=False if scheduler_output.scheduled_encoder_inputs else None,\n"
         r"\1num_encoder_reqs=len(",
-        unknown,
-        (
+        also=(
             (
                 RUNNER,
                 r"^( *)(\(\n *cudagraph_mode,\n *batch_desc,\n *should_ubatch,)",
@@ -122,7 +111,6 @@ EDITS = (
         encoders,
         rf"\1force_uniform_decode=False if {prefilling.replace('[:num_reqs]', '[:1]')} else None,\n"
         r"\1num_encoder_reqs=len(",
-        unknown,
     ),
     Edit(
         "all rows in their prompts",
@@ -130,7 +118,6 @@ EDITS = (
         RUNNER,
         encoders,
         rf"\1force_uniform_decode=False if {prefilling.replace('any()', 'all()')} else None,\n\1num_encoder_reqs=len(",
-        unknown,
     ),
     Edit(
         "forced for a decode as well",
@@ -138,25 +125,18 @@ EDITS = (
         RUNNER,
         encoders,
         rf"\1force_uniform_decode=not {prefilling},\n\1num_encoder_reqs=len(",
-        unknown,
     ),
-    Edit(
-        "the phase that nobody asks for",
-        "0.33.0",
-        RUNNER,
-        signature_end,
-        asks,
-        unknown,
-        remedy[:1],
-    ),
+    Edit("the phase that nobody asks for", "0.33.0", RUNNER, signature_end, asks, also=remedy[:1]),
     Edit(
         "the phase in the predicate, overruled",
         "0.33.0",
         RUNNER,
         signature_end,
         asks,
-        unknown,
-        (*remedy, (RUNNER, r"^( *)(has_encoder_output = \(\n)", r"\1uniform_decode = num_tokens == num_reqs\n\1\2")),
+        also=(
+            *remedy,
+            (RUNNER, r"^( *)(has_encoder_output = \(\n)", r"\1uniform_decode = num_tokens == num_reqs\n\1\2"),
+        ),
     ),
     Edit(
         "right elsewhere: behind the predicate",
@@ -164,7 +144,6 @@ EDITS = (
         RUNNER,
         r"^( *)(has_encoder_output = \(\n)",
         rf"\1if force_uniform_decode is None:\n\1    uniform_decode = uniform_decode and not {prefilling}\n\1\2",
-        unknown,
     ),
     Edit(
         "right elsewhere: such a step is eager",
@@ -172,7 +151,6 @@ EDITS = (
         RUNNER,
         encoders,
         rf"\1force_eager=bool({prefilling}),\n\1num_encoder_reqs=len(",
-        unknown,
     ),
     Edit(
         "the phase where it is asked, as a truth value",
@@ -188,7 +166,6 @@ EDITS = (
         RUNNER_V2,
         r"num_reqs, num_toks, max_query_len, decode_graph_eligible\n",
         "num_reqs, num_toks, max_query_len, True\n",
-        unknown,
     ),
     Edit(
         "V2: right elsewhere",
@@ -196,16 +173,10 @@ EDITS = (
         RUNNER_V2,
         r"^( *)(uniform_tok_count = get_uniform.*)\n",
         r"\1\2\n\1if self.req_states.any_prefilling(scheduler_output):\n\1    uniform_tok_count = None\n",
-        unknown,
     ),
-    Edit("another predicate", "0.20.0", RUNNER, r"= self\._is_uniform_decode\(", "= self.tells(", unknown),
+    Edit("another predicate", "0.20.0", RUNNER, r"= self\._is_uniform_decode\(", "= self.tells("),
     Edit(
-        "no count of tokens",
-        "0.33.0",
-        RUNNER,
-        r"num_tokens == max_num_scheduled_tokens \* num_reqs",
-        "not self.mixed",
-        unknown,
+        "no count of tokens", "0.33.0", RUNNER, r"num_tokens == max_num_scheduled_tokens \* num_reqs", "not self.mixed"
     ),
     Edit(
         "a further condition",
@@ -213,7 +184,6 @@ EDITS = (
         RUNNER,
         r"(num_tokens == max_num_scheduled_tokens \* num_reqs)",
         r"\1 and not num_reqs.mixed",
-        unknown,
     ),
     Edit(
         "changed afterwards",
@@ -221,7 +191,6 @@ EDITS = (
         RUNNER,
         r"^( *)(has_encoder_output = \(\n)",
         r"\1uniform_decode = uniform_decode and self.decoding\n\1\2",
-        unknown,
     ),
     Edit(
         "forced by another",
@@ -229,7 +198,6 @@ EDITS = (
         RUNNER,
         encoders,
         r"\1force_uniform_decode=self.phase(num_reqs),\n\1num_encoder_reqs=len(",
-        unknown,
     ),
     Edit(
         "not forced for a capture",
@@ -237,7 +205,6 @@ EDITS = (
         RUNNER,
         r"force_uniform_decode=uniform_decode",
         "force_uniform_decode=None",
-        unknown,
     ),
     Edit(
         "V2: a further condition",
@@ -245,7 +212,6 @@ EDITS = (
         GRAPHS_V2,
         r"^( {4}if )(\(max_query_len == num_tokens)",
         r"\1not num_reqs.prefilling and \2",
-        unknown,
     ),
     Edit(
         "V2: changed afterwards",
@@ -253,7 +219,6 @@ EDITS = (
         RUNNER_V2,
         r"^( *)(uniform_tok_count = get_uniform.*)\n",
         r"\1\2\n\1uniform_tok_count = self.one(0)\n",
-        unknown,
     ),
     Edit(
         "V2: states of another name",
@@ -261,16 +226,14 @@ EDITS = (
         RUNNER_V2,
         r"out=self\.req_states\.num_computed_prefill",
         "out=self.req_states.num",
-        unknown,
     ),
-    Edit("V2: remedy cut out", "0.28.0", UTILS, r"if not has_prefill and is_uniform", "if is_uniform", unknown),
+    Edit("V2: remedy cut out", "0.28.0", UTILS, r"if not has_prefill and is_uniform", "if is_uniform"),
     Edit(
         "V2: phases from elsewhere",
         "0.33.0",
         RUNNER_V2,
         r"is_prefilling_np = num_computed.* < .*",
         "is_prefilling_np = self.x",
-        unknown,
     ),
 )
 

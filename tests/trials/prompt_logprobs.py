@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.prompt_logprobs import _PROMPTS, _RUNNER
 
@@ -11,8 +10,7 @@ unpacked = r"^( {8})(self\.input_batch\.prev_sampled_token_ids = None\n)(?=\n {8
 by_the_bookkeeping = r"prompt_logprobs_dict = self\._get_prompt_logprobs_dict\((\n.*){3}\)"
 first = rf"\1\2\1scored = {_PROMPTS.removesuffix('(...)')}(hidden_states, scheduler_output.num_scheduled_tokens)\n"
 now_and_then = r"^( {8})scored = self\._get_prompt_logprobs_dict\("
-unknown, fixed = Verdict.UNRECOGNISED, Verdict.FIXED
-affects, does_not = Concern.CONCERNS, Concern.DOES_NOT
+fixed = Verdict.FIXED
 itself = '{"method": "draft_model", "model": "draft", "num_speculative_tokens": 3}'
 eagle = '{"method": "eagle3", "model": "draft", "num_speculative_tokens": 3}'
 copied = r"\1\2\1hidden_states = hidden_states.clone()\n"
@@ -24,7 +22,6 @@ EDITS = (
         _RUNNER,
         r"^( *)if use_gpu_toks:$",
         r"\1use_gpu_toks = use_gpu_toks and not self.num_prompt_logprobs\n\g<0>",
-        Verdict.UNRECOGNISED,
     ),
     Edit("copied always", "0.14.1", _RUNNER, unpacked, copied, fixed),
     Edit("copied always, 0.33.0", "0.33.0", _RUNNER, unpacked, copied, fixed),
@@ -52,7 +49,6 @@ EDITS = (
             r"\1if input_fits_in_drafter:\n\1    if self.num_prompt_logprobs:\n"
             r"\1        hidden_states = hidden_states[:].clone()\n"
         ),
-        unknown,
     ),
     Edit(
         "copied by the target",
@@ -77,14 +73,9 @@ EDITS = (
         _RUNNER,
         by_the_bookkeeping,
         "prompt_logprobs_dict = scored",
-        unknown,
         also=(
             (_RUNNER, unpacked, first),
-            (
-                _RUNNER,
-                now_and_then,
-                r"\1if self.odd:\n\1    scored = self._get_prompt_logprobs_dict(",
-            ),
+            (_RUNNER, now_and_then, r"\1if self.odd:\n\1    scored = self._get_prompt_logprobs_dict("),
         ),
     ),
     Edit(
@@ -93,7 +84,6 @@ EDITS = (
         _RUNNER,
         unpacked,
         r"\1\2\1if self.odd:\n\1    hidden_states = hidden_states.clone()\n",
-        unknown,
     ),
     Edit(
         "hidden states from elsewhere",
@@ -101,23 +91,14 @@ EDITS = (
         _RUNNER,
         r"hidden_states\[:num_scheduled_tokens\],(?=\n *scheduler_output\.num_scheduled_tokens)",
         "self.kept,",
-        unknown,
     ),
-    Edit(
-        "kept by a function",
-        "0.17.1",
-        _RUNNER,
-        unpacked,
-        r"\1\2\1hidden_states = self.keep(hidden_states)\n",
-        unknown,
-    ),
+    Edit("kept by a function", "0.17.1", _RUNNER, unpacked, r"\1\2\1hidden_states = self.keep(hidden_states)\n"),
     Edit(
         "another kind of drafter",
         "0.33.0",
         _RUNNER,
         r"or spec_config\.uses_extract_hidden_states\(\)",
         "or spec_config.uses_another()",
-        unknown,
     ),
     Edit(
         "whose prompts are scored is asked elsewhere",
@@ -125,7 +106,6 @@ EDITS = (
         _RUNNER,
         r"num_prompt_logprobs_dict = self\.num_prompt_logprobs",
         "num_prompt_logprobs_dict = self.asked()",
-        unknown,
     ),
     Edit(
         "a state with other fields",
@@ -133,7 +113,6 @@ EDITS = (
         _RUNNER,
         r"^( {4})hidden_states: torch\.Tensor\n( {4}sample_hidden_states)",
         r"\1states: torch.Tensor\n\2",
-        unknown,
     ),
     # Right elsewhere.
     Edit(
@@ -142,7 +121,6 @@ EDITS = (
         _RUNNER,
         r"^( {12})if use_gpu_toks:\n",
         r"\1if use_gpu_toks and not self.num_prompt_logprobs:\n",
-        unknown,
     ),
     Edit(
         "copied by the target if a prompt is scored",
@@ -150,7 +128,6 @@ EDITS = (
         _RUNNER,
         r"^( {8})(self\.execute_model_state = ExecuteModelState\()",
         r"\1if self.num_prompt_logprobs:\n\1    hidden_states = hidden_states.clone()\n\1\2",
-        unknown,
     ),
     Edit(
         "copied to a buffer",
@@ -158,7 +135,6 @@ EDITS = (
         _RUNNER,
         unpacked,
         r"\1\2\1hidden_states = self.scored_states[: len(hidden_states)].copy_(hidden_states)\n",
-        unknown,
     ),
     Edit(
         "copied by a function if a prompt is scored",
@@ -166,7 +142,6 @@ EDITS = (
         _RUNNER,
         unpacked,
         r"\1\2\1hidden_states = self._own_memory(hidden_states)\n",
-        unknown,
         also=(
             (
                 _RUNNER,
@@ -197,18 +172,14 @@ EDITS = (
             r"\1\2\1spec = self.speculative_config\n\1if spec and spec.use_eagle() and self.num_prompt_logprobs:\n"
             r"\1    hidden_states = hidden_states.clone()\n"
         ),
-        unknown,
     ),
-    Edit(
-        "copied, and nobody reads it", "0.31.0", _RUNNER, unpacked, r"\1\2\1scored = hidden_states.clone()\n", unknown
-    ),
+    Edit("copied, and nobody reads it", "0.31.0", _RUNNER, unpacked, r"\1\2\1scored = hidden_states.clone()\n"),
     Edit(
         "copied and taken back",
         "0.22.0",
         _RUNNER,
         unpacked,
         r"\1\2\1graphs_own = hidden_states\n\1hidden_states = hidden_states.clone()\n\1hidden_states = graphs_own\n",
-        unknown,
     ),
     Edit(
         "copied behind the draft",
@@ -216,7 +187,6 @@ EDITS = (
         _RUNNER,
         r'^( {8})(with record_function_or_nullcontext\("gpu_model_runner: bookkeep"\):\n)',
         r"\1if self.num_prompt_logprobs:\n\1    hidden_states = hidden_states.clone()\n\1\2",
-        unknown,
     ),
     Edit(
         "the drafter has the copy",
@@ -224,7 +194,6 @@ EDITS = (
         _RUNNER,
         r"^( {20}self\.input_batch\.sampling_metadata,\n {20})hidden_states,\n",
         r"\1hidden_states.clone(),\n",
-        unknown,
     ),
     Edit(
         "copied if no prompt is scored",
@@ -232,7 +201,6 @@ EDITS = (
         _RUNNER,
         unpacked,
         r"\1\2\1if not self.num_prompt_logprobs:\n\1    hidden_states = hidden_states.clone()\n",
-        unknown,
     ),
 )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.roberta_positions import _MODELS, _RUNNER
 
@@ -15,7 +14,6 @@ cut = r"^( +)(positions = self\.positions\.gpu\[:num_input_tokens\])\n"
 padded_rows = "self.positions.gpu[num_scheduled_tokens:num_input_tokens]"
 zeroed = f"{padded_rows}.zero_()"
 refreshed = r"^( +)(self\.positions\.copy_to_gpu\(total_num_scheduled_tokens\))\n"
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 bge_m3 = {
     "architectures": ["XLMRobertaModel"],
     "model_type": "xlm-roberta",
@@ -44,14 +42,7 @@ EDITS = (
         Verdict.FIXED,
     ),
     Edit("padded rows zeroed in any case", "0.17.1", _RUNNER, cut, rf"\1\2\n\1{zeroed}\n", Verdict.FIXED),
-    Edit(
-        "padded rows zeroed now and then",
-        "0.17.1",
-        _RUNNER,
-        cut,
-        rf"\1\2\n\1if self.odd:\n\1    {zeroed}\n",
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("padded rows zeroed now and then", "0.17.1", _RUNNER, cut, rf"\1\2\n\1if self.odd:\n\1    {zeroed}\n"),
     Edit("one of two remedies cut out", "0.19.0", _MODELS, r" \+ self\.padding_idx \+ 1\n", "\n", Verdict.FIXED),
     Edit(
         "the other remedy cut out",
@@ -67,35 +58,13 @@ EDITS = (
         _MODELS,
         r" \+ self\.padding_idx \+ 1\n",
         "\n",
-        Verdict.UNRECOGNISED,
         also=(
             (_RUNNER, r"^ +self\.positions\[num_scheduled_tokens:num_input_tokens\]\.zero_\(\)\n", " " * 16 + "pass\n"),
         ),
     ),
-    Edit(
-        "added by another operation",
-        "0.15.0",
-        _MODELS,
-        in_place,
-        r"\1position_ids.add_(padding_idx + 1)\n",
-        Verdict.UNRECOGNISED,
-    ),
-    Edit(
-        "added now and then",
-        "0.16.0",
-        _MODELS,
-        calls,
-        r"\1if self.shifted:\n\1    \2\n",
-        Verdict.UNRECOGNISED,
-    ),
-    Edit(
-        "a copy is added to",
-        "0.18.1",
-        _MODELS,
-        calls,
-        r"\1positions = positions.clone()\n\1\2\n",
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("added by another operation", "0.15.0", _MODELS, in_place, r"\1position_ids.add_(padding_idx + 1)\n"),
+    Edit("added now and then", "0.16.0", _MODELS, calls, r"\1if self.shifted:\n\1    \2\n"),
+    Edit("a copy is added to", "0.18.1", _MODELS, calls, r"\1positions = positions.clone()\n\1\2\n"),
     Edit(
         "a further model adds",
         "0.18.0",
@@ -103,7 +72,6 @@ EDITS = (
         r"^def replace_roberta_positions",
         "def shift(positions: torch.Tensor) -> None:\n    replace_roberta_positions(positions, positions, 1)\n\n\n"
         "def replace_roberta_positions",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "all positions refreshed",
@@ -111,7 +79,6 @@ EDITS = (
         _RUNNER,
         r"self\.positions\.copy_to_gpu\(total_num_scheduled_tokens\)",
         "self.positions.copy_to_gpu()",
-        Verdict.UNRECOGNISED,
     ),
     # Right elsewhere.
     Edit("padded rows set to 0", "0.16.0", _RUNNER, cut, rf"\1\2\n\1{padded_rows} = 0\n", Verdict.FIXED),
@@ -121,31 +88,15 @@ EDITS = (
         _RUNNER,
         refreshed,
         r"\1\2\n\1self.positions.gpu[total_num_scheduled_tokens:].zero_()\n",
-        Verdict.UNRECOGNISED,
     ),
-    Edit(
-        "the runner hands over a copy",
-        "0.17.0",
-        _RUNNER,
-        cut,
-        r"\1\2.clone()\n",
-        Verdict.UNRECOGNISED,
-    ),
-    Edit(
-        "models add to a new tensor",
-        "0.18.1",
-        _MODELS,
-        calls,
-        r"\1positions = positions + self.padding_idx + 1\n",
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("the runner hands over a copy", "0.17.0", _RUNNER, cut, r"\1\2.clone()\n"),
+    Edit("models add to a new tensor", "0.18.1", _MODELS, calls, r"\1positions = positions + self.padding_idx + 1\n"),
     Edit(
         "models take the offset off again",
         "0.18.0",
         _MODELS,
         r"^( +)return (self\.(?:model|roberta)\(\n(?: {12}.*\n)+ {8}\))\n",
         r"\1hidden_states = \2\n\1positions -= self.padding_idx + 1\n\1return hidden_states\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "the runner takes the offset off again",
@@ -153,17 +104,11 @@ EDITS = (
         _RUNNER,
         r"^( +)return (self\.model\(\n(?: {12}.*\n)+ {8}\))\n(?=\n    @staticmethod)",
         r"\1output = \2\n\1positions.sub_(self.model.padding_idx + 1)\n\1return output\n",
-        Verdict.UNRECOGNISED,
     ),
     # Wrong.
-    Edit("zeroed on a copy", "0.18.0", _RUNNER, cut, rf"\1\2\n\1{padded_rows}.clone().zero_()\n", Verdict.UNRECOGNISED),
+    Edit("zeroed on a copy", "0.18.0", _RUNNER, cut, rf"\1\2\n\1{padded_rows}.clone().zero_()\n"),
     Edit(
-        "zeroed behind the padding",
-        "0.17.1",
-        _RUNNER,
-        cut,
-        r"\1\2\n\1self.positions.gpu[num_input_tokens:].zero_()\n",
-        Verdict.UNRECOGNISED,
+        "zeroed behind the padding", "0.17.1", _RUNNER, cut, r"\1\2\n\1self.positions.gpu[num_input_tokens:].zero_()\n"
     ),
     Edit(
         "zeroed on the host, of which tokens alone are copied",
@@ -171,7 +116,6 @@ EDITS = (
         _RUNNER,
         refreshed,
         r"\1self.positions.np[total_num_scheduled_tokens:] = 0\n\1\2\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "zeroed for drafters alone",
@@ -179,7 +123,6 @@ EDITS = (
         _RUNNER,
         cut,
         rf"\1\2\n\1if self.speculative_config is not None:\n\1    {zeroed}\n",
-        Verdict.UNRECOGNISED,
     ),
     Edit(
         "one of two models adds to a copy",
@@ -187,16 +130,8 @@ EDITS = (
         _MODELS,
         rf"{calls}(?= +if token_type_ids)",
         r"\1positions = positions.clone()\n\1\2\n",
-        Verdict.UNRECOGNISED,
     ),
-    Edit(
-        "also added in the embedding",
-        "0.18.1",
-        _MODELS,
-        looked_up,
-        out_of_place,
-        Verdict.UNRECOGNISED,
-    ),
+    Edit("also added in the embedding", "0.18.1", _MODELS, looked_up, out_of_place),
 )
 
 SERVED = (

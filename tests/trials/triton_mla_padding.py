@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from edited import after, before, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.triton_mla_padding import _BACKEND, _KERNELS
 
@@ -17,17 +16,16 @@ CLEARED = "o.masked_fill_((attn_metadata.decode.seq_lens < 1)[:, None, None], 0.
 DIVIDES, RETURNED = r"result = acc / e_sum\n", r"return o, lse\n"
 COMMON = "vllm/model_executor/layers/attention/mla_attention.py"
 own_decodes = r"\1\n\n    def _build_decode(self, **given):\n        return super()._build_decode(**given)\n"
-fixed, unknown = Verdict.FIXED, Verdict.UNRECOGNISED
+fixed = Verdict.FIXED
 
 EDITS = (
-    Edit("full graphs a release early", "0.21.0", _BACKEND, r"^class TritonMLABackend\(", full, unknown),
+    Edit("full graphs a release early", "0.21.0", _BACKEND, r"^class TritonMLABackend\(", full),
     Edit(
         "full graphs of some specifications alone",
         "0.29.0",
         _BACKEND,
         r"^        AttentionCGSupport\.UNIFORM_SINGLE_TOKEN_DECODE$",
         "        AttentionCGSupport.NEVER",
-        unknown,
     ),
     Edit(
         "divided where the sum is above 0",
@@ -38,12 +36,7 @@ EDITS = (
         fixed,
     ),
     Edit(
-        "0 where the sum is 0",
-        "0.33.0",
-        _KERNELS,
-        divides,
-        r"\1result = tl.where(e_sum == 0, 0, acc / e_sum)\n",
-        fixed,
+        "0 where the sum is 0", "0.33.0", _KERNELS, divides, r"\1result = tl.where(e_sum == 0, 0, acc / e_sum)\n", fixed
     ),
     Edit(
         "divided by 1 where the sum is 0",
@@ -85,46 +78,23 @@ EDITS = (
         r"\1o = torch.where((seq_lens > 0)[:, None, None], o, 0)\n\1return o, lse\n",
         fixed,
     ),
-    Edit(
-        "no full graphs",
-        "0.24.0",
-        _BACKEND,
-        r"AttentionCGSupport\.UNIFORM_BATCH",
-        "AttentionCGSupport.NEVER",
-        fixed,
-    ),
-    Edit("divided by a function", "0.33.0", _KERNELS, divides, r"\1result = _merged(acc, e_sum)\n", unknown),
-    Edit(
-        "chosen by something else",
-        "0.22.0",
-        _KERNELS,
-        divides,
-        r"\1result = tl.where(mask_d, acc / e_sum, 0.0)\n",
-        unknown,
-    ),
+    Edit("no full graphs", "0.24.0", _BACKEND, r"AttentionCGSupport\.UNIFORM_BATCH", "AttentionCGSupport.NEVER", fixed),
+    Edit("divided by a function", "0.33.0", _KERNELS, divides, r"\1result = _merged(acc, e_sum)\n"),
+    Edit("chosen by something else", "0.22.0", _KERNELS, divides, r"\1result = tl.where(mask_d, acc / e_sum, 0.0)\n"),
     Edit(
         "another log-sum-exp",
         "0.28.0",
         _KERNELS,
         r"e_max \+ tl\.log\(e_sum\)$",
         "e_max + tl.log(tl.where(e_sum > 0, e_sum, 1))",
-        unknown,
     ),
-    Edit(
-        "filled now and then",
-        "0.25.1",
-        _BACKEND,
-        returned,
-        rf"\1if self.odd:\n\1    {CLEARED}\n\1return o, lse\n",
-        unknown,
-    ),
+    Edit("filled now and then", "0.25.1", _BACKEND, returned, rf"\1if self.odd:\n\1    {CLEARED}\n\1return o, lse\n"),
     Edit(
         "another output",
         "0.26.0",
         _BACKEND,
         r"^            o,\n            lse,\n",
         "            out,\n            lse,\n",
-        unknown,
     ),
     Edit(
         "rows are the second of the grid",
@@ -132,27 +102,23 @@ EDITS = (
         _KERNELS,
         r"(    cur_batch = tl\.program_id\()0(\)\n    cur_head = tl\.program_id\()1\)(?=\n\n    cur_batch_seq_len)",
         r"\g<1>1\g<2>0)",
-        unknown,
     ),
-    Edit(
-        "launched by another name", "0.25.1", _KERNELS, r"^    _fwd_kernel_stage2\[grid\]", "    _stage2[grid]", unknown
-    ),
-    Edit("decodes of its own", "0.23.0", _BACKEND, r"^(    _cudagraph_support.*)\n", own_decodes, unknown),
-    Edit("another builder", "0.22.1", _BACKEND, r"TritonMLAMetadataBuilder", "PaddedMLABuilder", unknown),
+    Edit("launched by another name", "0.25.1", _KERNELS, r"^    _fwd_kernel_stage2\[grid\]", "    _stage2[grid]"),
+    Edit("decodes of its own", "0.23.0", _BACKEND, r"^(    _cudagraph_support.*)\n", own_decodes),
+    Edit("another builder", "0.22.1", _BACKEND, r"TritonMLAMetadataBuilder", "PaddedMLABuilder"),
     Edit(
         "the kernel guarded, another one imported",
         "0.33.0",
         _KERNELS,
         DIVIDES,
         r"result = tl.where(e_sum > 0.0, acc / e_sum, 0.0)\n",
-        unknown,
         also=((_BACKEND, r"ops\.triton_decode_attention", "ops.mla_decode"),),
     ),
 )
 
 SERVED = (
-    Served("0.26.0", "./v3 --attention-backend TRITON_MLA", Concern.CONCERNS, "TRITON_MLA"),
-    Served("0.26.0", "./llama", Concern.DOES_NOT, "no latent attention"),
+    Served("0.26.0", "./v3 --attention-backend TRITON_MLA", affects, "TRITON_MLA"),
+    Served("0.26.0", "./llama", does_not, "no latent attention"),
 )
 
 WORDINGS = (

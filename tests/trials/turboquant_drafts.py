@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from edited import after, both, swap
-from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording
-from vllm_graphfix.deployment import Concern
+from trial_rows import LOOKALIKE, REMEDY, Edit, Served, Wording, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.turboquant_drafts import _ATTENTION, _BACKEND, _BASE, _MODE, _RUNNER
 
-fixed, unrecognised = Verdict.FIXED, Verdict.UNRECOGNISED
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
+fixed = Verdict.FIXED
 hopper = "NVIDIA H100 80GB HBM3"
 quantised = "./llama --kv-cache-dtype turboquant_k8v4"
 ngram = '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}\''
@@ -57,7 +55,6 @@ EDITS = (
         _BACKEND,
         init,
         claims_less_where("vllm_config.speculative_config is not None"),
-        unrecognised,
         remedy=True,
     ),
     Edit(
@@ -66,7 +63,6 @@ EDITS = (
         _BACKEND,
         end_of_class,
         claims_afterwards("UNIFORM_SINGLE_TOKEN_DECODE"),
-        unrecognised,
         remedy=True,
     ),
     Edit(
@@ -75,7 +71,6 @@ EDITS = (
         _BACKEND,
         claim,
         CLAIMED,
-        unrecognised,
         also=((_BACKEND, end_of_class, claims_afterwards("UNIFORM_BATCH")),),
     ),
     Edit(
@@ -84,7 +79,6 @@ EDITS = (
         _BACKEND,
         claim,
         CLAIMED,
-        unrecognised,
         also=(
             (
                 _BACKEND,
@@ -99,16 +93,14 @@ EDITS = (
         _BACKEND,
         threshold,
         "self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)",
-        unrecognised,
     ),
-    Edit("a builder by another name", "0.22.1", _BACKEND, "TurboQuantMetadataBuilder", "TQBuilder", unrecognised),
+    Edit("a builder by another name", "0.22.1", _BACKEND, "TurboQuantMetadataBuilder", "TQBuilder"),
     Edit(
         "lengths that are read elsewhere",
         "0.27.1",
         _BACKEND,
         r"seq_lens_list = attn_metadata\.(seq_lens(?:_cpu)?)\.tolist\(\)",
         r"seq_lens_list = self.lengths(attn_metadata.\1)",
-        unrecognised,
     ),
     Edit(
         "all builders claim less",
@@ -116,25 +108,16 @@ EDITS = (
         _BASE,
         r"return cls\._cudagraph_support",
         f"return min(cls._cudagraph_support, {single}, key=lambda each: each.value)",
-        unrecognised,
     ),
-    Edit("drafts in no full graph", "0.24.0", _MODE, decides, "uniform_decode_query_len > 1", unrecognised),
+    Edit("drafts in no full graph", "0.24.0", _MODE, decides, "uniform_decode_query_len > 1"),
     Edit(
         "model runner V1 asks otherwise",
         "0.33.0",
         _RUNNER,
         question_of_v1,
         "cg_support = self.supported_by(builder_cls)",
-        unrecognised,
     ),
-    Edit(
-        "model runner V2 asks otherwise",
-        "0.20.2",
-        _ATTENTION,
-        question_of_v2,
-        "cg_support = supported_by(builder)",
-        unrecognised,
-    ),
+    Edit("model runner V2 asks otherwise", "0.20.2", _ATTENTION, question_of_v2, "cg_support = supported_by(builder)"),
 )
 
 WORDINGS = (

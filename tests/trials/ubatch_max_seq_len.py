@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from served_models import BLACKWELL, HOPPER
-from trial_rows import Edit, Served
-from vllm_graphfix.deployment import Concern
+from trial_rows import Edit, Served, affects, does_not, unknown
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes.ubatch_max_seq_len import _FLASH, _PLACES, _RUNNER
 
@@ -12,14 +11,13 @@ earlier, now = _PLACES["backend-utils"], _PLACES["ubatch-utils"]
 own = r"^( +)max_seq_len = int\((seq_lens_cpu(?:_upper_bound)?)\.max\(\)\)\n"
 longest = r"\1max_seq_len = max(int(\2.max()), attn_metadata.max_seq_len)" + "\n"
 remedy = r"max\(int\((seq_lens_cpu_upper_bound)\.max\(\)\), attn_metadata\.max_seq_len\)"
-affects, does_not, unknown = Concern.CONCERNS, Concern.DOES_NOT, Concern.UNKNOWN
 gpt_oss = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "sliding_window": 128}
 unused = {"architectures": ["Qwen3MoeForCausalLM"], "sliding_window": 4096, "use_sliding_window": False}
 dbo = "./model --enable-dbo"
 appended = r"^( +)results\.append\(_make_metadata_with_slice\(ubatch_slice, common_attn_metadata\)\)\n"
 taken = "max_seq_len = attn_metadata.max_seq_len\n"
 MATCH = r"\g<0>"
-fixed, affected, unrecognised = Verdict.FIXED, Verdict.AFFECTED, Verdict.UNRECOGNISED
+fixed, affected = Verdict.FIXED, Verdict.AFFECTED
 
 EDITS = (
     Edit("the batch's longest length counts too", "0.20.2", now, own, longest, fixed),
@@ -35,7 +33,6 @@ EDITS = (
         r"\1made = _make_metadata_with_slice(ubatch_slice, common_attn_metadata)" + "\n"
         r"\1made.max_seq_len = common_attn_metadata.max_seq_len" + "\n"
         r"\1results.append(made)" + "\n",
-        unrecognised,
         remedy=True,
     ),
     Edit(
@@ -44,7 +41,6 @@ EDITS = (
         now,
         r"^( +)return results\n",
         r"\1for made in results:" + "\n" + r"\1    made.max_seq_len = common_attn_metadata.max_seq_len" + f"\n{MATCH}",
-        unrecognised,
         remedy=True,
     ),
     Edit(
@@ -53,7 +49,6 @@ EDITS = (
         _RUNNER,
         r"^( +)for ubid, _cm in enumerate\(split_attn_metadata\(ubatch_slices, cm\)\):\n",
         rf"{MATCH}\1    _cm.max_seq_len = cm.max_seq_len" + "\n",
-        unrecognised,
         remedy=True,
     ),
     Edit(
@@ -62,7 +57,6 @@ EDITS = (
         now,
         r"^( +)max_seq_len=max_seq_len,\n",
         r"\1max_seq_len=max(max_seq_len, attn_metadata.max_seq_len)," + "\n",
-        unrecognised,
         remedy=True,
     ),
     Edit(
@@ -71,7 +65,6 @@ EDITS = (
         _RUNNER,
         r"seq_lens = max_query_len( *#.*)?\n",
         "seq_lens = self.max_model_len\n",
-        unrecognised,
     ),
     Edit(
         "kernels are chosen for the longest length possible",
@@ -79,41 +72,20 @@ EDITS = (
         _FLASH,
         r"max_seq_len = common_attn_metadata\.max_seq_len\n",
         "max_seq_len = self.model_config.max_model_len\n",
-        unrecognised,
     ),
     # Not right, though it looks so.
+    Edit("raised now and then", "0.19.1", now, own, rf"{MATCH}\1if attn_metadata.causal:" + "\n" + rf"\1    {taken}"),
     Edit(
-        "raised now and then",
-        "0.19.1",
-        now,
-        own,
-        rf"{MATCH}\1if attn_metadata.causal:" + "\n" + rf"\1    {taken}",
-        unrecognised,
+        "raised for padding alone", "0.20.2", now, own, rf"{MATCH}\1if len(results := []):" + "\n" + rf"\1    {taken}"
     ),
-    Edit(
-        "raised for padding alone",
-        "0.20.2",
-        now,
-        own,
-        rf"{MATCH}\1if len(results := []):" + "\n" + rf"\1    {taken}",
-        unrecognised,
-    ),
-    Edit("taken, and its own after it", "0.18.0", now, own, rf"\1{taken}{MATCH}", unrecognised),
-    Edit(
-        "raised on a copy",
-        "0.20.2",
-        now,
-        own,
-        rf"{MATCH}\1replace(attn_metadata).max_seq_len = max_seq_len" + "\n",
-        unrecognised,
-    ),
+    Edit("taken, and its own after it", "0.18.0", now, own, rf"\1{taken}{MATCH}"),
+    Edit("raised on a copy", "0.20.2", now, own, rf"{MATCH}\1replace(attn_metadata).max_seq_len = max_seq_len" + "\n"),
     Edit(
         "another's longest length is taken",
         "0.20.2",
         now,
         own,
         r"\1attn_metadata = batch_of(attn_metadata)" + "\n" + rf"\1{taken}",
-        unrecognised,
     ),
     Edit(
         "taken behind a return",
@@ -126,7 +98,6 @@ EDITS = (
         "\n"
         r"\1    max_seq_len = int(\2.max())"
         "\n",
-        unrecognised,
     ),
     Edit(
         "a helper that nobody calls takes it",
@@ -134,7 +105,6 @@ EDITS = (
         now,
         own,
         rf"{MATCH}\1def raised():" + "\n" + r"\1    return max(max_seq_len, attn_metadata.max_seq_len)" + "\n",
-        unrecognised,
     ),
     Edit(
         "micro-batches are told before they are made",
@@ -142,7 +112,6 @@ EDITS = (
         now,
         appended,
         r"\1ubatch_slice.max_seq_len = common_attn_metadata.max_seq_len" + "\n" + MATCH,
-        unrecognised,
     ),
     Edit(
         "told by the caller while debugging",
@@ -154,7 +123,6 @@ EDITS = (
         + "\n"
         + r"\1    results[-1].max_seq_len = common_attn_metadata.max_seq_len"
         + "\n",
-        unrecognised,
     ),
     Edit(
         "captures are told of their own length",
@@ -162,7 +130,6 @@ EDITS = (
         _RUNNER,
         r"max_seq_len = self\.max_model_len\n",
         "max_seq_len = max_query_len\n",
-        unrecognised,
     ),
     Edit(
         "FlashAttention finds a tighter one",
@@ -170,7 +137,6 @@ EDITS = (
         _FLASH,
         r"max_seq_len = common_attn_metadata\.max_seq_len$",
         "max_seq_len = int(common_attn_metadata.seq_lens_cpu_upper_bound.max())",
-        unrecognised,
     ),
 )
 
