@@ -51,9 +51,7 @@ def main() -> None:
         for number in range(OTHERS):
             records.write(shared, of_rank(number)._replace(engine=f"{number:016x}"))
         alone = Watcher(
-            shared,
-            ServedEngine(ENGINE, canary=True, percentage=25.0, ranks=1),
-            Exposition(CollectorRegistry()),
+            shared, ServedEngine(ENGINE, canary=True, percentage=25.0, ranks=1), Exposition(CollectorRegistry())
         )
         registry, empty = CollectorRegistry(), CollectorRegistry()
         watcher = Watcher(base, ServedEngine(ENGINE, canary=True, percentage=25.0, ranks=RANKS), Exposition(registry))

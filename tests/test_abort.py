@@ -124,18 +124,13 @@ def test_a_stopped_scheduler_lets_no_rank_wait_and_each_verdict_is_accounted_for
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_rank_that_floods_and_dies_leaves_the_scheduler_bounded_and_others_heard(
-    its: Aborts,
-) -> None:
+def test_a_rank_that_floods_and_dies_leaves_the_scheduler_bounded_and_others_heard(its: Aborts) -> None:
     scheduler = SchedulerStandIn()
     scheduler.requests = AnyRequest()
     here, there = SPAWN.Pipe()
     calm, of_calm = SPAWN.Pipe()
     its._begin(scheduler)
-    with (
-        process(SPAWN, rank, its._engine, of_calm),
-        process(SPAWN, flood, its._engine, os.getpid(), there) as flooding,
-    ):
+    with process(SPAWN, rank, its._engine, of_calm), process(SPAWN, flood, its._engine, os.getpid(), there) as flooding:
         assert here.recv() == "floods"
         until(lambda: len(its._pending) >= MOST)
         assert len(its._pending) == MOST
@@ -489,10 +484,7 @@ def test_an_address_in_use_is_a_state_and_the_rank_s_own_scheduler_still_reads(i
     with taken:
         taken.bind(abort_channel._address(its._engine, os.getpid()))
         its._begin(scheduler)
-    assert state_of(its) == (
-        State.FAILED,
-        "verdicts of ranks in other processes are not heard: Address already in use",
-    )
+    assert state_of(its) == (State.FAILED, "verdicts of ranks in other processes are not heard: Address already in use")
     its.tell("shadow", ["a"], [], "wrong")
     steps(its, scheduler)
     assert scheduler.ended == ["a"]

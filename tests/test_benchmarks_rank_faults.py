@@ -40,12 +40,7 @@ STOPPED = ORDER | {"status": "stopped", "wrong": ["vllm-graphfix stops this engi
     ],
 )
 def test_an_outcome_is_expected_only_with_what_fleet_has_to_say(
-    case: str,
-    fields: dict[str, Any],
-    outcome: str,
-    as_expected: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: str, fields: dict[str, Any], outcome: str, as_expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = rank_faults.Engines(tmp_path, "V2", 1.0, rehearse=False)
     vars(engines).update(_right=[RIGHT], _wrong=STOCK)

@@ -140,11 +140,7 @@ def test_a_builder_that_ends_the_capture_is_named_with_the_flag(warnings: list[s
 
 @pytest.mark.parametrize(
     ("threshold", "one", "now"),
-    [
-        (1 + DRAFTS, batch(), None),
-        (1, batch(2 + DRAFTS), None),
-        (1, batch(), Graph(None, "PIECEWISE", 8, serves=True)),
-    ],
+    [(1 + DRAFTS, batch(), None), (1, batch(2 + DRAFTS), None), (1, batch(), Graph(None, "PIECEWISE", 8, serves=True))],
     ids=["short enough", "a prompt", "piecewise"],
 )
 def test_another_error_of_a_build_is_vllms_alone(

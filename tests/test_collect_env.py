@@ -49,9 +49,7 @@ def test_every_releases_own_report_ends_with_what_the_plugin_would_do(release: s
 
 
 @pytest.mark.parametrize("release", ALL_RELEASES)
-def test_each_command_line_loads_plugins_and_the_wrapped_function_makes_the_report(
-    release: str,
-) -> None:
+def test_each_command_line_loads_plugins_and_the_wrapped_function_makes_the_report(release: str) -> None:
     """The chain in the source: every command builds the parser of `serve`, which loads the plugins."""
     vllm = release_root(release) / "vllm"
     main = (vllm / "entrypoints/cli/main.py").read_text()

@@ -11,17 +11,7 @@ from typing import Any
 
 import pytest
 
-from deployed import (
-    ALERTS,
-    ARGO,
-    JUDGES,
-    PROJECT,
-    QUERIES,
-    RULE_TESTS,
-    RULES,
-    documents,
-    rules,
-)
+from deployed import ALERTS, ARGO, JUDGES, PROJECT, QUERIES, RULE_TESTS, RULES, documents, rules
 from judged_fleets import FLEETS, JUDGE_VALUES
 from promtool import ran
 from vllm_graphfix.text import PAGES

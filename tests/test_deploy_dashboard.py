@@ -16,9 +16,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 import record_dashboard
-from deployed import (
-    PROJECT,
-)
+from deployed import PROJECT
 
 
 def test_the_dashboard_is_the_one_that_the_tool_makes() -> None:

@@ -393,10 +393,7 @@ def test_what_is_missing_is_reported_once_for_all_that_miss_it() -> None:
     assert missing[0].endswith(", or `hf download no/such-model config.json` first")
     off = (
         CliRunner()
-        .invoke(
-            app,
-            ["status", "--vllm", str(release_root("0.18.1")), "--for", "VLLM_GRAPHFIX=off no/such-model"],
-        )
+        .invoke(app, ["status", "--vllm", str(release_root("0.18.1")), "--for", "VLLM_GRAPHFIX=off no/such-model"])
         .stdout
     )
     assert "    off: VLLM_GRAPHFIX=off" in off

@@ -182,9 +182,7 @@ def test_engines_and_the_reasons_of_their_errors_are_reported(tmp_path: Path) ->
     assert "  capture-state failed: ValueError: it has another shape" in pasted()
 
 
-def test_a_running_engine_is_reported_with_its_own_settings_and_counters(
-    tmp_path: Path,
-) -> None:
+def test_a_running_engine_is_reported_with_its_own_settings_and_counters(tmp_path: Path) -> None:
     """Beside an engine that only observes, `would be active` alone reads as if it were."""
     decided = Decided(canary=True, bucket=7, percentage=25.0, master="observe", inherited=False)
     observing = {

@@ -26,10 +26,7 @@ def test_nightlies_have_full_draft_decodes_or_none_and_no_old_indices(
     tmp_path: Path, without_mode: bool, without_zero_fill: bool
 ) -> None:
     nightly = make_nightly(
-        release_root("0.20.0"),
-        tmp_path / "nightly",
-        without_mode=without_mode,
-        without_zero_fill=without_zero_fill,
+        release_root("0.20.0"), tmp_path / "nightly", without_mode=without_mode, without_zero_fill=without_zero_fill
     )
     check_behaviours(nightly, "draft_decode_mode", active=["draft-decode-mode"])
 

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_graphfix.fix import Activity
-from vllm_graphfix.fixes.draft_non_causal import (
-    _BUILDER,
-    _FLASHINFER_MODULE,
-    GRAPH_OF_A_PLAN,
-    _without_graphs_of_plans,
-)
+from vllm_graphfix.fixes.draft_non_causal import _BUILDER, _FLASHINFER_MODULE, GRAPH_OF_A_PLAN, _without_graphs_of_plans
 
 
 class Mode(Enum):
@@ -61,11 +56,7 @@ def test_no_graph_of_a_plan_is_captured_or_replayed(builders: tuple[type, ...]) 
 
 @pytest.mark.parametrize(
     ("manager", "builder"),
-    [
-        (ManagerDouble(causal=True), FlashInfer),
-        (ManagerDouble(), Namesake),
-        (ManagerDouble(sizes=()), FlashInfer),
-    ],
+    [(ManagerDouble(causal=True), FlashInfer), (ManagerDouble(), Namesake), (ManagerDouble(sizes=()), FlashInfer)],
     ids=["causal", "another backend", "no graphs"],
 )
 def test_other_drafts_are_captured_as_stock_does(manager: ManagerDouble, builder: type) -> None:

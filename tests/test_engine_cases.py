@@ -116,9 +116,7 @@ def test_the_three_engines_of_a_case_differ_in_mode_switch_and_repetition_alone(
 
 
 @FIXES
-def test_watched_engines_are_stock_and_patched_and_stock_has_every_fix_off(
-    name: str,
-) -> None:
+def test_watched_engines_are_stock_and_patched_and_stock_has_every_fix_off(name: str) -> None:
     case = CASES[name]
     off = dict.fromkeys((fix.variable for fix in BY_NAME.values()), "off")
     for mode, watched, modes in zip(("stock", "patched"), case.watched_jobs(FOLDER), (off, {}), strict=True):

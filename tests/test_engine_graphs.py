@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graphfix.verify.engine.probes import (
-    PlannersInDraftGraphs,
-    capturing,
-    nodes_of,
-)
+from vllm_graphfix.verify.engine.probes import PlannersInDraftGraphs, capturing, nodes_of
 
 PLANNER = "_ZN5flash23get_mla_metadata_kernelE27Mla_metadata_params"
 OTHER = "_ZN2at6native29vectorized_elementwise_kernelILi4EEEvi"

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_graphfix.verify.engine.probes import (
-    BlocksChangedByAnIdleStep,
-    caches_of,
-)
+from vllm_graphfix.verify.engine.probes import BlocksChangedByAnIdleStep, caches_of
 
 BLOCKS = 5
 

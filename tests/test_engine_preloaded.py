@@ -113,14 +113,8 @@ def test_an_engine_that_fails_whether_it_is_forked_or_not_ends_in_its_error(vllm
             "from vllm_graphfix.verify.engine import device; device.is_touched = lambda: True",
             "has touched the GPU while it imported vLLM",
         ),
-        (
-            "import vllm_graphfix; vllm_graphfix.register()",
-            "has begun with the plugin while it imported vLLM",
-        ),
-        (
-            "import torch; torch.cuda.is_available = lambda: 1 // 0",
-            "was forked, and the fork could not use the GPU",
-        ),
+        ("import vllm_graphfix; vllm_graphfix.register()", "has begun with the plugin while it imported vLLM"),
+        ("import torch; torch.cuda.is_available = lambda: 1 // 0", "was forked, and the fork could not use the GPU"),
         ("os._exit(3)", "ended while it imported vLLM"),
     ],
 )
@@ -215,9 +209,7 @@ class Tuner:
         return min(timings, key=lambda config: timings[config])
 
 
-def test_the_first_variant_that_runs_is_taken_and_no_other_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_variant_that_runs_is_taken_and_no_other_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     tuner: Any = type("Autotuner", (Tuner,), {name: vars(Tuner)[name] for name in ("prune_configs", "_bench")})
     monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", SimpleNamespace(Autotuner=tuner))
     llm.take_first_variant()

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from table import ALL_APPLIED, slow_but_for
-from vllm_graphfix.verify.engine.probes import (
-    PROBES,
-    probe_of,
-)
+from vllm_graphfix.verify.engine.probes import PROBES, probe_of
 from warm_release import run_in_fork
 
 

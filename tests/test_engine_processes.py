@@ -318,14 +318,8 @@ LOGS = [
     (engine_double.ENGINE_LOG, engine_double.WORKER_FAILED),
     (engine_double.CORE_FAILED, None),
     (engine_double.ABORTED_LOG, "CUDA error: an illegal memory access was encountered"),
-    (
-        DEAD_LOG,
-        "torch.AcceleratorError: CUDA error: unspecified launch failure",
-    ),
-    (
-        "RuntimeError: Worker failed with error 'boom', please check the stack trace above for the root cause\n",
-        None,
-    ),
+    (DEAD_LOG, "torch.AcceleratorError: CUDA error: unspecified launch failure"),
+    ("RuntimeError: Worker failed with error 'boom', please check the stack trace above for the root cause\n", None),
     (
         "WARNING 11-21 12:10:34 [moe.py:45] tried: ImportError: no such kernels\nKeyError: 'model.layers.0'\n",
         "KeyError: 'model.layers.0'",

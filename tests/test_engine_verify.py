@@ -211,17 +211,14 @@ def test_a_further_case_of_a_fix_is_judged_for_itself_where_this_vllm_shows_it(
     monkeypatch.setattr(engine, "_run_cases", ended)
     fix = BY_NAME["prefill-dispatch"]
     report = engine.run(open_source(release_root(root)), [fix], H200, Console(quiet=True))
-    rows = [
-        ("prefill-dispatch", "proven"),
-        ("prefill-dispatch (lfm2-one-token)", "defect not shown on stock"),
-    ][:cases]
+    rows = [("prefill-dispatch", "proven"), ("prefill-dispatch (lfm2-one-token)", "defect not shown on stock")][:cases]
     assert [(proof.title, proof.outcome) for proof in report.proofs] == rows
     assert report.holds == (cases == 1)
     assert all(title in page(*report.proofs) for title, _ in rows)
     (entry,) = as_json(report)["fixes"]
     assert (entry["name"], entry["outcome"]) == rows[0]
     assert [(further["case"], further["outcome"]) for further in entry["further"]] == [
-        ("lfm2-one-token", "defect not shown on stock"),
+        ("lfm2-one-token", "defect not shown on stock")
     ][: cases - 1]
 
 

@@ -90,8 +90,7 @@ def test_a_fix_in_any_state_in_which_it_may_be_missed_is_a_problem(state: str) -
 
 
 @pytest.mark.parametrize(
-    "fix",
-    [{}, {"state": "waiting"}, {"mode": "observe", "state": "observing"}, {"state": "not-needed"}],
+    "fix", [{}, {"state": "waiting"}, {"mode": "observe", "state": "observing"}, {"state": "not-needed"}]
 )
 def test_what_was_chosen_or_is_not_needed_is_none(fix: dict[str, Any]) -> None:
     assert not [*rollouts.problems(report(**fix))]

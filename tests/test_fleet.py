@@ -254,10 +254,7 @@ STARTING: dict[str, tuple[Record, ...]] = {
     "an engine core that imports its model": (FRONT_END, *starting(CORE)),
     "workers that load it": (FRONT_END, *starting(CORE, *WORKERS)),
     "a rank that has reported": (FRONT_END, *starting(CORE, WORKERS[0], RANKS[1])),
-    "a rank that nobody was compared with": (
-        FRONT_END,
-        *starting(CORE, WORKERS[0], RANKS[1]._replace(agreement=None)),
-    ),
+    "a rank that nobody was compared with": (FRONT_END, *starting(CORE, WORKERS[0], RANKS[1]._replace(agreement=None))),
     "ranks that capture": (FRONT_END, *starting(CORE, *RANKS)),
     "an engine core that is about to serve": (FRONT_END, *starting(CORE), *RANKS),
     "workers of a node without an engine core": (FRONT_END, *starting(*WORKERS)),

@@ -190,11 +190,7 @@ A_SERVER = Unrecorded(1, "somebody", "vllm serve some/model", 300.0, "the reason
     ids=["none", "without a record", "records elsewhere", "just started", "one just started"],
 )
 def test_servers_without_a_record_are_exit_1_unless_they_leave_theirs_elsewhere(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    seen: tuple[Unrecorded, ...],
-    with_an_engine: int,
-    without: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: tuple[Unrecorded, ...], with_an_engine: int, without: int
 ) -> None:
     monkeypatch.setattr(WITHOUT_RECORD, lambda *_: (seen, ()))  # a double of what runs on this machine
     assert look(tmp_path).exit_code == without

@@ -9,15 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fork_trees import (
-    RELEASES,
-    ForkTree,
-    dishonest_moves,
-    dishonest_renames,
-    moves,
-    renames,
-    stock_verdict,
-)
+from fork_trees import RELEASES, ForkTree, dishonest_moves, dishonest_renames, moves, renames, stock_verdict
 from reader_edits import EDITS, LICENCE, STATEMENT, with_a_line
 from vllm_graphfix.fix import Verdict
 

@@ -113,9 +113,7 @@ def test_who_gets_a_changed_block_from_the_prefix_cache_is_ended() -> None:
 
 
 @pytest.mark.parametrize("rests", [True, False])
-def test_with_asynchronous_scheduling_an_idle_step_comes_before_the_ends(
-    rests: bool,
-) -> None:
+def test_with_asynchronous_scheduling_an_idle_step_comes_before_the_ends(rests: bool) -> None:
     """Then one that tells it, and more of the others; all of them are between the mark and the look."""
     marks, sums, worker = pausing(**three())
     worker.execute_model(step(running=THEIRS))

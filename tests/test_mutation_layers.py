@@ -60,12 +60,7 @@ class Mode(enum.Enum):
 
 @pytest.mark.parametrize(
     ("mode", "unchanged", "tokens"),
-    [
-        (Mode.FULL, True, None),
-        (Mode.PIECEWISE, False, 4),
-        (Mode.NONE, False, 3),
-        (Mode.FULL_DECODE_ONLY, False, 3),
-    ],
+    [(Mode.FULL, True, None), (Mode.PIECEWISE, False, 4), (Mode.NONE, False, 3), (Mode.FULL_DECODE_ONLY, False, 3)],
 )
 def test_draft_decodes_are_counted_by_what_stock_would_have_run(
     mode: Mode, unchanged: bool, tokens: int | None

@@ -149,9 +149,7 @@ CASES: dict[tuple[str, str, str], dict[str, Change]] = {
         "a graph in both": in_function("_capture_full_graph", RECORDS),
         "a loop": in_function("capture_graph", "for _ in self.graphs: pass"),
     },
-    ("capture-state", "0.17.1", EAGLE_CUDAGRAPHS): {
-        **OF_THE_DRAFT,
-    },
+    ("capture-state", "0.17.1", EAGLE_CUDAGRAPHS): {**OF_THE_DRAFT},
     ("draft-prefill-state", "0.21.0", EAGLE_CUDAGRAPHS): {
         "a state taken twice": twice(r"attn_state = full_cg_attn_states\[desc\]"),
         "another parameter": swap(r"\bfull_cg_attn_states:", "states:"),

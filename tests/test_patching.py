@@ -146,9 +146,7 @@ def test_a_name_carried_into_another_module_before_or_after_is_wrapped_once(targ
     del sys.modules[name]
 
 
-def test_copies_of_our_function_are_dropped_except_in_patched_modules(
-    target: Any,
-) -> None:
+def test_copies_of_our_function_are_dropped_except_in_patched_modules(target: Any) -> None:
     stock = target.helper
     patches = [Patch(TARGET, "helper", adding(1)), Patch(IMPORTER, "helper", adding(1))]
     sites = apply("one", patches[:1])

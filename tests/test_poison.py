@@ -267,9 +267,7 @@ def test_nan_of_the_engine_in_the_null_block_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "padded"),
-    [(1, None), (2, 2), (3, 2)],
-    ids=["a request's row", "the first padded row", "the last one"],
+    ("row", "padded"), [(1, None), (2, 2), (3, 2)], ids=["a request's row", "the first padded row", "the last one"]
 )
 def test_nan_in_padded_rows_of_the_models_output_is_noted_with_its_first_step(row: int, padded: int | None) -> None:
     """Each step has two tokens, and a graph of four. What it put out is there from each step until the next."""

@@ -17,26 +17,8 @@ from pathlib import Path
 import pytest
 
 from record_folders import a_dangling_link, a_file, a_link, of_another_user, writable_by_a_group, writable_by_all
-from records import (
-    ENGINE,
-    elsewhere,
-    leave,
-    names,
-    needs_root,
-    only,
-    record,
-    run_python,
-)
-from vllm_graphfix.records import (
-    Record,
-    base_folder,
-    identity,
-    own_folder,
-    read,
-    remove,
-    touch,
-    write,
-)
+from records import ENGINE, elsewhere, leave, names, needs_root, only, record, run_python
+from vllm_graphfix.records import Record, base_folder, identity, own_folder, read, remove, touch, write
 
 
 @contextmanager

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from records import (
-    ENGINE,
-    only,
-    record,
-)
+from records import ENGINE, only, record
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.records import (
     LARGEST,
@@ -50,11 +46,7 @@ def test_a_record_is_the_json_object_that_is_documented() -> None:
         "rank": {"rank": 1, "local_rank": 1, "world_size": 2, "data_parallel_rank": 0},
         "decision": {"canary": True, "bucket": 1234, "percentage": 25.0, "master": "on", "inherited": True},
         "fixes": {
-            "capture-state": {
-                "mode": "auto",
-                "state": "active",
-                "reason": "applied to GPUModelRunner.capture_model",
-            }
+            "capture-state": {"mode": "auto", "state": "active", "reason": "applied to GPUModelRunner.capture_model"}
         },
         "events": {"capture-state": {"state-consumed": 12}},
         "wrong": {},

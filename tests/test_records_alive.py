@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 
 from record_folders import a_file, a_link, writable_by_all
-from records import (
-    A_DAY,
-    AN_HOUR,
-    ENGINE,
-    elsewhere,
-    eventually,
-    leave,
-    names,
-    of,
-    record,
-)
+from records import A_DAY, AN_HOUR, ENGINE, elsewhere, eventually, leave, names, of, record
 from vllm_graphfix.records import (
     Identity,
     Liveness,

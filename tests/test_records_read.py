@@ -15,19 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from records import (
-    elsewhere,
-    leave,
-    needs_root,
-    record,
-)
-from vllm_graphfix.records import (
-    FILES,
-    own_folder,
-    read,
-    reading,
-    write,
-)
+from records import elsewhere, leave, needs_root, record
+from vllm_graphfix.records import FILES, own_folder, read, reading, write
 
 GOOD = record(elsewhere(1))
 BAD = record(elsewhere(2)).file_name

@@ -14,20 +14,8 @@ from typing import Any
 
 import pytest
 
-from records import (
-    eventually,
-    names,
-    only,
-    record,
-    run_python,
-)
-from vllm_graphfix.records import (
-    Record,
-    Reporter,
-    identity,
-    own_folder,
-    read,
-)
+from records import eventually, names, only, record, run_python
+from vllm_graphfix.records import Record, Reporter, identity, own_folder, read
 
 
 class Warnings(list[str]):

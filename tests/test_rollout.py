@@ -189,8 +189,7 @@ def test_the_decision_of_a_percentage_at_the_end_of_the_scale_is_handed_on(perce
 
 
 @pytest.mark.parametrize(
-    ("field", "least", "most"),
-    [("bucket", 0, BUCKETS - 1), ("rollout", 0, BUCKETS), ("pid", None, 2**63 - 1)],
+    ("field", "least", "most"), [("bucket", 0, BUCKETS - 1), ("rollout", 0, BUCKETS), ("pid", None, 2**63 - 1)]
 )
 def test_a_number_outside_its_range_is_no_decision(field: str, least: int | None, most: int) -> None:
     for value, sound in ((least, True), (most, True), (most + 1, False), *([(least - 1, False)] if least == 0 else [])):

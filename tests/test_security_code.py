@@ -69,9 +69,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "httpx": "asks the Prometheus that the user names with `fleet --prometheus`",
         "ssl": "reads the certificates that the user names",
     },
-    "fixes/__init__.py": {
-        "import_module": "loads them: one a fix",
-    },
+    "fixes/__init__.py": {"import_module": "loads them: one a fix"},
     "verify/engine/twin.py": {"import_module": "the module in which this transformers keeps a function"},
     "engine/metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
     "engine/role.py": {"multiprocessing": "the name of this process, and the id of the one that started it"},

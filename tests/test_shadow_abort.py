@@ -20,12 +20,7 @@ ON = {"VLLM_GRAPHFIX_SHADOW": "1/1", "VLLM_GRAPHFIX_SHADOW_ACTION": "abort"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "executor", "more"),
-    [
-        ("1", "uni", {}),
-        ("0,2", "mp", {}),
-        ("none", "uni", {}),
-        ("1", "uni", {"VLLM_GRAPHFIX_SHADOW_ACTION": "report"}),
-    ],
+    [("1", "uni", {}), ("0,2", "mp", {}), ("none", "uni", {}), ("1", "uni", {"VLLM_GRAPHFIX_SHADOW_ACTION": "report"})],
     ids=["one row", "two rows, the scheduler in another process", "no row", "report"],
 )
 def test_who_has_a_wrong_row_ends_with_an_error_and_the_others_are_right(

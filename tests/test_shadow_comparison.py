@@ -155,9 +155,7 @@ class OfNumbers:
         return self.shadow.results.mismatches
 
 
-def test_noise_of_other_steps_hides_nothing_where_eager_runs_are_equal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_noise_of_other_steps_hides_nothing_where_eager_runs_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     of = OfNumbers(monkeypatch)
     for _ in range(20):
         assert of.wrong("a", 0.0, 0.0) == of.wrong("b", 0.0, 0.0) == 0

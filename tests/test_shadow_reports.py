@@ -61,13 +61,7 @@ def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Pa
     (engine,) = look(tmp_path).engines
     assert [what for what in engine.wrong if "4 in 90 checks; graphs no longer replayed: 1" in what]
     text = markdown(look(tmp_path)) or ""
-    for part in (
-        "vLLM `0.21.0`",
-        "0 0.31 inf",
-        "BatchDescriptor(num_tokens=4)",
-        "`model.layers.1`",
-        "rank 0",
-    ):
+    for part in ("vLLM `0.21.0`", "0 0.31 inf", "BatchDescriptor(num_tokens=4)", "`model.layers.1`", "rank 0"):
         assert part in text
     reported = CliRunner().invoke(app, ["report", "--dir", str(tmp_path)])
     assert (reported.exit_code, reported.stdout) == (0, text)

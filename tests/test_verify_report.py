@@ -73,10 +73,7 @@ def test_every_outcome(proof: Proof, outcome: str) -> None:
     assert proof.holds == (outcome in ("proven", "nothing patched"))
 
 
-CAUGHT, SILENT = (
-    Watch(9, 4, 2, "active", graphs="shadow-v1"),
-    Watch(8, 0, None, "active", graphs="shadow-v1"),
-)
+CAUGHT, SILENT = (Watch(9, 4, 2, "active", graphs="shadow-v1"), Watch(8, 0, None, "active", graphs="shadow-v1"))
 
 
 @pytest.mark.parametrize(

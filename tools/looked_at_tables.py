@@ -18,12 +18,7 @@ COLUMNS = {
         "releases": "stock releases",
         "avoided": "what avoids it, and its cost",
     },
-    "no-fix": {
-        "seen": "what you see",
-        "releases": "stock releases",
-        "only": "only with",
-        "avoided": "what avoids it",
-    },
+    "no-fix": {"seen": "what you see", "releases": "stock releases", "only": "only with", "avoided": "what avoids it"},
     "look-alikes": {"seen": "what you see", "apart": "how to tell it apart", "reported": "reported in"},
 }
 """By table: the keys of its rows, and the heads of its columns."""

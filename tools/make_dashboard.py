@@ -166,11 +166,7 @@ def rollout(to: board.Dashboard) -> None:
     canaries, known = f"sum({graphfix('graphfix_canary')})", f"count({graphfix('graphfix_canary')})"
     to.with_row(board.Row("Rollout"))
     to.with_panel(
-        number(
-            "Engines with the fixes",
-            "In the rollout, and neither switched off nor only observing.",
-            canaries,
-        )
+        number("Engines with the fixes", "In the rollout, and neither switched off nor only observing.", canaries)
     )
     to.with_panel(number("Engines with the plugin", "With the fixes or without.", known))
     to.with_panel(

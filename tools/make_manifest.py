@@ -135,9 +135,7 @@ def search_all(
 
 
 def reaches_of(
-    sources: Mapping[str, Source],
-    searches: Mapping[str, Search],
-    fixes: Mapping[str, Fix],
+    sources: Mapping[str, Source], searches: Mapping[str, Search], fixes: Mapping[str, Fix]
 ) -> dict[str, Reach]:
     """Return the reach of each fix, in all of *sources* together."""
     files_of: dict[str, set[str]] = defaultdict(set)

@@ -247,11 +247,7 @@ for each in ("schema", "name", "pr"):
 OUTPUTS: dict[str, tuple[int, str, Schema]] = {
     "status": (status.SCHEMA, "status --json", STATUS),
     "running": (status.SCHEMA, "status --running --json", record(servers=array(STATUS))),
-    "explain": (
-        explain.SCHEMA,
-        "explain FIX --json",
-        record("", ("goes_with",), name=FIX, pr=PR, **SECTIONS),
-    ),
+    "explain": (explain.SCHEMA, "explain FIX --json", record("", ("goes_with",), name=FIX, pr=PR, **SECTIONS)),
     "fixes": (
         explain.SCHEMA,
         "explain --json",

@@ -107,10 +107,7 @@ def table() -> list[str]:
     if strange := specs.keys() - of_layers - _OTHER_SPECS.keys():
         raise LookupError(f"no layer is known that makes {', '.join(sorted(strange))}")
     rows = [_row(place, seen) for place, seen in by_place.items()]
-    head = [
-        "| class | of | makes | releases | | what a step writes, or why not |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ["| class | of | makes | releases | | what a step writes, or why not |", "|---|---|---|---|---|---|"]
     others = "; ".join(f"`{spec}` ({_OTHER_SPECS[spec]})" for spec in specs if spec not in of_layers)
     return [*head, *(line for _, line in sorted(rows)), "", *textwrap.wrap(f"No layer makes {others}.", 120)]
 

@@ -51,7 +51,7 @@ class Walk:
         self._installed = install(folder / "installed")
         self._status.mkdir()
         self._environment = environment(self._installed.scratch, self._installed.plugin, cpu_release()) | {
-            "VLLM_GRAPHFIX_STATUS_DIR": str(self._status),
+            "VLLM_GRAPHFIX_STATUS_DIR": str(self._status)
         }
 
     @contextlib.contextmanager

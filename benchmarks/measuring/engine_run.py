@@ -263,12 +263,7 @@ class Benchmark:
         self._log(f"{made.case.name}: measured")
 
     def _turns(
-        self,
-        made: Plan,
-        engines: dict[str, EngineProcess],
-        turns: Sequence[tuple[int, str]],
-        *,
-        together: bool = False,
+        self, made: Plan, engines: dict[str, EngineProcess], turns: Sequence[tuple[int, str]], *, together: bool = False
     ) -> dict[tuple[int, str], float]:
         """Return the seconds of each turn. An engine that dies is reported and left out of later turns."""
         taken = {}

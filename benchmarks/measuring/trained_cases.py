@@ -213,10 +213,7 @@ CASES = (
         on_a_cpu=False,
     ),
     Trained(
-        "capture-state",
-        _with(verified.MLA, "mla-sort", "mla"),
-        "trained MLA, FlashMLA, V2; sorting",
-        questions.sorts,
+        "capture-state", _with(verified.MLA, "mla-sort", "mla"), "trained MLA, FlashMLA, V2; sorting", questions.sorts
     ),
     Trained(
         "flashmla-fp8",

@@ -132,10 +132,7 @@ def is_good(run: Mapping[str, Any]) -> bool:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The tables for a page: what each engine came to, and one pair of texts for each model."""
-    lines = [
-        "| fix | vLLM | engine | what is counted | eager | stock | patched |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| fix | vLLM | engine | what is counted | eager | stock | patched |", "|---|---|---|---|---|---|---|"]
     for run in result["runs"]:
         begin = f"| `{run['fix']}` | {run['release']} | {run['title']} |"
         if run["not_run"]:

@@ -93,12 +93,7 @@ class Recipe:
 
 RECIPES = {
     "mamba2": Recipe(
-        tiny.MAMBA2 | _SHORT,
-        {"hidden_size": 128, "num_heads": 4, "state_size": 32},
-        walk,
-        3,
-        songs=True,
-        symbols=40,
+        tiny.MAMBA2 | _SHORT, {"hidden_size": 128, "num_heads": 4, "state_size": 32}, walk, 3, songs=True, symbols=40
     ),
     "mla": Recipe(
         tiny.MLA | _SHORT | {"num_hidden_layers": 4},
@@ -160,11 +155,7 @@ RECIPES["deepseek-v4"] = Recipe(
 )
 # TurboQuant leaves the first two layers and the last two as they are.
 RECIPES["llama-deep"] = replace(
-    RECIPES["llama"],
-    config=RECIPES["llama"].config | {"num_hidden_layers": 8},
-    task=walk,
-    width=3,
-    adapters=(),
+    RECIPES["llama"], config=RECIPES["llama"].config | {"num_hidden_layers": 8}, task=walk, width=3, adapters=()
 )
 RECIPES["llama-docs"] = replace(RECIPES["llama"], task=any_begun, batch=32, adapters=())
 RECIPES["mamba2-docs"] = replace(RECIPES["mamba2"], task=any_named, batch=32, songs=False)

@@ -152,9 +152,7 @@ def test_a_capture_without_a_failure_changes_nothing(warnings: list[str]) -> Non
 
 
 @quietly
-def test_where_a_graph_cannot_be_omitted_the_fix_fails_and_says_that_it_is_served(
-    warnings: list[str],
-) -> None:
+def test_where_a_graph_cannot_be_omitted_the_fix_fails_and_says_that_it_is_served(warnings: list[str]) -> None:
     captured = Capturing("target")
     started(captured, failing=1, has_manager=False)
     assert [graph_of(captured.manager, requests) for requests in (1, 4)] == [2, 4]

@@ -365,9 +365,7 @@ def test_an_error_in_the_factory_comes_out_as_it_is() -> None:
 
 
 @by_factory
-def test_without_a_second_state_the_capture_is_stocks_and_the_fix_has_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_second_state_the_capture_is_stocks_and_the_fix_has_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     activity = activity_of("capture-state")
     monkeypatch.setattr(activity, "error", None)
     assert len(_capture_by_factory(_factory_that_fails(2))[0].graphs) == 2

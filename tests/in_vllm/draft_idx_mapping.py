@@ -49,11 +49,7 @@ def drafted(speculator: Any, batch: list[int]) -> None:
 
 def test_shapes_are_stocks_and_the_spare_row_is_behind_them() -> None:
     speculator = _speculator(CUDAGraphMode.NONE)
-    shapes = {
-        "draft_logits": (REQUESTS, DRAFT_TOKENS, VOCABULARY),
-        "temperature": (REQUESTS,),
-        "seeds": (REQUESTS,),
-    }
+    shapes = {"draft_logits": (REQUESTS, DRAFT_TOKENS, VOCABULARY), "temperature": (REQUESTS,), "seeds": (REQUESTS,)}
     for name, shape in shapes.items():
         tensor = getattr(speculator, name)
         assert (tensor.shape, tensor.is_contiguous()) == (shape, True)

@@ -48,11 +48,7 @@ def built(
     assert batch.max_query_len == max(queries)  # others read it
     assert metadata.query_start_loc is batch.query_start_loc
     schedule = metadata.scheduler_metadata
-    return (
-        metadata.max_query_len,
-        None if schedule is None else int(schedule[0]),
-        SCHEDULES.count - before,
-    )
+    return (metadata.max_query_len, None if schedule is None else int(schedule[0]), SCHEDULES.count - before)
 
 
 @pytest.mark.parametrize("queries", [[1, 1, 1], [1, 5, 1], [3, 4]])

@@ -162,10 +162,7 @@ def test_a_full_graph_calls_no_hook_of_a_connector_again() -> None:
 
     attend = utils.maybe_transfer_kv_layer(operator)
     context: Any = SimpleNamespace(
-        attn_metadata={LAYER: "metadata"},
-        no_compile_layers={LAYER: LayerStandIn()},
-        slot_mapping={},
-        virtual_engine=0,
+        attn_metadata={LAYER: "metadata"}, no_compile_layers={LAYER: LayerStandIn()}, slot_mapping={}, virtual_engine=0
     )
     group: dict[str, Any] = {
         "has_kv_transfer_group": lambda: True,

@@ -135,9 +135,7 @@ def test_slots_of_model_runner_v2_lie_in_the_block_of_their_group() -> None:
     assert inputs.seq_lens.tolist() == [0, *[VALID.length] * 3]
 
 
-def test_free_rows_of_model_runner_v2_look_like_a_request_and_are_restored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_free_rows_of_model_runner_v2_look_like_a_request_and_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     states = pytest.importorskip("vllm.v1.worker.gpu.states")
     buffers = pytest.importorskip("vllm.v1.worker.gpu.buffer_utils")
 

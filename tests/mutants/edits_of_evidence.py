@@ -216,7 +216,7 @@ def capture_state() -> Iterator[Case]:
                     swap(
                         r"attn_metadata if cg_mode != CUDAGraphMode\.PIECEWISE else None,",
                         "attn_metadata if torch.cuda.is_current_stream_capturing() else None,",
-                    ),
+                    )
                 )
             },
             "a state of its own for each call of the forward function": {
@@ -392,20 +392,9 @@ def draft_prefill_state() -> Iterator[Case]:
         EAGLE_CUDAGRAPHS=TAKES_IT,
     )
     yield edit(
-        fix,
-        DRAFT_21,
-        CURED,
-        "asked with a keyword",
-        CUDAGRAPHS=both(WITH_KEYWORD, TAKES_IT),
-        EAGLE_CUDAGRAPHS=TAKES_IT,
+        fix, DRAFT_21, CURED, "asked with a keyword", CUDAGRAPHS=both(WITH_KEYWORD, TAKES_IT), EAGLE_CUDAGRAPHS=TAKES_IT
     )
-    yield edit(
-        fix,
-        DRAFT_22,
-        UNTOUCHED,
-        "one state for each size, and the target's",
-        CUDAGRAPHS=BUILT_ONCE,
-    )
+    yield edit(fix, DRAFT_22, UNTOUCHED, "one state for each size, and the target's", CUDAGRAPHS=BUILT_ONCE)
     yield from edits(
         fix,
         DRAFT_22,
@@ -540,13 +529,7 @@ def mamba_padding() -> Iterator[Case]:
         "in an expression": "assert (num_reqs := num_reqs_padded)",
         "and more": "num_reqs += 1",
     }.items():
-        yield edit(
-            fix,
-            MAMBA_22,
-            CURED,
-            f"num_reqs is set before the clearing, {how}",
-            RUNNER=before(MARKED, line),
-        )
+        yield edit(fix, MAMBA_22, CURED, f"num_reqs is set before the clearing, {how}", RUNNER=before(MARKED, line))
     yield from edits(
         fix,
         MAMBA_21,
@@ -638,13 +621,7 @@ def flashmla_fp8() -> Iterator[Case]:
             },
         },
     )
-    yield edit(
-        fix,
-        FP8_18,
-        REMEDIED,
-        "upstream's remedy without its assertions",
-        FLASHMLA=before(POINTED_AT, *COPIED),
-    )
+    yield edit(fix, FP8_18, REMEDIED, "upstream's remedy without its assertions", FLASHMLA=before(POINTED_AT, *COPIED))
 
 
 def flashmla_padding() -> Iterator[Case]:
@@ -730,10 +707,7 @@ def nightlies() -> Iterator[Case]:
     yield nightly("capture-state", V21, REMEDIED, "after PR 42444", CUDAGRAPHS=newer)
     yield nightly("draft-prefill-state", DRAFT_21, CURED, "after PR 42444", CUDAGRAPHS=newer)
 
-    builders = {
-        "ATTN_UTILS": lambda _: of("0.23.0", ATTN_UTILS),
-        "MODEL_STATE": lambda _: of("0.23.0", MODEL_STATE),
-    }
+    builders = {"ATTN_UTILS": lambda _: of("0.23.0", ATTN_UTILS), "MODEL_STATE": lambda _: of("0.23.0", MODEL_STATE)}
     yield nightly("draft-prefill-state", DRAFT_22, CURED, "before PR 44253", **builders)
     for fix in ("capture-state", "draft-prefill-state"):
         yield nightly(

@@ -7,16 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mutants_draft import (
-    Draft,
-    Edit,
-    Operator,
-    after_docstring,
-    code,
-    expression,
-    places,
-    replaced,
-)
+from mutants_draft import Draft, Edit, Operator, after_docstring, code, expression, places, replaced
 
 OPERATORS: dict[str, Operator] = {}
 """By the kind of change."""

@@ -7,14 +7,7 @@ import copy
 import functools
 from collections.abc import Iterator
 
-from mutants_draft import (
-    Draft,
-    Edit,
-    Operator,
-    code,
-    expression,
-    names,
-)
+from mutants_draft import Draft, Edit, Operator, code, expression, names
 
 
 def _rename(root: ast.AST, old: str, new: str) -> None:

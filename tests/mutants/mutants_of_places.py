@@ -8,17 +8,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from mutants_draft import (
-    Draft,
-    Edit,
-    Operator,
-    after_docstring,
-    bound_before,
-    call_of,
-    code,
-    function,
-    names,
-)
+from mutants_draft import Draft, Edit, Operator, after_docstring, bound_before, call_of, code, function, names
 
 
 def _split(draft: Draft) -> Iterator[tuple[str, Edit]]:

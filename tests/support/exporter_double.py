@@ -48,14 +48,7 @@ class Role(NamedTuple):
     observed: tuple[str, ...] = ()
 
 
-FLEET = (
-    Role(canary=True),
-    Role(canary=True, observed=("mamba-padding",)),
-    Role(),
-    Role(),
-    Role(),
-    Role(plugin=False),
-)
+FLEET = (Role(canary=True), Role(canary=True, observed=("mamba-padding",)), Role(), Role(), Role(), Role(plugin=False))
 
 
 class WatcherDouble:

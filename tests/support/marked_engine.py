@@ -118,11 +118,7 @@ def nothing(worker: Any, unused: int) -> None:
     """As it is."""
 
 
-PLANTS: dict[str, Callable[..., Any]] = {
-    "nothing": nothing,
-    "finished": overwrite_finished,
-    "unused": overwrite_unused,
-}
+PLANTS: dict[str, Callable[..., Any]] = {"nothing": nothing, "finished": overwrite_finished, "unused": overwrite_unused}
 
 if __name__ == "__main__":
     import marked_engine  # functions of which a worker in a process of its own knows the module

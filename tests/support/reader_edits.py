@@ -219,11 +219,7 @@ EDITS: dict[str, tuple[str, tuple[str, ...], Edit]] = {
         ),
     ),
     "marks of prefills written again in another function": ("0.22.0", ("mamba-padding",), _marks_of_its_own),
-    "hidden states written without the operator": (
-        "0.25.0",
-        ("hidden-states-padding",),
-        _written_without_the_operator,
-    ),
+    "hidden states written without the operator": ("0.25.0", ("hidden-states-padding",), _written_without_the_operator),
     "another workspace manager after sleep": (
         "0.33.0",
         ("workspace-growth",),

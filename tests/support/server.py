@@ -94,13 +94,7 @@ class Answer(NamedTuple):
 class Server:
     """One `vllm serve`; made by `serve`."""
 
-    def __init__(
-        self,
-        installed: Installed,
-        folder: Path,
-        flags: Sequence[str],
-        env: Mapping[str, str],
-    ) -> None:
+    def __init__(self, installed: Installed, folder: Path, flags: Sequence[str], env: Mapping[str, str]) -> None:
         self.status_folder = folder / "status"
         self.status_folder.mkdir(exist_ok=True)
         self._log = folder / "server.log"
@@ -285,12 +279,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def started(
-    installed: Installed,
-    folder: Path,
-    *flags: str,
-    env: Mapping[str, str] | None = None,
-) -> Iterator[Server]:
+def started(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
     """A server that starts; with further *flags* and *env*.
 
     Its files are in *folder*; its processes end with the block.
@@ -303,12 +292,7 @@ def started(
 
 
 @contextlib.contextmanager
-def serve(
-    installed: Installed,
-    folder: Path,
-    *flags: str,
-    env: Mapping[str, str] | None = None,
-) -> Iterator[Server]:
+def serve(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
     """The same when it answers."""
     with started(installed, folder, *flags, env=env) as server:
         server.wait_until_up()

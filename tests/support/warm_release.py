@@ -43,12 +43,7 @@ _processes: list[WarmRelease] = []
 
 
 def run_in_fork(
-    release: str | Path,
-    code: str,
-    env: Mapping[str, str] | None = None,
-    *,
-    check: bool = True,
-    timeout: float = 300,
+    release: str | Path, code: str, env: Mapping[str, str] | None = None, *, check: bool = True, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Does what `run_in_release` does, in a fork of a warm process of *release*.
 
