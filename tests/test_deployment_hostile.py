@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from served_models import HOPPER
 from stock import release_root
 from vllm_graphfix.deployment import FlagsError, read_deployment
 from vllm_graphfix.deployment.known_flags import wrong_value
+from vllm_graphfix.deployment.line import parse
 from vllm_graphfix.deployment.needs import judge
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.source.files import open_source
@@ -46,6 +48,18 @@ def test_no_line_raises_anything_else_or_takes_long(line: str, gpu: str | None) 
         assert judgement.reason
         assert judgement.reason.isprintable()
     assert time.process_time() - started < 5
+
+
+@pytest.mark.parametrize(
+    "repeated", ['\\"', " ", "\n", '\\"[', "\\\"'a',", "[", '["', "(a pid=1", "1", "a={", "\\", "- ", "--a "]
+)
+@pytest.mark.parametrize("first", ["", '"', "'", "(a pid=", "["])
+def test_a_long_line_of_one_repeated_piece_is_read_at_once(first: str, repeated: str) -> None:
+    line = (first + repeated * 16_000)[:16_000]
+    started = time.process_time()
+    with suppress(FlagsError):
+        parse(line, ())
+    assert time.process_time() - started < 1
 
 
 @share(50)

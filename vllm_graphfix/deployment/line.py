@@ -51,8 +51,9 @@ _VALUES = frozenset(
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=.*", re.DOTALL)
 _CONTINUED = re.compile(r"\\[ \t]*\r?\n|(?:(?<=\s)|^)\\(?=\s|$)")
 """A backslash at the end of a line, also where the end of the line was lost on the way."""
-_QUOTED_OR_OBJECT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?:(?<=[\s=])|^)\{""", re.DOTALL)
-_QUOTED_OR_COMMENT = re.compile(r"""'[^']*'|"(?:\\.|[^"\\])*"|(?:(?<=\s)|^)#[^\n]*""", re.DOTALL)
+# An escaped quotation mark begins nothing. Tried as a beginning, each of thousands would be followed to the line's end.
+_QUOTED_OR_OBJECT = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?:(?<=[\s=])|^)\{""", re.DOTALL)
+_QUOTED_OR_COMMENT = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?:(?<=\s)|^)#[^\n]*""", re.DOTALL)
 _KEY_OF_LIST = re.compile(r"^[ \t]*(?:- )?(?:command|args):", re.MULTILINE)
 _LIST = re.compile(r"""\s*\[((?:'[^']*'|"(?:\\.|[^"\\])*"|[^\[\]'"])*)\]""", re.DOTALL)
 """A list in brackets: `command` or `args` of a container, in JSON or YAML."""
@@ -72,7 +73,7 @@ _LONGEST_SHORT = max(map(len, _NAMES))
 """Characters."""
 _DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 """Into these, word processors and chats turn the hyphens of a flag."""
-_RAY = re.compile(r"^(?:\x1b\[[\d;]*m)*\(\S+ pid=\d+[^)\n]*\)(?:\x1b\[[\d;]*m)* ?", re.MULTILINE)
+_RAY = re.compile(r"^(?:\x1b\[[\d;]*m)*\(\S+ pid=\d[^)\n]*\)(?:\x1b\[[\d;]*m)* ?", re.MULTILINE)
 """What Ray puts before each line that an actor prints, coloured on a terminal."""
 _TITLE = re.compile(r"\w+::(APIServer|EngineCore|Worker|DPCoordinator)")
 _NO_VALUE = re.compile(
@@ -173,9 +174,12 @@ def _without_comments(line: str) -> str:
 def _without_lists(text: str) -> str:
     """Return the items of the lists `command` and `args` of a container in one line; *text* if it is anything else."""
     bare = _KEY_OF_LIST.sub("", text)
-    if not _LIST.sub("", bare).strip():
-        items = [item for each in _LIST.finditer(bare) for item in _ITEM.findall(each[1])]
-    else:
+    items, at = [], 0
+    # By `match`: a search would begin anew at each bracket and blank of a long line.
+    while match := _LIST.match(bare, at):
+        items += _ITEM.findall(match[1])
+        at = match.end()
+    if bare[at:].strip():
         matches = [_ITEM_OF_LINE.fullmatch(each) for each in bare.splitlines() if each.strip()]
         items = [match[1].strip() for match in matches if match]
         if len(items) < len(matches):
