@@ -351,7 +351,7 @@ def alerts() -> Iterator[str]:
     for alert in (rule for group in rules["groups"] for rule in group["rules"] if "alert" in rule):
         name, labels = alert["alert"], re.compile(r"{{ \$labels\.(\w+) }}")
         summary = re.sub(r"{{ \$value.*?}}", "N", labels.sub(r"*\1*", alert["annotations"]["summary"]))
-        page = f"rollout.md#{name.lower()}"
+        page = f"alerts.md#{name.lower()}"
         yield f"| [`{name}`]({page}) | {alert['labels']['severity']} | {alert.get('for', '')} | {summary} |"
 
 
