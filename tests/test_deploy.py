@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import Enum
 from functools import cache
 
 import pytest
@@ -22,7 +23,7 @@ from deployed import (
 )
 from stock import release_root, run_in_release
 from vllm_graphfix.engine import metrics
-from vllm_graphfix.fix import Code
+from vllm_graphfix.fix import Code, State
 
 
 @pytest.mark.parametrize("query", QUERIES.values(), ids=QUERIES)
@@ -98,28 +99,12 @@ def test_metrics_and_labels_are_read_from_a_query() -> None:
     assert labels_in(query) == {"fix", "job", "x"}
 
 
-def test_every_state_that_is_queried_is_one() -> None:
-    from vllm_graphfix.fix import State
-
-    queried = {
-        state
-        for query in QUERIES.values()
-        for pattern in re.findall(r'\bstate[!=~]+"([^"]*)"', query)
-        for state in pattern.split("|")
-    }
-    assert "failed" in queried
-    assert queried <= {state.value for state in State}
-
-
-def test_every_code_that_is_queried_is_one() -> None:
-    queried = {
-        code
-        for query in QUERIES.values()
-        for pattern in re.findall(r'\bcode[!=~]+"([^"]*)"', query)
-        for code in pattern.split("|")
-    }
+@pytest.mark.parametrize(("label", "values"), [("state", State), ("code", Code)])
+def test_every_state_and_code_that_is_queried_is_one(label: str, values: type[Enum]) -> None:
+    patterns = {each for query in QUERIES.values() for each in re.findall(rf'\b{label}[!=~]+"([^"]*)"', query)}
+    queried = {value for pattern in patterns for value in pattern.split("|")}
     assert queried
-    assert queried <= {code.value for code in Code}
+    assert queried <= {each.value for each in values}
 
 
 def test_the_page_of_metrics_tells_of_every_metric_label_and_alert() -> None:

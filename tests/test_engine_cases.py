@@ -307,11 +307,13 @@ def test_one_token_prompts_run_on_model_runner_v2_where_it_ignores_the_phase() -
     assert releases == ["0.23.0", "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1"]
 
 
-def test_mixed_graphs_run_on_model_runner_v2_where_it_pads_before_scheduling() -> None:
-    (name,) = (each for each in FURTHER if fix_of(each).name == "flash-mixed-schedule")
+@pytest.mark.parametrize(("fix", "first"), [("flash-mixed-schedule", "0.18.0"), ("active-lora-count", "0.24.0")])
+def test_the_further_case_shows_on_model_runner_v2_from_some_release_on(fix: str, first: str) -> None:
+    """0.18.0 pads before it schedules, 0.24.0 counts adapters."""
+    (name,) = (each for each in FURTHER if fix_of(each).name == fix)
     assert CASES[name].runner == "V2"
     releases = [release for release in ALL_RELEASES if shows_on(name, release)]
-    assert releases == list(ALL_RELEASES[ALL_RELEASES.index("0.18.0") :])
+    assert releases == list(ALL_RELEASES[ALL_RELEASES.index(first) :])
 
 
 def test_a_job_with_flags_and_text_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -415,13 +417,6 @@ def test_jobs_name_the_folders_of_the_adapters_prompt_by_prompt(name: str) -> No
     for job in case.jobs(FOLDER):
         assert job.adapters == tuple(adapter and str(FOLDER / adapter) for adapter in case.adapters)
     assert set(filter(None, case.adapters)) <= set(case.models)
-
-
-def test_model_runner_v2_counts_adapters_from_0_24_0_on() -> None:
-    (name,) = (each for each in FURTHER if fix_of(each).name == "active-lora-count")
-    assert CASES[name].runner == "V2"
-    releases = [release for release in ALL_RELEASES if shows_on(name, release)]
-    assert releases == list(ALL_RELEASES[ALL_RELEASES.index("0.24.0") :])
 
 
 def test_engines_that_may_hang_start_first_then_one_of_each_compiling_case() -> None:

@@ -295,25 +295,20 @@ def test_the_long_reason_of_an_error_is_shortened_to_two_hundred_characters(site
     assert reason[1].endswith("x…")
 
 
-@pytest.mark.parametrize("content", [b"-" * 50_000 + b"1", b"a" + b".b" * 100_000], ids=["deep", "long"])
-def test_what_python_cannot_parse_is_an_error_with_a_reason(content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"-" * 50_000 + b"1", r"readable (Python source|wheel file): \w"),
+        (b"a" + b".b" * 100_000, r"readable (Python source|wheel file): \w"),
+        (b"# coding: " + b"x" * 182, f"source: unknown encoding: {'x' * 182}$"),
+        (b"# coding: " + b"x" * 183, f"source: unknown encoding: {'x' * 181}…$"),
+        (b"x = (", r"source: '\(' was never closed \(<unknown>, line 1\)$"),
+    ],
+    ids=["deep", "long", "a reason of 200 characters", "a longer reason, shortened", "a short reason"],
+)
+def test_what_python_cannot_parse_is_an_error_with_a_reason(content: bytes, message: str) -> None:
     source = Source("text", {"f.py": content}.get, lambda: None)
-    with pytest.raises(SourceError, match=r"readable (Python source|wheel file): \w"):
-        source.function("f.py", "f")
-
-
-@pytest.mark.parametrize(("length", "encoding"), [(182, "x" * 182), (183, "x" * 181 + "…")])
-def test_reasons_of_up_to_two_hundred_characters_are_whole_and_longer_ones_shortened(
-    length: int, encoding: str
-) -> None:
-    source = Source("text", {"f.py": b"# coding: " + b"x" * length}.get, lambda: None)
-    with pytest.raises(SourceError, match=f"source: unknown encoding: {encoding}$"):
-        source.function("f.py", "f")
-
-
-def test_a_short_reason_is_whole() -> None:
-    source = Source("text", {"f.py": b"x = ("}.get, lambda: None)
-    with pytest.raises(SourceError, match=r"source: '\(' was never closed \(<unknown>, line 1\)$"):
+    with pytest.raises(SourceError, match=message):
         source.function("f.py", "f")
 
 

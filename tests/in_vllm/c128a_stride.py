@@ -67,27 +67,27 @@ def test_a_capture_and_a_shorter_batch_have_rows_at_the_same_places() -> None:
     assert (rows[1, 0, 11:] == -1).all()
 
 
-def test_one_request_is_right_on_stock_and_not_changed() -> None:
-    assert width(_builder(MAX_MODEL_LEN, in_graph=True).build(0, batch([700]))) == NARROW
+@pytest.mark.parametrize(
+    ("lengths", "longest", "rows"),
+    [([700], None, NARROW), ([700, 1500], 16512, WIDE)],
+    ids=["one request", "wide already"],
+)
+def test_rows_that_are_right_on_stock_are_not_changed(lengths: list[int], longest: int | None, rows: int) -> None:
+    assert width(_builder(MAX_MODEL_LEN, in_graph=True).build(0, batch(lengths, longest))) == rows
     assert CLOSER_ROWS.count == 0
 
 
-def test_rows_that_are_wide_already_are_not_changed() -> None:
-    assert width(_builder(MAX_MODEL_LEN, in_graph=True).build(0, batch([700, 1500], 16512))) == WIDE
-    assert CLOSER_ROWS.count == 0
-
-
-def test_batches_beyond_the_largest_graph_are_not_changed() -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_cudagraph_capture_size", 1),
+        ("cudagraph_mode", CUDAGraphMode.NONE),
+        ("cudagraph_mode", CUDAGraphMode.PIECEWISE),
+    ],
+)
+def test_a_batch_without_a_full_graph_is_not_changed(field: str, value: Any) -> None:
     builder = _builder(MAX_MODEL_LEN, in_graph=True)
-    builder.vllm_config.compilation_config.max_cudagraph_capture_size = 1
-    assert width(builder.build(0, batch([700, 1500]))) == NARROW
-    assert CLOSER_ROWS.count == 0
-
-
-@pytest.mark.parametrize("mode", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
-def test_without_full_graphs_no_batch_is_changed(mode: CUDAGraphMode) -> None:
-    builder = _builder(MAX_MODEL_LEN, in_graph=True)
-    builder.vllm_config.compilation_config.cudagraph_mode = mode
+    setattr(builder.vllm_config.compilation_config, field, value)
     assert width(builder.build(0, batch([700, 1500]))) == NARROW
     assert CLOSER_ROWS.count == 0
 

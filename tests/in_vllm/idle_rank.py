@@ -140,17 +140,10 @@ def test_no_block_changes_and_no_step_differs_however_often_a_rank_idles() -> No
         assert idling.cache.blocks() == busy.cache.blocks()
 
 
-def test_the_row_that_a_request_moved_out_of_names_nothing() -> None:
+@pytest.mark.parametrize("requests", [("second",), ()], ids=["one has moved to another row", "all have ended"])
+def test_blocks_that_earlier_requests_have_left_stay(requests: tuple[str, ...]) -> None:
     rank = hybrid()
-    rank.step(("second",))
-    before = rank.cache.blocks()
-    rank.idle()
-    assert rank.cache.blocks() == before
-
-
-def test_blocks_of_ended_requests_in_the_prefix_cache_stay() -> None:
-    rank = hybrid()
-    rank.step(())
+    rank.step(requests)
     before = rank.cache.blocks()
     rank.idle()
     assert rank.cache.blocks() == before

@@ -141,20 +141,25 @@ def test_both_ranks_check_the_same_steps_and_those_without_requests_take_part() 
     assert [each.messages[-1] for each in ended] == [[CHECKED, len(CHECKED), 0, None]] * 2, ended
 
 
+def quarantine(rank: int, say: Say, right: Any, watched: Any, run: Callable[[Any, str], Any], *kinds: Any) -> None:
+    """Compare each step of *watched* with that of *right*, whose graphs are not wrong, and say what was noticed."""
+    for _ in range(3):
+        run(right, BUSY), run(watched, BUSY)
+    for mine, correct in zip(watched.model.layers.values(), right.model.layers.values(), strict=True):
+        mine.kv_cache[0].copy_(correct.kv_cache[0])
+    runs = watched.model.eager_runs
+    for kind in steps_of(rank, [*kinds]):
+        before = run(right, kind)
+        say(bool(torch.equal(run(watched, kind), before)))
+    results = watched.shadow.results
+    here = [each.here for each in results.first_mismatches]
+    say(results.mismatches, here, len(results.quarantined), watched.shadow.stopped, watched.model.eager_runs - runs)
+
+
 def test_a_wrong_graph_of_one_rank_is_quarantined_on_both() -> None:
     def scenario(rank: int, say: Say) -> None:
         right, watched = made(Rate()), made(EVERY_STEP, Action.QUARANTINE, stale=rank == 0)
-        for _ in range(3):
-            step(right, BUSY), step(watched, BUSY)
-        for mine, correct in zip(watched.model.layers.values(), right.model.layers.values(), strict=True):
-            mine.kv_cache[0].copy_(correct.kv_cache[0])
-        runs = watched.model.eager_runs
-        for kind in steps_of(rank, [(BUSY, IDLE), (BUSY, BUSY), (PROMPTS, PROMPTS), (BUSY, BUSY)]):
-            before = step(right, kind)
-            say(bool(torch.equal(step(watched, kind), before)))
-        results = watched.shadow.results
-        here = [each.here for each in results.first_mismatches]
-        say(results.mismatches, here, len(results.quarantined), watched.shadow.stopped, watched.model.eager_runs - runs)
+        quarantine(rank, say, right, watched, step, (BUSY, IDLE), (BUSY, BUSY), (PROMPTS, PROMPTS), (BUSY, BUSY))
 
     ended = two_ranks(scenario)
     never_wrong(ended)
@@ -357,17 +362,7 @@ def test_a_rank_that_is_late_is_waited_for_as_long_as_nothing_is_queued() -> Non
 def test_on_v2_a_wrong_graph_of_one_rank_is_quarantined_on_both() -> None:
     def scenario(rank: int, say: Say) -> None:
         right, watched = ServedV2(rank, Rate()), ServedV2(rank, EVERY_STEP, Action.QUARANTINE, stale=rank == 0)
-        for _ in range(3):
-            right.common_step(BUSY), watched.common_step(BUSY)
-        for mine, correct in zip(watched.model.layers.values(), right.model.layers.values(), strict=True):
-            mine.kv_cache[0].copy_(correct.kv_cache[0])
-        runs = watched.model.eager_runs
-        for kind in steps_of(rank, [(BUSY, IDLE), (BUSY, BUSY), (IDLE, BUSY)]):
-            before = right.common_step(kind)
-            say(bool(torch.equal(watched.common_step(kind), before)))
-        results = watched.shadow.results
-        here = [each.here for each in results.first_mismatches]
-        say(results.mismatches, here, len(results.quarantined), watched.shadow.stopped, watched.model.eager_runs - runs)
+        quarantine(rank, say, right, watched, ServedV2.common_step, (BUSY, IDLE), (BUSY, BUSY), (IDLE, BUSY))
 
     ended = two_ranks(scenario)
     never_wrong(ended)
