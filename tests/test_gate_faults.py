@@ -296,6 +296,24 @@ def test_a_gate_that_fails_stops_who_insists_and_else_says_so_in_the_record(
     assert "AttributeError: " in record.unchecked if mode == "auto" else record.unchecked is None
 
 
+@pytest.mark.parametrize("insists", [False, True])
+def test_a_report_that_could_not_even_be_begun_is_an_error_of_the_gate(
+    insists: bool, alike: pytest.MonkeyPatch
+) -> None:
+    """The rank went on without a comparison, as one that has nothing to compare, while the others waited for it."""
+    me, worker = process_double({"VLLM_GRAPHFIX": "strict"} if insists else {}), worker_of(0)
+    guarded(me.gate.reports.publish_report, "profiling")
+    me.gate.before_capture(worker, "profile_cudagraph_memory")
+    alike.setattr(me.gate.reports, "publish_report", fail)
+    record: Any = me.gate.status_record
+    if insists:
+        with pytest.raises(GraphfixError, match="AttributeError: injected"):
+            me.gate.before_capture(worker, "compile_or_warm_up_model")
+    else:
+        me.gate.before_capture(worker, "compile_or_warm_up_model")
+        assert "AttributeError: injected" in record.unchecked
+
+
 def test_an_error_beside_a_lost_store_ends_no_engine_that_requires_nothing(alike: pytest.MonkeyPatch) -> None:
     me, worker = process_double({}), worker_of(0)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.engine.gate_reports import CAPTURED, PROFILING, WARM_UP, RankReports
@@ -181,8 +180,10 @@ class CaptureGate:
 
         early = self.reports.pending  # published before profiling and not compared
         if stage == CAPTURE:
-            with suppress(Exception):  # its error is raised below, if this rank is compared at all
+            try:
                 self.reports.publish_report(WARM_UP)  # first, before anything may fail: the others wait for it
+            except Exception as error:
+                self.reports.note_unpublished(error)  # raised below, if this rank is compared at all
         rank, world_size = self._record_rank(worker_or_runner)
         if world_size == 1:
             self._agree_alone()

@@ -42,11 +42,15 @@ class RankReports:
                 store = self._store()
                 self.pending = store, rank_agreement.publish(store, stage, rank, report), report
         except Exception as error:
-            self.pending, self._error = None, error
+            self.note_unpublished(error)
             # Another rank may already wait for this one at the gate; not in a store that is lost, which takes as long.
             if stage == PROFILING and not isinstance(error, StoreLostError):
                 guarded(self.publish_unchecked, stage, error)
             raise
+
+    def note_unpublished(self, error: Exception) -> None:
+        """Let `take` raise *error*, instead of returning an earlier report, or none."""
+        self.pending, self._error = None, error
 
     def publish_unchecked(self, stage: str, error: Exception) -> None:
         """Let the other ranks pass *stage*, too, without the report that this one could not publish.
