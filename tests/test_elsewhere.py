@@ -116,6 +116,22 @@ def test_an_all_clear_is_refused_where_another_file_replaces_what_it_rests_on() 
     assert "by a file that cannot be parsed" in unreadable.reason
 
 
+@pytest.mark.parametrize("path", ["vllm/fork.py", "vllm/v1/engine/fork.py"])
+@pytest.mark.parametrize(("fix", "is_defect"), [("idle-rank", True), ("mamba-padding", False)])
+def test_a_file_of_a_fork_that_cannot_be_read_may_hold_a_remedy(fix: str, is_defect: bool, path: str) -> None:
+    stock = stock_source(release_root("0.18.1"))
+
+    def read(name: str) -> bytes | None:
+        if name == path:
+            raise SourceError("larger than any source file of vLLM")
+        return stock.read(name)
+
+    source = Source("fork", read, lambda: None, list_sizes=lambda: stock.sizes | {path: 2**21})
+    diagnosis = manifest.diagnose(BY_NAME[fix], source)
+    assert (diagnosis.verdict, diagnosis.defect_seen) == (Verdict.UNRECOGNISED, is_defect)
+    assert diagnosis.where == f"{path}:1"
+
+
 @pytest.mark.parametrize("fix", ["capture-state", "draft-decode-mode"])
 def test_a_file_that_cannot_be_parsed_refuses_an_all_clear_outside_of_forks(fix: str) -> None:
     """It may replace any slice, also where the first one counts for another verdict alone."""

@@ -165,12 +165,15 @@ def _is_edited(fix: Patchable, source: Source) -> bool:
 
 
 def _is_named_elsewhere(fix: Patchable, source: Source) -> bool:
-    """Tell if a file that no known release has, and *fix* does not read, mentions code that a verdict rests on."""
+    """Tell if a file that no known release has, and *fix* does not read, may mention code that a verdict rests on."""
     search, reach = _search(source), load()["reach"].get(fix.name)
     if reach is None:
         return False
     names = {name for name in reach.own if "_" in name or not name.islower()}  # names such as `make` are too common
-    return any(not names.isdisjoint(search.words(path)) for path in set(search.paths).difference(fix.inspected_files))
+    return any(
+        search.names[path] is None or not names.isdisjoint(search.words(path))
+        for path in set(search.paths).difference(fix.inspected_files)
+    )
 
 
 def basis_of_all_clear(fix: Fix) -> list[Slice]:

@@ -103,6 +103,7 @@ class Search:
             self.paths = tuple(path for path in self.paths if not self.has_known_code(path))
             self.is_fork = self._are_few()
         self.is_like_no_release = len(self.paths) > _MOST_NEW * len(source.sizes)
+        # Caches of this instance: one of a method would keep every search, and its trees, for good.
         self._trees: dict[str, ast.Module | None] = {}
         self._words: dict[str, frozenset[str]] = {}
         self._new_code: dict[str, bool] = {}
@@ -179,18 +180,22 @@ class Search:
         names_of_data = {name for part in data for name in part.names.split() if "_" in name or not name.islower()}
         folders, everywhere = {_folder(part.path) for part in data}, _OWN_GRAPHS.union(distant.split())
         for path, names in self.names.items():
-            # Statements that a slice of the whole file has are judged with it.
+            # A slice of the whole file is judged with its own statements.
             sliced = {name for part in parts if part.place == f"{path}::" for name in part.names.split()}
             wanted = everywhere | (names_of_data - sliced if _folder(path) in folders else set())
-            if names is None or not (_may_reach(reach, names, self.words(path)) or wanted & self.words(path)):
+            if names is None:
+                yield "a file that cannot be read", f"{path}:1", b""
                 continue
-            if self._tree(path) is None:
+            if not (_may_reach(reach, names, self.words(path)) or wanted & self.words(path)):
+                continue
+            tree = self._tree(path)
+            if tree is None:
                 yield "a file that cannot be parsed", f"{path}:1", b""
-            for name, line in _renamed_by_imports(self._tree(path)):
+                continue
+            for name, line in _renamed_by_imports(tree):
                 if name in wanted:
                     yield name, f"{path}:{line}", b""
-            tree = self._tree(path)
-            for owner, node in _units(tree) if tree is not None else ():
+            for owner, node in _units(tree):
                 defined = getattr(node, "name", "")
                 place = f"{path}::{'.'.join(filter(None, (owner, defined)))}"
                 is_sliced = place in places or f"{path}::{owner}." in classes
@@ -217,8 +222,7 @@ class Search:
         return self._tree(path) is not None and all(value in known_functions for *_, value in self.units(path))
 
     def words(self, path: str) -> frozenset[str]:
-        """Return all words of the file."""
-        # The cache is this instance's: one of the method would keep every search, and its trees, for good.
+        """Return all words of the file. Raises `SourceError` for one that has no `names`."""
         if path not in self._words:
             content = self._source.read(path) or b""
             self._words[path] = frozenset(word.decode("ascii", "replace") for word in WORD.findall(content))
@@ -239,7 +243,7 @@ class Search:
         if path not in self._trees:
             try:
                 self._trees[path] = parse(self._source.read(path) or b"")
-            except (SyntaxError, ValueError, RecursionError, MemoryError):
+            except (SourceError, SyntaxError, ValueError, RecursionError, MemoryError):
                 self._trees[path] = None
         return self._trees[path]
 
@@ -367,9 +371,9 @@ def _words_of(node: ast.AST) -> Collection[str]:
     return words
 
 
-def _renamed_by_imports(tree: ast.Module | None) -> Iterator[tuple[str, int]]:
+def _renamed_by_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Yield each name that an import binds under another name, and the line."""
-    for statement in executed_statements(tree.body) if tree is not None else ():
+    for statement in executed_statements(tree.body):
         if isinstance(statement, ast.ImportFrom):
             yield from (
                 (each.name, statement.lineno) for each in statement.names if each.asname not in (None, each.name)
