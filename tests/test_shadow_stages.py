@@ -637,7 +637,7 @@ def test_a_plan_or_check_that_fails_ends_a_rank_for_which_others_wait(
     ]
     for call in calls:
         begun: Any = Shadow(Rate(share=0.05), Action.REPORT, process.refuse)
-        begun._pipeline = SimpleNamespace(plan_at=0, has_wished=True, end=lambda: None)
+        begun._pipeline = SimpleNamespace(plan_at=0, has_published=True, end=lambda: None)
         begun.schedule.due = 1
         assert call(begun) in (None, "replayed")
         assert (begun.stopped, begun.schedule.due) == ("RuntimeError: can't start new thread", NEVER)

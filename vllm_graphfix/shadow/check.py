@@ -226,8 +226,8 @@ class Shadow:
         if others is None or self.schedule.due >= NEVER or step < others.plan_at:
             return
         begun = time.perf_counter()
-        if not others.has_wished:  # nothing was replayed in the whole window
-            others.wish_for(step + 1)
+        if not others.has_published:  # nothing was replayed in the whole window
+            others.publish_earliest(step + 1)
         with ranks.deadline(ranks.step_timeout()), Agreement(self.stop, 0, 0) as agreed:
             agreed.values = others.plan(step)
         if agreed.failed:
@@ -341,7 +341,7 @@ class Shadow:
         if self._pipeline is None:
             self.schedule.check_in(steps)
         else:
-            self._pipeline.wish_for(self.schedule.step + steps)
+            self._pipeline.publish_earliest(self.schedule.step + steps)
             self.schedule.plan_at(self._pipeline.plan_at)
 
     def run_without_graph(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:

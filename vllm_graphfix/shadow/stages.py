@@ -2,10 +2,10 @@
 
 A collective of the stages would hang: a stage comes to a step only when the one before has sent its output, so no stage
 may wait for a later one. But what an earlier stage has written to torch.distributed's store at a step, a later one
-finds when it comes to that step. So after a check each stage publishes its wish: the step from which on its budget
-allows the next check. Some steps later the first stage takes the latest of these wishes and publishes the plan, which
-the others read at that very step. A stage whose check is over says so: the others plan without its wish, and if all
-stages before it are over, a stage plans alone. A store that does not answer ends the check on this stage, and serving
+finds when it comes to that step. So after a check each stage publishes its earliest step: the one from which on its
+budget allows the next check. Some steps later the first stage takes the latest of these and publishes the plan, which
+the others read at that very step. A stage whose check is over says so: the others plan without it, and if all stages
+before it are over, a stage plans alone. A store that does not answer ends the check on this stage, and serving
 continues, because nothing on the GPU depends on it.
 """
 
@@ -26,7 +26,7 @@ _PATIENCE = 3.0
 Less than the store's timeout."""
 _PAUSE = 0.001
 _TRIES = 4
-"""Times that the first stage looks again for a missing wish before the check ends on all stages."""
+"""Times that the first stage looks again for a missing earliest step before the check ends on all stages."""
 _MAX_WINDOW = 1024
 """Steps."""
 _NO_VALUE = "nothing"
@@ -58,35 +58,35 @@ class PipelineCoordinator(Coordinator):
         self._distance = 16 + 2 * place.stages
         # A budget of that share cannot afford a check sooner, and the agreement costs far less than a check.
         self._window = max(self._distance, min(_MAX_WINDOW, math.ceil(1 / share)))
-        self._wish, self._tries = 0, 0
+        self._earliest, self._tries = 0, 0
         self._error: Exception | None = None
-        self._wish_keys: list[str] = []
+        self._earliest_keys: list[str] = []
         self._plan_keys: list[str] = []
         self.move(due)
 
     def move(self, due: int) -> None:
-        self.due, self.plan_at, self.has_wished = due, due + self._window, False
+        self.due, self.plan_at, self.has_published = due, due + self._window, False
 
     def wait(self, plan_at: int) -> None:
         self.plan_at = plan_at
 
-    def wish_for(self, step: int) -> None:
+    def publish_earliest(self, step: int) -> None:
         """Publish the *step* from which on this stage may check again.
 
         Raises nothing; `plan` raises where the store cannot be reached.
         """
-        self.has_wished, self._wish = True, step
+        self.has_published, self._earliest = True, step
         if not self._place.speaks:
             return
         try:
-            self._with_store(self._publish_wish)
+            self._with_store(self._store_earliest)
         except Exception as error:
             self._error = error
 
-    def _publish_wish(self, store: Any) -> None:
-        key = self._key_of_wish(self._place.stage)
-        store.set(key, str(self._wish))
-        self._wish_keys = _delete_all_but(1, [*self._wish_keys, key], store)
+    def _store_earliest(self, store: Any) -> None:
+        key = self._key_of_earliest(self._place.stage)
+        store.set(key, str(self._earliest))
+        self._earliest_keys = _delete_all_but(1, [*self._earliest_keys, key], store)
 
     def plan(self, step: int) -> tuple[int, int]:
         """Return (next step that is due, 0), or (0, step at which to call this again); (0, 0) on a rank that is silent.
@@ -116,8 +116,8 @@ class PipelineCoordinator(Coordinator):
         if self._place.speaks:
             self._with_store(lambda store: store.set(_key_of_end(self._place.stage), "1"))
 
-    def _key_of_wish(self, stage: int) -> str:
-        return f"wish/{self.due}/{stage}"
+    def _key_of_earliest(self, stage: int) -> str:
+        return f"earliest/{self.due}/{stage}"
 
     def _wait_for_earlier_stage(self, store: Any, key: str, step: int) -> str | None:
         """Return the plan of an earlier stage; None if there is no such stage, or the check is over on all of them.
@@ -140,10 +140,10 @@ class PipelineCoordinator(Coordinator):
             time.sleep(_PAUSE)
 
     def _decide(self, store: Any, step: int) -> str:
-        latest, missing = max(self._wish, step + 1), list[int]()
+        latest, missing = max(self._earliest, step + 1), list[int]()
         for stage in range(self._place.stage + 1, self._place.stages):
-            if (wish := _value_in(store, self._key_of_wish(stage))) is not None:
-                latest = max(latest, int(wish))
+            if (earliest := _value_in(store, self._key_of_earliest(stage))) is not None:
+                latest = max(latest, int(earliest))
             elif not store.check([_key_of_end(stage)]):
                 missing.append(stage)
         if not missing:
