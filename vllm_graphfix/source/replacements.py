@@ -136,11 +136,11 @@ class Targets:
                     elif name in _names_bound_by(each):
                         yield part, each, None
 
-    def _assigned(self, node: ast.AST, owner: str, name: str) -> Iterator[tuple[Slice, ast.AST, None]]:
-        if owner != "self":  # an attribute of `self` has the name of a function by chance
+    def _assigned(self, node: ast.AST, holder: str, name: str) -> Iterator[tuple[Slice, ast.AST, None]]:
+        if holder != "self":  # an attribute of `self` has the name of a function by chance
             yield from ((part, node, None) for part in self._functions.get(name, ()))
-        for each, parts in self._methods.items():
-            if owner in self._families[each]:
+        for owner, parts in self._methods.items():
+            if holder in self._families[owner]:
                 yield from ((part, node, None) for method, part in parts if method == name)
 
 
