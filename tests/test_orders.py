@@ -307,7 +307,7 @@ from vllm_graphfix.settings.environment import Master
 vllm_graphfix.register()
 process = vllm_graphfix._this_process().manager
 process.revert("flashmla-fp8")
-process.start(Policy(Master.STRICT, process._wanted.modes))
+process.start(Policy(Master.STRICT, process._policy.modes))
 told = process.states(diagnose=False)
 assert told["flashmla-fp8"].state.value == "off", told
 assert told["flashmla-padding"].state.value == "waiting", told

@@ -236,7 +236,7 @@ def _row(
         notes.append(f"observed by default; {fix.variable}=auto applies it")
     for companion in fix.requires:
         other = applied_fixes[companion.name]
-        lacks = applied.lacks(companion, other, lambda each: _may_be_needed(diagnoses[each.fix.name]))
+        lacks = applied.must_revert_without(companion, other, lambda each: _may_be_needed(diagnoses[each.fix.name]))
         if lacks is None:
             continue
         if not other.is_restrained():

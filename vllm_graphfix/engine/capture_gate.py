@@ -88,7 +88,7 @@ class CaptureGate:
             if failure is None:
                 failure, consequence = error, "the states of the fixes are not known"
         if failure is not None and problem is None:
-            problem = self._stop_or_go_on(_BEFORE, consequence, failure)
+            problem = self._problem_of_gate(_BEFORE, consequence, failure)
             if problem is not None:
                 guarded(self.reports.publish_end)  # or the others would wait for this rank's report after the capture
                 guarded(self.reports.publish_stop, WARM_UP if stage == CAPTURE else PROFILING, failure)
@@ -126,11 +126,13 @@ class CaptureGate:
         if problem is not None:
             status_record.flush()
 
-    def _stop_or_go_on(self, stops: str, consequence: str, error: Exception, *, together: bool = False) -> str | None:
+    def _problem_of_gate(
+        self, opening: str, consequence: str, error: Exception, *, ranks_depend: bool = False
+    ) -> str | None:
         """Return the message by which an *error* of the gate itself stops the engine; None if the engine goes on.
 
-        It goes on if the user requires no fix, and its record then has the reason under `unchecked`. *together*: other
-        ranks rely on this one to act alike, so it has to stop in any case.
+        It goes on if the user requires no fix, and its record then has the reason under `unchecked`. *ranks_depend*:
+        other ranks rely on this one to act alike, so it has to stop in any case.
         """
         logger.warning("graphfix: %s", consequence, exc_info=error)
         reason = f"{consequence} ({type(error).__name__}: {error})"
@@ -138,9 +140,9 @@ class CaptureGate:
         if not self.has_graphs or (decision is not None and decision.is_off):
             return None
         if self._requires_a_fix():
-            return f"{stops}: {reason}. {_UNCHECKED} {_STOCK}"
-        if together:
-            return f"{stops}: {reason}. {_STOCK}"
+            return f"{opening}: {reason}. {_UNCHECKED} {_STOCK}"
+        if ranks_depend:
+            return f"{opening}: {reason}. {_STOCK}"
         self.status_record.unchecked = reason
         return None
 
@@ -155,22 +157,22 @@ class CaptureGate:
 
             return vllm_graphfix._requires_a_fix()
 
-    def _unapplied_fixes(self, worker_or_runner: Any, stops: str = _BEFORE) -> str | None:
+    def _unapplied_fixes(self, worker_or_runner: Any, opening: str = _BEFORE) -> str | None:
         """Return the message by which required fixes that are not applied stop the engine, or None."""
         config = getattr(worker_or_runner, "vllm_config", None)
         model = getattr(config, "model_config", None) or getattr(worker_or_runner, "model_config", None)
         if getattr(model, "enforce_eager", False):
             if self.context.manager.requires_any() and not self._has_captured:
-                logger.info("graphfix: this engine runs without CUDA graphs: no fix is needed, whatever is insisted on")
+                logger.info("graphfix: this engine runs without CUDA graphs: no fix is needed, not even a required one")
             return None
         v2 = getattr(worker_or_runner, "use_v2_model_runner", None)
         if v2 is None and type(worker_or_runner).__module__ in RUNNERS:
             v2 = type(worker_or_runner).__module__ == RUNNERS[1]
-        undone = self.context.manager.unapplied(v2=v2, again=self._has_captured)
+        undone = self.context.manager.unapplied(v2=v2, recapture=self._has_captured)
         if not undone:
             return None
         return (
-            f"{stops}: {'; '.join(undone)}. To serve without the fix, set its variable to off, "
+            f"{opening}: {'; '.join(undone)}. To serve without the fix, set its variable to off, "
             "or set VLLM_GRAPHFIX=on; `vllm-graphfix status` says more."
         )
 
@@ -186,7 +188,7 @@ class CaptureGate:
                 self.reports.note_unpublished(error)  # raised below, if this rank is compared at all
         rank, world_size = self._record_rank(worker_or_runner)
         if world_size == 1:
-            self._agree_alone()
+            self._record_single_rank()
             return None
         if _is_elastic(worker_or_runner):
             logger.info(
@@ -213,7 +215,7 @@ class CaptureGate:
             compare = functools.partial(rank_agreement.with_one_retry, rank_agreement.compare)
             agreement = self._agree(compare, (store, rank, world_size), place, report, timeout)
         except StoreLostError as error:
-            agreement = self._without_store(error)
+            agreement = self._record_lost_store(error)
         return self._difference(agreement)
 
     def _record_rank(self, worker_or_runner: Any) -> tuple[int, int]:
@@ -231,7 +233,7 @@ class CaptureGate:
     def _start_relay(self, rank: int, world_size: int) -> None:
         self.status_record.start_relay(common_store(), rank, world_size)
 
-    def _agree_alone(self) -> None:
+    def _record_single_rank(self) -> None:
         """Record that the only rank agrees with itself."""
         from vllm_graphfix.engine.rank_agreement import Agreement
 
@@ -257,7 +259,7 @@ class CaptureGate:
         self.status_record.agreement = _with_earlier_followers(agreement, self.status_record.agreement)
         return agreement
 
-    def _without_store(self, error: StoreLostError) -> Agreement:
+    def _record_lost_store(self, error: StoreLostError) -> Agreement:
         """Record that the store is lost, and return that as a difference: to this rank all others are unresponsive."""
         from vllm_graphfix.engine.rank_agreement import Agreement
 
@@ -293,11 +295,11 @@ class CaptureGate:
         except Exception as error:
             guarded(self.reports.publish_end)  # or the others would wait for this rank's report
             # The others may take graphs out of dispatch without this rank, and would then wait for it in a collective.
-            together = self.reports.post_capture_group is not None
+            ranks_depend = self.reports.post_capture_group is not None
             consequence = "what failed while CUDA graphs were captured is not known"
-            problem = problem or self._stop_or_go_on(_AFTER, consequence, error, together=together)
+            problem = problem or self._problem_of_gate(_AFTER, consequence, error, ranks_depend=ranks_depend)
             if problem is not None:
-                guarded(self._publish_outcome, problem)
+                guarded(self._publish_outcome, problem)  # first: the next line may end this process
                 guarded(self._end_process, problem)
         guarded(self._publish_outcome, problem)
         if problem is not None:
@@ -314,9 +316,9 @@ class CaptureGate:
         failed = self.context.failures_in_capture()
         group = self.reports.post_capture_group
         # Ranks that are not compared must not take graphs out of dispatch: all have to dispatch alike.
-        together = group is not None or (world()[1] == 1 and not _is_elastic(worker_or_runner))
+        may_leave_out = group is not None or (world()[1] == 1 and not _is_elastic(worker_or_runner))
         graphs = [
-            (fix, (together and graph is not None and dispatch.name_of(graph)) or "")
+            (fix, (may_leave_out and graph is not None and dispatch.name_of(graph)) or "")
             for fix, reasons in failed.items()
             for graph in reasons
         ]

@@ -73,10 +73,10 @@ class Policy(NamedTuple):
 class AppliedFix:
     """One fix in this process: it is judged once, then applied module by module, and reverted."""
 
-    def __init__(self, fix: "Patchable", wanted: Policy) -> None:
+    def __init__(self, fix: "Patchable", policy: Policy) -> None:
         self.fix = fix
-        self.mode = wanted.modes[fix.name]
-        self._tree = wanted.trees.get(fix.name)
+        self.mode = policy.modes[fix.name]
+        self._tree = policy.trees.get(fix.name)
         self.diagnosis: Diagnosis | None = None
         self._patches: tuple[Patch, ...] | None = None
         self.sites: list[sites.Site] = []
@@ -84,12 +84,12 @@ class AppliedFix:
         self.reason = "waits for vLLM to import the code that it concerns"
         self.code = Code.NONE
         self.activity = Activity(fix.events, corrects=not self.observes)
-        if wanted.master is Master.OFF:
-            self.set_state(State.OFF, wanted.why_off(PREFIX), wanted.code_of(PREFIX))
+        if policy.master is Master.OFF:
+            self.set_state(State.OFF, policy.why_off(PREFIX), policy.code_of(PREFIX))
         elif self.mode is Mode.OFF:
-            self.set_state(State.OFF, wanted.why_off(fix.variable), wanted.code_of(fix.variable))
-        elif wanted.withheld is not None:
-            self.set_state(State.NOT_IN_CANARY, wanted.withheld)
+            self.set_state(State.OFF, policy.why_off(fix.variable), policy.code_of(fix.variable))
+        elif policy.withheld is not None:
+            self.set_state(State.NOT_IN_CANARY, policy.withheld)
 
     def set_state(self, state: State, reason: str, code: Code = Code.NONE) -> None:
         self.state, self.reason, self.code = state, reason, code
@@ -118,7 +118,7 @@ class AppliedFix:
         """Tell if the user switched it off, or only observes."""
         return self.state is State.OFF or self.observes
 
-    def lacks(
+    def must_revert_without(
         self, companion: Companion, other: "AppliedFix", is_affected: Callable[["AppliedFix"], bool]
     ) -> bool | None:
         """Tell if it must be reverted for lack of *other*, its *companion*; None if *other* is not lacking.

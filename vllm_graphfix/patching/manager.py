@@ -38,7 +38,7 @@ def _exclusive(method: Callable[Concatenate[FixManager, P], T]) -> Callable[Conc
     """
 
     @functools.wraps(method)
-    def alone(self: FixManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def locked(self: FixManager, /, *args: P.args, **kwargs: P.kwargs) -> T:
         outermost = False
         try:
             with self._lock:
@@ -55,13 +55,13 @@ def _exclusive(method: Callable[Concatenate[FixManager, P], T]) -> Callable[Conc
             if outermost:
                 self._log.release()
 
-    return alone
+    return locked
 
 
 class FixManager:
     """All fixes in one process."""
 
-    def __init__(self, fixes: Iterable[Patchable], wanted: Policy) -> None:
+    def __init__(self, fixes: Iterable[Patchable], policy: Policy) -> None:
         self._fixes = tuple(fixes)
         self._started = False
         self._summed_up = False
@@ -76,35 +76,35 @@ class FixManager:
         """The gate has called `unapplied`: from then on a fix that fails in use keeps its layers."""
         self.interrupted = False
         """This process was forked while a thread was inside the manager; the next `start` begins anew."""
-        self._set_policy(wanted)
+        self._set_policy(policy)
 
-    def _set_policy(self, wanted: Policy) -> None:
-        self._wanted = wanted
-        self._applied = {fix.name: AppliedFix(fix, wanted) for fix in self._fixes}
+    def _set_policy(self, policy: Policy) -> None:
+        self._policy = policy
+        self._applied = {fix.name: AppliedFix(fix, policy) for fix in self._fixes}
         for name in self._reverted:
             self._applied[name].set_state(State.OFF, _REVERTED)
         self._diagnosed = False
 
     @_exclusive
-    def _begin(self, wanted: Policy) -> list[AppliedFix] | None:
-        """Take over *wanted*, and return the fixes to hook; None if nothing has changed."""
-        if self._started and wanted == self._wanted and not self.interrupted:
+    def _adopt(self, policy: Policy) -> list[AppliedFix] | None:
+        """Take over *policy*, and return the fixes to hook; None if nothing has changed."""
+        if self._started and policy == self._policy and not self.interrupted:
             return None
         self.interrupted = False
         for applied in self._applied.values():
             if applied.sites:
                 applied.revert(State.OFF, "reverted for another engine")
         self._started = True
-        self._set_policy(wanted)
+        self._set_policy(policy)
         return [applied for applied in self._applied.values() if applied.engaged]
 
-    def start(self, wanted: Policy) -> None:
+    def start(self, policy: Policy) -> None:
         """Hook the imports of all targets; patch those that are imported already.
 
         For a later engine of the same process, fixes that it does not want are reverted. Raises what an import hook's
         registration raises, after all fixes have been reverted.
         """
-        engaged = self._begin(wanted)
+        engaged = self._adopt(policy)
         if engaged is None:
             return
         # Without the lock: hooking a module that another thread is importing waits for that thread.
@@ -140,20 +140,20 @@ class FixManager:
         """
         if diagnose:
             self._diagnose()
-        gone = []
+        ineffective = []
         for applied in self._applied.values():
-            stands = applied.state in (State.ACTIVE, State.OBSERVING)
-            lost = [reason for site in applied.sites if (reason := site.lost())] if stands else []
-            if lost:
+            if applied.state not in (State.ACTIVE, State.OBSERVING):
+                continue
+            if lost := [reason for site in applied.sites if (reason := site.lost())]:
                 # The layers stay: code that still holds our function must not lose a fix that works for it.
                 applied.set_state(State.CONFLICT, lost[0], Code.FOREIGN_PATCH)
-                gone.append(applied)
-            elif stands and (error := applied.activity.error) is not None:
+                ineffective.append(applied)
+            elif (error := applied.activity.error) is not None:
                 what = f"{error}; since then vLLM's own code runs wherever that happens"
                 applied.set_state(State.FAILED, what, Code.ERROR)
                 if not self._may_capture:  # a serving engine keeps the layers that work
-                    gone.append(applied)
-        for applied in gone:
+                    ineffective.append(applied)
+        for applied in ineffective:
             if applied.state is State.CONFLICT:
                 self._warn(applied, "is no longer applied: remove the other patch, or switch this fix off")
             self._revert_dependents(applied)
@@ -240,10 +240,10 @@ class FixManager:
             other = self._applied.get(companion.name)
             if companion.module != module or other is None:
                 continue
-            lacks = applied.lacks(companion, other, self._is_affected)
-            if lacks is None:
+            must_revert = applied.must_revert_without(companion, other, self._is_affected)
+            if must_revert is None:
                 continue
-            if not lacks:
+            if not must_revert:
                 self._log.warning(
                     "graphfix: %s without %s (%s): %s",
                     applied.fix.name,
@@ -283,7 +283,7 @@ class FixManager:
 
     def requires_any(self) -> bool:
         """Tell if the user requires a fix."""
-        return any(map(self._wanted.required, self._applied))
+        return any(map(self._policy.required, self._applied))
 
     def forked(self) -> None:
         """Reset the lock, the log and the counts in a forked child, where the thread that held the lock is missing."""
@@ -301,22 +301,22 @@ class FixManager:
         """Return the activity of the fix *name*."""
         return self._applied[name].activity
 
-    def unapplied(self, *, v2: bool | None, again: bool = False) -> tuple[str, ...]:
+    def unapplied(self, *, v2: bool | None, recapture: bool = False) -> tuple[str, ...]:
         """Return the required fixes that this process needs and that are not applied, with state and reason.
 
         With `strict`, unknown names come first. *v2* tells if the engine runs model runner V2; None if that is not
-        known. With *again* the engine has served and captures anew: a fix that failed in a step and is still in place
-        is left out, since this capture shows if it works.
+        known. With *recapture* the engine has served and captures anew: a fix that failed in a step and is still in
+        place is left out, since this capture shows if it works.
         """
         states = self.states().values()
         self._may_capture = True
-        mistyped = (f"{each} is not a variable of vllm-graphfix: correct or unset it" for each in self._wanted.mistyped)
+        mistyped = (f"{each} is not a variable of vllm-graphfix: correct or unset it" for each in self._policy.mistyped)
         undone = (
             f"{state.name} is {state.state.value}: {state.reason}"
             for state in states
-            if self._wanted.required(state.name)
+            if self._policy.required(state.name)
             and self._applied[state.name].is_unapplied(v2=v2)
-            and not (again and self._applied[state.name].failed_in_use)
+            and not (recapture and self._applied[state.name].failed_in_use)
         )
         return (*mistyped, *undone)
 
@@ -363,7 +363,7 @@ class FixManager:
 
     def required(self, name: str) -> bool:
         """Tell if the user requires the fix *name*."""
-        return self._wanted.required(name)
+        return self._policy.required(name)
 
     def _log_state(self, applied: AppliedFix) -> None:
         self._log.debug("graphfix: %s: %s, %s", applied.fix.name, applied.state.value, applied.reason)
@@ -400,5 +400,5 @@ class FixManager:
                 for word, names in names_by_state.items()
             )
         self._log.info(
-            "graphfix: %s (vllm-graphfix %s, VLLM_GRAPHFIX=%s)", done, __version__, self._wanted.master.value
+            "graphfix: %s (vllm-graphfix %s, VLLM_GRAPHFIX=%s)", done, __version__, self._policy.master.value
         )

@@ -82,6 +82,7 @@ class Site:
     def set_layer(self, fix: str, new: Layer | None) -> None:
         """Set the layer of *fix*, or remove it with None, and install the resulting function.
 
+        All layers are made anew, so that none refers to one that is gone; what their wrappers remember is lost.
         Raises TypeError for a wrapper that is no plain function, RuntimeError where the attribute reads back as
         something else. After an error all is as before.
         """
@@ -131,13 +132,13 @@ class Site:
         None if it is, perhaps through a wrapper that came later.
         """
         after = "after the fix was applied"
-        stands: Any = sys.modules.get(self.module)
+        owner: Any = sys.modules.get(self.module)
         for name in self.classes:
-            stands = getattr(stands, name, None)
-        if stands is None:
+            owner = getattr(owner, name, None)
+        if owner is None:
             return f"{self.name} was removed {after}"
-        if stands is not self.owner:
-            return f"what {self.name} is in was replaced by {_author(stands)} {after}"
+        if owner is not self.owner:
+            return f"what {self.name} is in was replaced by {_author(owner)} {after}"
         for function, code in self._codes.items():
             if function.__code__ is not code:
                 return f"{self.name} was given the code of {_location(function.__code__)} {after}"
