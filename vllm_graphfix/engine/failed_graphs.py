@@ -35,12 +35,10 @@ def settle_failures(
         ranks = [rank for rank, report in failing.items() if fix in report.failed]
         graphs = sorted({name for rank in ranks for of, name in failing[rank].graphs if of == fix}, key=_by_size)
         where = f" on {rank_agreement.with_hosts(ranks, failing)}" if several_ranks else ""
-        why = f"{failing[ranks[0]].failed[fix].rstrip('.')}{where} while CUDA graphs were captured"
+        error, listed = failing[ranks[0]].failed[fix], _listed(graphs)
+        why = f"{error.rstrip('.')}{where} while CUDA graphs were captured"
         if manager.required(fix):
-            reasons_to_stop.append(
-                f"{fix} failed{where} while CUDA graphs were captured ({_listed(graphs)}): "
-                f"{failing[ranks[0]].failed[fix]}"
-            )
+            reasons_to_stop.append(f"{fix} failed{where} while CUDA graphs were captured ({listed}): {error}")
         elif "" in graphs or not all(report.can_leave_out for report in failing.values()):
             logger.warning(
                 "graphfix: %s failed: %s. The graphs that stock vLLM captures are served, with its defect", fix, why
@@ -48,11 +46,10 @@ def settle_failures(
             manager.settle_capture(fix, f"{why}; the graphs that stock captures are served", failed=True)
         else:
             dispatch.leave_out(graphs)
-            what = f"not used, for it failed in them: {_listed(graphs)}; {why}"
             logger.warning(
-                "graphfix: %s failed: %s. Graphs that are not used for that, on any rank: %s", fix, why, _listed(graphs)
+                "graphfix: %s failed: %s. Graphs that are not used for that, on any rank: %s", fix, why, listed
             )
-            manager.settle_capture(fix, what, failed=False)
+            manager.settle_capture(fix, f"not used, for it failed in them: {listed}; {why}", failed=False)
     return reasons_to_stop
 
 

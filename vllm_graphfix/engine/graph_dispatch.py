@@ -90,12 +90,8 @@ class Dispatch:
 
     def names(self) -> list[str]:
         """Return the names, equal on all ranks, of the graphs to which a batch may be dispatched now."""
-        names = {
-            f"{name} {mode} {tokens}": None
-            for name, manager in self._managers.items()
-            for mode, tokens in _dispatched_to(manager)
-        }
-        return list(names)
+        named = ((name, *graph) for name, manager in self._managers.items() for graph in _dispatched_to(manager))
+        return list(dict.fromkeys(f"{name} {mode} {tokens}" for name, mode, tokens in named))
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Take the graphs with these *names* out of dispatch, for good; unknown names are ignored.
@@ -131,14 +127,19 @@ def _is_v1(manager: Any) -> bool:
     return hasattr(manager, "cudagraph_keys")
 
 
+def _candidates_of(manager: Any) -> Iterable[list[Any]]:
+    """Return the lists of descriptors of a manager of model runner V2, from 0.18.0 on."""
+    candidates: Any = manager._candidates
+    return candidates.values() if isinstance(candidates, dict) else candidates
+
+
 def _dispatched_to(manager: Any) -> Iterator[tuple[str, int]]:
     """Yield mode and tokens of each graph of *manager*."""
     if _is_v1(manager):
         for mode, keys in manager.cudagraph_keys.items():
             yield from ((mode.name, key.num_tokens) for key in keys)
     elif hasattr(manager, "_candidates"):
-        candidates = manager._candidates
-        for each in candidates.values() if isinstance(candidates, dict) else candidates:
+        for each in _candidates_of(manager):
             yield from ((descriptor.cg_mode.name, descriptor.num_tokens) for descriptor in each)
     else:
         # As PIECEWISE, since taking that out removes every graph of the size: see `_leave_out`.
@@ -158,8 +159,7 @@ def _leave_out(manager: Any, mode: str, tokens: int) -> None:
             keys.difference_update([key for key in keys if is_meant(key, of)])
     elif hasattr(manager, "_candidates"):
         # `run_fullgraph` asserts that it has the graph that was dispatched to: no candidate, no such batch.
-        candidates = manager._candidates
-        for each in candidates.values() if isinstance(candidates, dict) else candidates:
+        for each in _candidates_of(manager):
             each[:] = [descriptor for descriptor in each if not is_meant(descriptor, descriptor.cg_mode)]
     else:
         # 0.17: a batch without a graph in the table runs eagerly.
