@@ -12,8 +12,17 @@ from typing import Any
 
 import pytest
 
-import engine_double
-from test_engine_processes import ERRORS, PARENT, SOON, all_end, job_of, parent, started
+from test_engine_processes import (  # noqa: F401 - fixtures among them
+    ERRORS,
+    PARENT,
+    SOON,
+    all_end,
+    fresh_logs,
+    installed_double,
+    job_of,
+    parent,
+    started,
+)
 from vllm_graphfix.verify.engine import device, llm
 from vllm_graphfix.verify.engine.job import EAGER, Job
 from vllm_graphfix.verify.engine.preloaded import imported_with
@@ -26,18 +35,6 @@ def fails_where_forked(engine):
 
 STARTING["fails where forked"] = fails_where_forked
 """
-
-
-@pytest.fixture
-def vllm(tmp_path: Path) -> Path:
-    return engine_double.install(tmp_path / "path")
-
-
-@pytest.fixture
-def logs(tmp_path: Path) -> Path:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    return folder
 
 
 def run(logs: Path, *jobs: Job, timeout: float = 60.0, parallel: int = 2) -> dict[str, JobResult]:

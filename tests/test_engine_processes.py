@@ -30,13 +30,13 @@ SOON = 20.0
 """Seconds; a process that was killed is gone in far less."""
 
 
-@pytest.fixture
-def vllm(tmp_path: Path) -> Path:
+@pytest.fixture(name="vllm")
+def installed_double(tmp_path: Path) -> Path:
     return engine_double.install(tmp_path / "path")
 
 
-@pytest.fixture
-def logs(tmp_path: Path) -> Path:
+@pytest.fixture(name="logs")
+def fresh_logs(tmp_path: Path) -> Path:
     folder = tmp_path / "logs"
     folder.mkdir()
     return folder

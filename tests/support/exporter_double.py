@@ -12,13 +12,10 @@ import argparse
 import random
 import sys
 import time
-from contextlib import ExitStack, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
-from typing import NamedTuple
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 from prometheus_client import (
-    CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
     Gauge,
@@ -27,6 +24,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from fleet_simulator import serve_metrics
 from vllm_graphfix.engine import metrics, metrics_snapshot
 from vllm_graphfix.fixes import BY_NAME, FIXES
 
@@ -96,27 +94,22 @@ class EngineDouble:
         self._watcher = WatcherDouble(role)
         self._exposition = metrics.Exposition(self.registry) if role.plugin else None
         ProcessCollector(registry=self.registry)
-        labels, registry = ("model_name", "engine"), self.registry
-        model = ("my-model", "0")
+        labels, model = ("model_name", "engine"), ("my-model", "0")
         buckets = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5)
-        self._first = Histogram(
-            "vllm:time_to_first_token_seconds", "Double.", labels, registry=registry, buckets=buckets
-        ).labels(*model)
-        self._next = Histogram(
-            "vllm:inter_token_latency_seconds", "Double.", labels, registry=registry, buckets=buckets
-        ).labels(*model)
-        self._tokens = Counter("vllm:generation_tokens", "Double.", labels, registry=registry).labels(*model)
-        self._preempted = Counter("vllm:num_preemptions", "Double.", labels, registry=registry).labels(*model)
-        self._corrupted = Counter("vllm:corrupted_requests", "Double.", labels, registry=registry).labels(*model)
-        self._drafted = Counter("vllm:spec_decode_num_draft_tokens", "Double.", labels, registry=registry).labels(
-            *model
-        )
-        self._accepted = Counter("vllm:spec_decode_num_accepted_tokens", "Double.", labels, registry=registry).labels(
-            *model
-        )
-        self._running = Gauge("vllm:num_requests_running", "Double.", labels, registry=registry).labels(*model)
-        self._waiting = Gauge("vllm:num_requests_waiting", "Double.", labels, registry=registry).labels(*model)
-        finished = Counter("vllm:request_success", "Double.", (*labels, "finished_reason"), registry=registry)
+
+        def made(kind: Any, name: str, **more: Any) -> Any:
+            return kind(f"vllm:{name}", "Double.", labels, registry=self.registry, **more).labels(*model)
+
+        self._first = made(Histogram, "time_to_first_token_seconds", buckets=buckets)
+        self._next = made(Histogram, "inter_token_latency_seconds", buckets=buckets)
+        self._tokens = made(Counter, "generation_tokens")
+        self._preempted = made(Counter, "num_preemptions")
+        self._corrupted = made(Counter, "corrupted_requests")
+        self._drafted = made(Counter, "spec_decode_num_draft_tokens")
+        self._accepted = made(Counter, "spec_decode_num_accepted_tokens")
+        self._running = made(Gauge, "num_requests_running")
+        self._waiting = made(Gauge, "num_requests_waiting")
+        finished = Counter("vllm:request_success", "Double.", (*labels, "finished_reason"), registry=self.registry)
         self._finished = {
             reason: finished.labels(*model, reason) for reason in ("stop", "length", "abort", "error", "repetition")
         }
@@ -148,28 +141,6 @@ class EngineDouble:
             self._exposition.tell(self._watcher.snapshot)
 
 
-def handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
-    """Answers like vLLM's /metrics: whatever the client accepts.
-
-    The own server of prometheus_client would offer OpenMetrics, where ``vllm:`` becomes ``vllm_``.
-    """
-
-    class Metrics(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = generate_latest(registry)
-            self.send_response(200)
-            self.send_header("Content-Type", CONTENT_TYPE_LATEST)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            with suppress(ConnectionError):  # a Prometheus that is ending hangs up
-                self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # the name is the base class's
-            pass
-
-    return Metrics
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=180)
@@ -178,10 +149,8 @@ def main() -> int:
     engines = [EngineDouble(role) for role in FLEET]
     with ExitStack() as serving:
         for engine in engines:
-            server = serving.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), handler(engine.registry)))
-            Thread(target=server.serve_forever, daemon=True).start()
-            serving.callback(server.shutdown)
-            print(f"http://127.0.0.1:{server.server_port}/metrics", flush=True)  # noqa: T201 # for whoever points a Prometheus at it
+            address = serving.enter_context(serve_metrics(lambda _, engine=engine: generate_latest(engine.registry)))  # type: ignore[misc]
+            print(f"http://{address}/metrics", flush=True)  # noqa: T201 # for whoever points a Prometheus at it
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             for engine in engines:

@@ -6,7 +6,7 @@ The series are the plugin's own, by its own collector, of made-up snapshots of e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -98,28 +98,38 @@ class Simulator:
 
 
 @contextmanager
-def simulated(states: Sequence[str]) -> Iterator[Simulator]:
-    """Serve an engine in each of *states*, on one port of this machine."""
-    simulator = Simulator(states)
+def serve_metrics(body: Callable[[str], bytes | None]) -> Iterator[str]:
+    """Answer like vLLM's /metrics, whatever the client accepts, on a port of this machine, whose address is yielded.
+
+    *body* is of a path; where it is None the answer is 503. The own server of prometheus_client would offer
+    OpenMetrics, where ``vllm:`` becomes ``vllm_``.
+    """
 
     class Metrics(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = simulator.body(self.path)
-            self.send_response(200 if body is not None else 503)
+            answer = body(self.path)
+            self.send_response(200 if answer is not None else 503)
             self.send_header("Content-Type", CONTENT_TYPE_LATEST)
-            self.send_header("Content-Length", str(len(body or b"")))
+            self.send_header("Content-Length", str(len(answer or b"")))
             self.end_headers()
             with suppress(ConnectionError):  # a Prometheus that is ending hangs up
-                self.wfile.write(body or b"")
+                self.wfile.write(answer or b"")
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # the name is the base class's
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Metrics) as server:
         server.daemon_threads = True
-        simulator.address = f"127.0.0.1:{server.server_port}"
         Thread(target=server.serve_forever, daemon=True).start()
         try:
-            yield simulator
+            yield f"127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
+
+
+@contextmanager
+def simulated(states: Sequence[str]) -> Iterator[Simulator]:
+    """Serve an engine in each of *states*, on one port of this machine."""
+    simulator = Simulator(states)
+    with serve_metrics(simulator.body) as simulator.address:
+        yield simulator

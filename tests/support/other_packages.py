@@ -30,7 +30,9 @@ def packages() -> Path:
 
     def install(into: Path) -> None:
         # Without what they ask for: it is named there too, or is what the tests have.
-        _pip("install", "--no-deps", "--only-binary=:all:", "--target", str(into), "--requirement", str(REQUIREMENTS))
+        run_pip(
+            "install", "--no-deps", "--only-binary=:all:", "--target", str(into), "--requirement", str(REQUIREMENTS)
+        )
 
     key = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
     return _cached(f"others-{sys.implementation.cache_tag}-{key}", install)
@@ -42,7 +44,7 @@ def arctic_inference() -> Path:
 
     def unpack(into: Path) -> None:
         exact = ["--no-deps", "--no-binary=:all:", "--no-build-isolation", f"arctic-inference=={ARCTIC}"]
-        _pip("download", "--dest", str(into), *exact)
+        run_pip("download", "--dest", str(into), *exact)
         (archive,) = into.glob("*.tar.gz")
         with tarfile.open(archive) as contents:
             contents.extractall(into, filter="data")
@@ -68,8 +70,8 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     return tree
 
 
-def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+def run_pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import fetch_cpu_engine
 from engine import environment, write_llama
+from other_packages import run_pip
 
 RELEASE = fetch_cpu_engine.AFFECTED
 MODEL = "tiny"
@@ -60,16 +61,10 @@ def install(folder: Path) -> Installed:
     copy, plugin = folder / "tree", folder / "plugin"
     unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(_PROJECT, copy, ignore=unwanted)
-    quiet = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
-    _pip("wheel", *quiet, "--no-build-isolation", "--wheel-dir", str(folder), str(copy))
-    _pip("install", *quiet, "--target", str(plugin), *map(str, folder.glob("vllm_graphfix-*.whl")))
+    alone = ["--no-deps", "--no-index"]
+    run_pip("wheel", *alone, "--no-build-isolation", "--wheel-dir", str(folder), str(copy))
+    run_pip("install", *alone, "--target", str(plugin), *map(str, folder.glob("vllm_graphfix-*.whl")))
     return Installed(plugin, write_llama(folder), folder)
-
-
-def _pip(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pip", *arguments]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 class Answer(NamedTuple):
