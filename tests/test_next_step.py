@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -285,6 +286,13 @@ def test_a_server_that_runs_another_vllm_is_not_judged_by_this_one(server: int, 
     assert running.loaded_vllm(maps) == Path("/opt/my env/site-packages")
     assert running.why_another_vllm(server, tmp_path) is None
     assert running.why_another_vllm(1 << 30, tmp_path) is None
+
+
+def test_mapped_files_with_long_names_do_not_hold_the_command_up() -> None:
+    maps = f"7f00-7f01 r--p 0 00:01 7   {'/ /vllm' * 570}/x\n" * 40
+    started = time.process_time()
+    assert running.loaded_vllm(maps) is None
+    assert time.process_time() - started < 0.5
 
 
 def test_no_link_leads_out_of_the_root_of_a_process(tmp_path: Path) -> None:

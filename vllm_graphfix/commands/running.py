@@ -26,6 +26,9 @@ _MOST_LINKS = 40
 _MOST_SERVERS = 64
 _LARGEST_MAPS = 16 * 1024 * 1024
 """Bytes; an engine has a few thousand mapped regions."""
+_KERNELS = re.compile(r"^(?:[^\s/]+ +){5}(/[^\n]*)/vllm/[^/\n]*\.so$", re.MULTILINE)
+"""A mapped file of vLLM. From the beginning of its line on: a search from each blank would take minutes where somebody
+has mapped thousands of files with long names full of blanks."""
 
 
 class Server(NamedTuple):
@@ -84,7 +87,7 @@ def why_another_vllm(pid: int, folder: Path | None) -> str | None:
 
 def loaded_vllm(maps: str) -> Path | None:
     """Return the folder that contains the vLLM whose kernels are mapped, by the text of /proc/PID/maps."""
-    match = re.search(r" (/[^\n]*)/vllm/[^/\n]*\.so$", maps, re.MULTILINE)
+    match = _KERNELS.search(maps)
     return Path(match[1]) if match else None
 
 
