@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ import record_dashboard
 from deployed import ALERTS, PROJECT
 from fleet_simulator import NO_PLUGIN, STATES, Simulator, simulated
 from vllm_graphfix.commands.cli import app
-from vllm_graphfix.commands.fleet import Fleet, FleetError, Source, as_json, kind, look_at, render
+from vllm_graphfix.commands.fleet import Fleet, FleetError, Source, as_json, kind, look_at, prometheus, render
 from vllm_graphfix.commands.output import console
 
 DOWN = "does not answer"
@@ -311,6 +312,83 @@ def test_an_answer_that_may_lack_engines_is_no_all_clear() -> None:
 def test_json_of_something_else_is_an_error() -> None:
     with server(200, EMPTY) as address, pytest.raises(FleetError, match="answers otherwise than a Prometheus"):
         look_at(Source(address))
+
+
+def answered(*samples: tuple[dict[str, Any], Any], when: bytes = b"rollout_ratio") -> Callable[[bytes], bytes]:
+    """Answer the query that contains *when* with *samples*, and all others with nothing."""
+    result = [{"metric": labels, "value": [0, value]} for labels, value in samples]
+    body = json.dumps({"status": "success", "data": {"result": result}}).encode()
+    nothing = b'{"status": "success", "data": {"result": []}}'
+    return lambda query: NOW if query == b"query=time%28%29" else body if when in query else nothing
+
+
+CANARY = {"__name__": "graphfix_canary", "instance": "a"}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        answered((CANARY | {"instance": "\x1b]0;a\x07"}, "1")),
+        answered(
+            (CANARY, "1"), (CANARY | {"__name__": "graphfix_build_info", "version": "\x1b[2J", "vllm": "\r"}, "1")
+        ),
+        answered(({"instance": "a", "model_name": "\x1b]8;;http://a\x07"}, "1"), when=b"model_name"),
+        answered(({"fix": "\x1b[2J"}, "1"), when=b"count+by+%28fix%29"),
+    ],
+    ids=["instance", "version", "model", "fix"],
+)
+def test_labels_move_no_cursor(answer: Callable[[bytes], bytes], capsys: pytest.CaptureFixture[str]) -> None:
+    with server(200, answer) as address:
+        console().print(render(look_at(Source(address)), everything=True))
+    printed = capsys.readouterr().out
+    assert "\N{REPLACEMENT CHARACTER}" in printed
+    assert not {"\x1b", "\x07", "\r"} & {*printed}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"[" * 200_000, "is no Prometheus"),
+        (answered((CANARY, 10**400)), "answers otherwise than a Prometheus"),
+        (lambda query: NOW.replace(b"[1764500000", b'[{"metric": "", "value": [0, "1"]}'), "answers otherwise"),
+        (json.dumps({"status": "error", "error": "a" * 10**6}).encode(), "refuses 'time\\(\\)': a{500}$"),
+        (b" " * 2000, "more than 0 MiB"),
+    ],
+    ids=["depth", "number", "labels", "long error", "size"],
+)
+def test_a_hostile_answer_is_an_error(answer: Any, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "_LARGEST_ANSWER", 1500 if error.startswith("more") else 1 << 24)
+    with server(200, answer) as address, pytest.raises(FleetError, match=error):
+        look_at(Source(address))
+
+
+def test_an_answer_that_trickles_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "_LONGEST_ANSWER", -1.0)
+    with server(200, NOW) as address, pytest.raises(FleetError, match="takes longer than"):
+        look_at(Source(address))
+
+
+def test_encodings_one_over_the_other_are_not_unpacked() -> None:
+    class Answer(httpx.BaseTransport):
+        def handle_request(self, _: httpx.Request) -> httpx.Response:
+            return httpx.Response(200, headers={"Content-Encoding": "gzip, gzip"}, stream=httpx.ByteStream(b""))
+
+    with (
+        httpx.Client(transport=Answer(), base_url="http://a") as client,
+        pytest.raises(FleetError, match="in an encoding that was not asked for"),
+    ):
+        prometheus._Server(client, "")
+
+
+@pytest.mark.parametrize("value", ["+Inf", "NaN"])
+def test_a_target_without_labels_or_finite_numbers_hides_no_other(value: str) -> None:
+    """Any target may serve what it likes."""
+    bad = {"__name__": "graphfix_ranks_expected", "instance": "a"}
+    with server(200, answered((CANARY, "1"), (bad, value))) as address:
+        assert [engine.values_of("vllm") for engine in look_at(Source(address)).engines] == [()]
+    with server(200, answered(({"instance": "a"}, "1"), when=b"failed%7Cconflict")) as address:
+        (engine,) = look_at(Source(address)).engines
+        assert engine.wrong == (" is :  (1 rank)",)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import json
 import math
 import re
 import ssl
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -34,6 +35,13 @@ TARGET = ("cluster", "namespace", "job", "instance")
 """The labels that name an engine; those that a Prometheus does not have are empty."""
 _IDS = ", ".join(TARGET)
 _TIMEOUT = 30.0
+"""Seconds for which the server may send nothing."""
+_LONGEST_ANSWER = 120.0
+"""Seconds that one answer may take, which is Prometheus's own limit of a query."""
+_LARGEST_ANSWER = 256 * 1024 * 1024
+"""Bytes; the series of ten thousand engines are a tenth of that."""
+_LONGEST_TEXT = 500
+"""Characters of a text of the server's in a message."""
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _DETECTORS = "shadow|kv-marks|abort"
 _STALE = 120
@@ -217,7 +225,7 @@ def look_at(source: Source) -> Fleet:
     with _client(source) as client:
         try:
             return replace(_fleet(_Server(client, source.selector)), prometheus=source.url)
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, OverflowError, TypeError, ValueError) as error:
             raise FleetError(f"{source.url} answers otherwise than a Prometheus ({error!r})") from None
 
 
@@ -235,7 +243,7 @@ def _client(source: Source) -> httpx.Client:
     if address.scheme not in ("http", "https") or not address.host:
         raise FleetError(f"--prometheus takes an address such as https://prometheus:9090, not {source.url!r}")
     is_local = address.host in _LOCAL
-    headers = {} if source.tenant is None else {"X-Scope-OrgID": source.tenant}
+    headers = {"Accept-Encoding": "gzip"} | ({} if source.tenant is None else {"X-Scope-OrgID": source.tenant})
     try:
         if source.token_file is not None:
             if address.scheme != "https" and not is_local:
@@ -270,30 +278,56 @@ class _Server:
         self._moment = {"time": str(now["result"][0])}
 
     def ask(self, query: str, matcher: str = "") -> Iterator[tuple[Labels, float]]:
-        """Yield labels and value of each sample of *query*, in which ``$`` stands for selector and *matcher*."""
+        """Yield labels and value of each sample of *query*, in which ``$`` stands for selector and *matcher*.
+
+        A label that a series lacks is empty, as in PromQL. Numbers that are not finite are left out.
+        """
         for sample in self._data(query.replace("$", ", ".join(filter(None, (self._selector, matcher)))))["result"]:
             value = float(sample["value"][1])
-            if not math.isnan(value):
-                yield sample["metric"], value
+            if math.isfinite(value):
+                # Printable, since any target writes its labels as it likes, and they end up on a terminal.
+                labels = {name: printable(str(each)) for name, each in dict(sample["metric"]).items()}
+                yield defaultdict(str, labels), value
 
     def _data(self, query: str) -> Any:
         import httpx
 
         try:
-            response = self._client.post("query", data={"query": query, **self._moment})
+            with self._client.stream("POST", "query", data={"query": query, **self._moment}) as response:
+                answer = self._bytes(response)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise FleetError(f"{self._client.base_url} does not answer: {str(error) or type(error).__name__}") from None
         body: Any = None
-        with suppress(ValueError):
-            body = response.json()
+        with suppress(ValueError, RecursionError):
+            body = json.loads(answer)
         if not isinstance(body, dict) or body.get("status") not in ("success", "error"):
             raise FleetError(
                 f"{self._client.base_url}query is no Prometheus: HTTP {response.status_code} {response.reason_phrase}"
             )
         if body["status"] == "error":
-            raise FleetError(f"{self._client.base_url} refuses {query!r}: {printable(str(body.get('error')))}")
-        self.warnings += [printable(str(each)) for each in body.get("warnings") or ()]
+            raise FleetError(f"{self._client.base_url} refuses {query!r}: {_brief(body.get('error'))}")
+        self.warnings += map(_brief, body.get("warnings") or ())
         return body["data"]
+
+    def _bytes(self, response: httpx.Response) -> bytes:
+        """Read the answer. Raises FleetError for one that is too large or takes too long."""
+        if response.headers.get("content-encoding", "identity") not in ("identity", "gzip"):
+            # Of several encodings, one over the other, a few bytes may stand for more than there is memory.
+            raise FleetError(f"{self._client.base_url} answers in an encoding that was not asked for")
+        answer, end = bytearray(), time.monotonic() + _LONGEST_ANSWER
+        for part in response.iter_bytes():
+            answer += part
+            if len(answer) > _LARGEST_ANSWER:
+                raise FleetError(
+                    f"{self._client.base_url} answers more than {_LARGEST_ANSWER >> 20} MiB: use --selector"
+                )
+            if time.monotonic() > end:
+                raise FleetError(f"{self._client.base_url} takes longer than {_LONGEST_ANSWER:.0f} s for one answer")
+        return bytes(answer)
+
+
+def _brief(text: object) -> str:
+    return printable(str(text)[:_LONGEST_TEXT])
 
 
 @dataclass
