@@ -314,7 +314,7 @@ def test_json_of_something_else_is_an_error() -> None:
         look_at(Source(address))
 
 
-def answered(*samples: tuple[dict[str, Any], Any], when: bytes = b"rollout_ratio") -> Callable[[bytes], bytes]:
+def replying(*samples: tuple[dict[str, Any], Any], when: bytes = b"rollout_ratio") -> Callable[[bytes], bytes]:
     """Answer the query that contains *when* with *samples*, and all others with nothing."""
     result = [{"metric": labels, "value": [0, value]} for labels, value in samples]
     body = json.dumps({"status": "success", "data": {"result": result}}).encode()
@@ -328,12 +328,12 @@ CANARY = {"__name__": "graphfix_canary", "instance": "a"}
 @pytest.mark.parametrize(
     "answer",
     [
-        answered((CANARY | {"instance": "\x1b]0;a\x07"}, "1")),
-        answered(
+        replying((CANARY | {"instance": "\x1b]0;a\x07"}, "1")),
+        replying(
             (CANARY, "1"), (CANARY | {"__name__": "graphfix_build_info", "version": "\x1b[2J", "vllm": "\r"}, "1")
         ),
-        answered(({"instance": "a", "model_name": "\x1b]8;;http://a\x07"}, "1"), when=b"model_name"),
-        answered(({"fix": "\x1b[2J"}, "1"), when=b"count+by+%28fix%29"),
+        replying(({"instance": "a", "model_name": "\x1b]8;;http://a\x07"}, "1"), when=b"model_name"),
+        replying(({"fix": "\x1b[2J"}, "1"), when=b"count+by+%28fix%29"),
     ],
     ids=["instance", "version", "model", "fix"],
 )
@@ -349,7 +349,7 @@ def test_labels_move_no_cursor(answer: Callable[[bytes], bytes], capsys: pytest.
     ("answer", "error"),
     [
         (b"[" * 200_000, "is no Prometheus"),
-        (answered((CANARY, 10**400)), "answers otherwise than a Prometheus"),
+        (replying((CANARY, 10**400)), "answers otherwise than a Prometheus"),
         (lambda query: NOW.replace(b"[1764500000", b'[{"metric": "", "value": [0, "1"]}'), "answers otherwise"),
         (json.dumps({"status": "error", "error": "a" * 10**6}).encode(), "refuses 'time\\(\\)': a{500}$"),
         (b" " * 2000, "more than 0 MiB"),
@@ -375,7 +375,7 @@ def test_encodings_one_over_the_other_are_not_unpacked() -> None:
 
     with (
         httpx.Client(transport=Answer(), base_url="http://a") as client,
-        pytest.raises(FleetError, match="in an encoding that was not asked for"),
+        pytest.raises(FleetError, match="in an encoding that was not requested"),
     ):
         prometheus._Server(client, "")
 
@@ -384,9 +384,9 @@ def test_encodings_one_over_the_other_are_not_unpacked() -> None:
 def test_a_target_without_labels_or_finite_numbers_hides_no_other(value: str) -> None:
     """Any target may serve what it likes."""
     bad = {"__name__": "graphfix_ranks_expected", "instance": "a"}
-    with server(200, answered((CANARY, "1"), (bad, value))) as address:
+    with server(200, replying((CANARY, "1"), (bad, value))) as address:
         assert [engine.values_of("vllm") for engine in look_at(Source(address)).engines] == [()]
-    with server(200, answered(({"instance": "a"}, "1"), when=b"failed%7Cconflict")) as address:
+    with server(200, replying(({"instance": "a"}, "1"), when=b"failed%7Cconflict")) as address:
         (engine,) = look_at(Source(address)).engines
         assert engine.wrong == (" is :  (1 rank)",)
 

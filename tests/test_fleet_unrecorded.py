@@ -277,6 +277,8 @@ def test_a_multiprocessing_child_is_listed_where_its_server_lacks_the_plugin(tmp
         (("--api-key", "k3y-of-us"), "--api-key (hidden)"),
         (("--api-key", "k1", "k,2'x y", "-tp", "2"), "--api-key (hidden) (hidden) -tp 2"),
         (("--api_key=k,1", "-tp", "2"), "--api_key=(hidden) -tp 2"),
+        (("--api-ke", "k3y", "--api-k=k1"), "--api-ke (hidden) --api-k=(hidden)"),
+        (("--hf_tok", "k3y", "--hf-to=k1", "-tp", "2"), "--hf_tok (hidden) --hf-to=(hidden) -tp 2"),
         (("--hf-token", "abc" * 80, "-tp", "2"), "--hf-token (hidden) -tp 2"),
         (("--hf-overrides", '{"token": "s3cret"}'), '--hf-overrides {"token": "(hidden)"}'),
         (("--max-num-batched-tokens", "8192"), "--max-num-batched-tokens 8192"),

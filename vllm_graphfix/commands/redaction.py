@@ -61,7 +61,8 @@ _OF_RECORDS = ("states", "events")
 """Parts whose keys come from records of engines."""
 WITHHELD = "(set, not shown)"
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|SESSION|PRIVATE|DSN|WEBHOOK", re.IGNORECASE)
-_SECRET_FLAG = re.compile(r"--?[\w-]*(?:key|token|secret|password)", re.IGNORECASE)
+_SECRET_FLAG = re.compile(r"--?[\w-]*(?:key|token|secret|password)|--api[-_]ke?|--hf[-_]t(?:o|oke?)?", re.IGNORECASE)
+"""Flags that take secrets. Also --api-key and --hf-token cut short, which argparse takes for them."""
 _PLACED = (
     re.compile(
         r"\b(?:ranks? [0-9][0-9, -]{0,200}(?: of DP [0-9]{1,6})? ?"

@@ -313,7 +313,7 @@ class _Server:
         """Read the answer. Raises FleetError for one that is too large or takes too long."""
         if response.headers.get("content-encoding", "identity") not in ("identity", "gzip"):
             # Of several encodings, one over the other, a few bytes may stand for more than there is memory.
-            raise FleetError(f"{self._client.base_url} answers in an encoding that was not asked for")
+            raise FleetError(f"{self._client.base_url} answers in an encoding that was not requested")
         answer, end = bytearray(), time.monotonic() + _LONGEST_ANSWER
         for part in response.iter_bytes():
             answer += part
