@@ -281,6 +281,20 @@ def test_a_process_that_titled_itself_is_named(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_servers_beyond_the_limit_are_not_passed_over_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("Process", (), {"info": {"ppid": 1, "cmdline": ["vllm", "serve", "m"]}})
+    processes = [kind() for _ in range(3)]
+    for pid, process in enumerate(processes, 1 << 30):
+        process.pid = pid
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: processes)
+    monkeypatch.setattr("psutil.Process.environ", lambda self: {})
+    monkeypatch.setattr("psutil.Process._init", lambda self, pid: None)
+    monkeypatch.setattr(running, "_MOST_SERVERS", 2)
+    servers, notes = running.servers()
+    assert len(servers) == 2
+    assert notes == [f"only the first 2 servers are examined; there are more, from process {(1 << 30) + 2} on"]
+
+
 def test_a_server_that_runs_another_vllm_is_not_judged_by_this_one(server: int, tmp_path: Path) -> None:
     maps = "7f00-7f01 r-xp 0 00:01 7   /opt/my env/site-packages/vllm/_C.abi3.so\n7f02-7f03 rw-p 0 00:00 0   [heap]\n"
     assert running.loaded_vllm(maps) == Path("/opt/my env/site-packages")

@@ -61,7 +61,12 @@ def servers() -> tuple[list[Server], list[str]]:
                     f"process {pid} has given itself the title {quoted_value(words[0])} in place of its command line, "
                     "and no `vllm serve` has started it: give its flags with --for"
                 )
-        elif is_engine_command(words) and len(servers) < _MOST_SERVERS:
+        elif is_engine_command(words):
+            if len(servers) == _MOST_SERVERS:
+                notes.append(
+                    f"only the first {_MOST_SERVERS} servers are examined; there are more, from process {pid} on"
+                )
+                break
             try:
                 environment = psutil.Process(pid).environ()
             except (psutil.Error, OSError):
