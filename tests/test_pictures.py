@@ -51,7 +51,7 @@ def test_the_picture_of_verify_has_todays_version_and_the_defects_that_can_be_sh
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_count_of_status_on_a_page_is_todays(page: Path) -> None:
-    shown = page.read_text(encoding="utf-8")
-    for count in COUNTED.finditer(shown):
-        release = re.findall(r"vLLM (\d+\.\d+\.\d+)", shown[: count.start()])[-1]
+    page_text = page.read_text(encoding="utf-8")
+    for count in COUNTED.finditer(page_text):
+        release = re.findall(r"vLLM (\d+\.\d+\.\d+)", page_text[: count.start()])[-1]
         assert verdict(status(open_source(release_root(release)), {})).startswith(count[0])
