@@ -295,6 +295,16 @@ def test_servers_beyond_the_limit_are_not_passed_over_in_silence(monkeypatch: py
     assert notes == [f"only the first 2 servers are examined; there are more, from process {(1 << 30) + 2} on"]
 
 
+def test_a_server_that_cannot_be_judged_is_no_all_clear(server: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = running.servers()
+    (judged,) = (each for each in found if each.pid == server)
+    right = judged._replace(line=f"{FP8} --enforce-eager")
+    arguments = ["status", "--vllm", "0.18.1", "--running", "--gpu", HOPPER, "--exit-hit"]
+    for notes, code in (([], 0), (["process 7 belongs to another user"], 4)):
+        monkeypatch.setattr(running, "servers", lambda notes=notes: ([right], [*notes]))
+        assert CliRunner().invoke(app, arguments).exit_code == code
+
+
 def test_a_server_that_runs_another_vllm_is_not_judged_by_this_one(server: int, tmp_path: Path) -> None:
     maps = "7f00-7f01 r-xp 0 00:01 7   /opt/my env/site-packages/vllm/_C.abi3.so\n7f02-7f03 rw-p 0 00:00 0   [heap]\n"
     assert running.loaded_vllm(maps) == Path("/opt/my env/site-packages")

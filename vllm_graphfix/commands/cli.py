@@ -118,7 +118,7 @@ def status(
         stop(f"no GPU that this plugin knows is called {gpu!r}; say H100, or its compute capability, such as 9.0")
     try:
         source = open_vllm(vllm)
-        all_judged = _judged(source, flags, gpu, running=running, elsewhere=vllm is not None)
+        all_judged, unread = _judged(source, flags, gpu, running=running, elsewhere=vllm is not None)
     except (SourceError, ManifestError, FlagsError) as error:
         stop(without_secrets(str(error)))
     if as_json:
@@ -135,14 +135,17 @@ def status(
             raise typer.Exit(EXIT_INCOMPLETE if judged.is_incomplete else EXIT_CANNOT_TELL)
     if exit_hit and any(judged.hit for _, judged in all_judged):
         raise typer.Exit(EXIT_HIT)
-    if exit_hit and any(judged.undecided for _, judged in all_judged):
+    if exit_hit and (unread or any(judged.undecided for _, judged in all_judged)):
         raise typer.Exit(EXIT_CANNOT_TELL)
 
 
 def _judged(
     source: Source, flags: str | None, gpu: str | None, *, running: bool, elsewhere: bool
-) -> list[tuple[dict[str, Any], Status]]:
-    """Judge *source* for *flags*, or for each running server, whose process comes with it."""
+) -> tuple[list[tuple[dict[str, Any], Status]], int]:
+    """Judge *source* for *flags*, or for each running server, whose process comes with it.
+
+    The number is that of running servers that could not be judged; a note names each.
+    """
     from vllm_graphfix.commands.running import servers, why_another_vllm
     from vllm_graphfix.commands.status import status as judge
     from vllm_graphfix.deployment import FlagsError, read_deployment
@@ -150,7 +153,7 @@ def _judged(
 
     if not running:
         deployment = None if flags is None else read_deployment(flags, source, gpu, flags=flags_of_fixes())
-        return [({}, judge(source, deployment=deployment)._replace(elsewhere=elsewhere))]
+        return [({}, judge(source, deployment=deployment)._replace(elsewhere=elsewhere))], 0
     found, notes = servers()
     judged: list[tuple[dict[str, Any], Status]] = []
     for server in found:
@@ -170,7 +173,7 @@ def _judged(
         typer.echo(f"vllm-graphfix: {printable(without_secrets(note))}", err=True)
     if not judged:
         stop("no `vllm serve` runs here whose flags can be read; give them with --for")
-    return judged
+    return judged, len(notes)
 
 
 @app.command()
