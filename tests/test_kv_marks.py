@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,7 +34,6 @@ from vllm_graphfix.settings.environment import read
 from vllm_graphfix.settings.json_object import JsonError
 from vllm_graphfix.settings.shadow_rate import Action, MarksAction
 from vllm_graphfix.source.files import open_source
-from vllm_graphfix.verify.engine import models
 
 WRITES = {
     "0.18.1": "Rank,DraftingRank",
@@ -60,18 +56,7 @@ def test_idle_steps_of_stock_are_caught_and_patched_ones_are_silent(release: str
 
 def served(folder: Path, plant: str, executor: str, **environment: str) -> dict[str, Any]:
     """Return the report of `marked_engine` about an engine whose cache *plant* has overwritten."""
-    script = Path(cpu.__file__).with_name("marked_engine.py")
-    model = models.write("llama", folder)
-    done = subprocess.run(
-        [sys.executable, str(script), str(model), plant, executor],
-        env=cpu.environment(folder, script.parent, cpu.cpu_engine()) | ON | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    actual: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    actual = cpu.answer_of("marked_engine.py", folder, plant, executor, env=ON | environment)
     assert actual["state"] == "active"
     assert actual["counts"]["failures"] == actual["counts"]["passed-over"] == 0
     assert actual["counts"]["marks"] > 50

@@ -187,7 +187,7 @@ def _kill_leftovers(token: str) -> None:
                 os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
-def says_the_same(process: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
+def check_says_the_same(process: Mapping[str, Any], engine: Mapping[str, Any]) -> None:
     """*process* goes by the decision of *engine*, in spite of what is set on its node."""
     assert process["decision"] == engine["decision"]
     assert engine["decision"]["canary"] is True
@@ -207,7 +207,7 @@ def test_workers_go_by_the_decision_of_their_engine(release: str, executor: str,
     (worker,) = report["processes"]
     assert worker["role"] == "worker"
     assert worker["pid"] != report["engine"]["pid"]
-    says_the_same(worker, report["engine"])
+    check_says_the_same(worker, report["engine"])
 
 
 @pytest.mark.parametrize("release", slow_but_for(IN_MAKE_TEST, RELEASES))
@@ -216,7 +216,7 @@ def test_engine_cores_go_by_the_decision_of_their_engine(release: str, report_of
     assert len(report["processes"]) == int(engine_cores(release)[-1])
     for core in report["processes"]:
         assert core["role"] == "engine-core"
-        says_the_same(core, report["engine"])
+        check_says_the_same(core, report["engine"])
 
 
 @pytest.mark.parametrize("release", slow_but_for(IN_MAKE_TEST, KEEPING))

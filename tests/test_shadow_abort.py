@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import aborted_engine
 import engine as cpu
-from vllm_graphfix.verify.engine import models
 
 ON = {"VLLM_GRAPHFIX_SHADOW": "1/1", "VLLM_GRAPHFIX_SHADOW_ACTION": "abort"}
 
@@ -26,18 +21,7 @@ ON = {"VLLM_GRAPHFIX_SHADOW": "1/1", "VLLM_GRAPHFIX_SHADOW_ACTION": "abort"}
 def test_who_has_a_wrong_row_ends_with_an_error_and_the_others_are_right(
     tmp_path: Path, wrong: str, executor: str, more: dict[str, str]
 ) -> None:
-    script = Path(aborted_engine.__file__)
-    model = models.write("llama", tmp_path)
-    done = subprocess.run(
-        [sys.executable, str(script), str(model), wrong, executor],
-        env=cpu.environment(tmp_path, script.parent, cpu.cpu_engine()) | ON | more,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    actual: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    actual = cpu.answer_of("aborted_engine.py", tmp_path, wrong, executor, env=ON | more)
     rows = {int(row) for row in wrong.split(",") if row != "none"}
     ending = rows if not more else set()
     assert (actual["state"], actual["counts"]["checks"] > 20, actual["counts"]["steps-left-out"]) == ("active", True, 0)

@@ -26,9 +26,9 @@ from shadow_ranks import (
     be_killed,
     be_slow,
     be_stopped,
-    clean_stop,
+    check_clean_stop,
+    check_never_wrong,
     group_of,
-    never_wrong,
     raise_in_a_layer,
     run_out_of_memory,
 )
@@ -136,7 +136,7 @@ def test_both_ranks_check_the_same_steps_and_those_without_requests_take_part() 
         say(list(shadow.results.steps), shadow.results.checks, shadow.results.mismatches, shadow.stopped)
 
     ended = two_ranks(scenario)
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.code for each in ended] == [0, 0], ended
     assert [each.messages[-1] for each in ended] == [[CHECKED, len(CHECKED), 0, None]] * 2, ended
 
@@ -162,7 +162,7 @@ def test_a_wrong_graph_of_one_rank_is_quarantined_on_both() -> None:
         quarantine(rank, say, right, watched, step, (BUSY, IDLE), (BUSY, BUSY), (PROMPTS, PROMPTS), (BUSY, BUSY))
 
     ended = two_ranks(scenario)
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.messages[-1] for each in ended] == [[2, [rank == 0] * 2, 1, None, 4] for rank in range(2)], ended
 
 
@@ -193,18 +193,18 @@ def with_fault(fault: Callable[[], None], place: int, idle: bool) -> Callable[[i
 def test_a_rank_that_fails_within_a_pass_or_is_gone_ends_the_other_one(
     fault: Callable[[], None], message: str, idle: bool
 ) -> None:
-    clean_stop(two_ranks(with_fault(fault, 1, idle)), message)
+    check_clean_stop(two_ranks(with_fault(fault, 1, idle)), message)
 
 
 def test_a_slow_rank_is_waited_for() -> None:
     ended = two_ranks(with_fault(be_slow, 1, idle=True))
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.messages[-1] for each in ended] == [[5, None, None]] * 2
 
 
 def test_a_rank_that_fails_behind_its_last_collective_turns_the_check_off_on_both() -> None:
     ended = two_ranks(with_fault(raise_in_a_layer, 2, idle=False))
-    never_wrong(ended)
+    check_never_wrong(ended)
     for each in ended:
         assert (each.code, each.messages[-1][0], each.log.count("the shadow check is now off")) == (0, 1, 1), ended
 
@@ -224,7 +224,7 @@ def of_one(meddle: Callable[[Any, int], None], begin_with: Rate = EVERY_STEP) ->
         say(shadow and shadow.results.checks, shadow and shadow.stopped, process.REFUSED)
 
     ended = two_ranks(scenario)
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.code for each in ended] == [0, 0], ended
     return ended
 
@@ -325,7 +325,7 @@ def test_on_v2_they_check_the_steps_that_vllm_agrees_that_all_replay() -> None:
         say(list(shadow.results.steps), shadow.results.checks, shadow.results.mismatches, shadow.stopped)
 
     ended = two_ranks(scenario)
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.messages[-1] for each in ended] == [[CHECKED_V2, len(CHECKED_V2), 0, None]] * 2, ended
 
 
@@ -355,7 +355,7 @@ def test_a_rank_that_is_late_is_waited_for_as_long_as_nothing_is_queued() -> Non
         say(watched.shadow.results.checks, watched.shadow.stopped)
 
     ended = two_ranks(scenario)
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.messages[-1] for each in ended] == [[3, None]] * 2, ended
 
 
@@ -365,5 +365,5 @@ def test_on_v2_a_wrong_graph_of_one_rank_is_quarantined_on_both() -> None:
         quarantine(rank, say, right, watched, ServedV2.common_step, (BUSY, IDLE), (BUSY, BUSY), (IDLE, BUSY))
 
     ended = two_ranks(scenario)
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.messages[-1] for each in ended] == [[2, [rank == 0] * 2, 1, None, 3] for rank in range(2)], ended

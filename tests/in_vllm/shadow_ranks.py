@@ -216,15 +216,15 @@ def with_fault(fault: Callable[[], None] | None, place: int, *, quarantined: boo
     return scenario
 
 
-def never_wrong(ended: list[Ended]) -> None:
+def check_never_wrong(ended: list[Ended]) -> None:
     for each in ended:
         assert [False] not in each.messages, each
         assert each.messages[:1] == [[True]], each
 
 
-def clean_stop(ended: list[Ended], *reasons: str) -> None:
+def check_clean_stop(ended: list[Ended], *reasons: str) -> None:
     """All processes that still lived served nothing wrong, and the log gives one of *reasons* why it is over."""
-    never_wrong(ended)
+    check_never_wrong(ended)
     remaining = [each for each in ended if each.code != -signal.SIGKILL]
     assert [each.code for each in remaining] == [watchdog.EXIT_CODE] * len(remaining), ended
     for each in remaining:
@@ -241,7 +241,7 @@ MODES = pytest.mark.parametrize("quarantined", [False, True], ids=["check", "qua
 def test_a_rank_that_fails_in_the_middle_of_a_run_ends_all_ranks(fault: Callable[[], None], quarantined: bool) -> None:
     ended = two_ranks(with_fault(fault, 1, quarantined=quarantined))
     # The one waits in an agreement and the other in its run, both as long: which one ends first is chance.
-    clean_stop(ended, "it waits for another rank of its group", "another rank of the group may have failed")
+    check_clean_stop(ended, "it waits for another rank of its group", "another rank of the group may have failed")
     assert [each.code for each in ended] == [watchdog.EXIT_CODE] * 2
 
 
@@ -249,7 +249,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_run_ends_all_ranks(fault: Callable
 @pytest.mark.parametrize("fault", [run_out_of_memory, raise_in_a_layer], ids=lambda fault: fault.__name__)
 def test_a_rank_that_fails_after_the_last_collective_ends_no_rank(fault: Callable[[], None], quarantined: bool) -> None:
     ended = two_ranks(with_fault(fault, 2, quarantined=quarantined))
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.code for each in ended] == [0, 0], ended
     runs = [each.messages[-1][3] for each in ended]
     if quarantined:  # that step was replayed by both, and those after it are run again
@@ -263,7 +263,7 @@ def test_a_rank_that_fails_after_the_last_collective_ends_no_rank(fault: Callabl
 @MODES
 def test_a_slow_rank_is_waited_for_and_the_check_goes_on(quarantined: bool) -> None:
     ended = two_ranks(with_fault(be_slow, 1, quarantined=quarantined))
-    never_wrong(ended)
+    check_never_wrong(ended)
     for each in ended:
         assert each.code == 0, ended
         assert each.messages[-1][:3] == ([0, 0, None] if quarantined else [STEPS, 0, None])
@@ -276,7 +276,7 @@ def test_a_rank_that_is_stopped_or_gone_ends_the_other_one(fault: Callable[[], N
         be_stopped: "another rank of the group may have failed, and 3 s were not enough",
         be_killed: "the ranks of its group cannot agree any more",
     }
-    clean_stop(two_ranks(with_fault(fault, 1, quarantined=quarantined)), in_log[fault])
+    check_clean_stop(two_ranks(with_fault(fault, 1, quarantined=quarantined)), in_log[fault])
 
 
 def where_reading_fails(failing: range, *, captured: bool = True) -> list[Ended]:
@@ -298,7 +298,7 @@ def where_reading_fails(failing: range, *, captured: bool = True) -> list[Ended]
             say(watched.shadow.results.checks, watched.shadow.stopped)
 
     ended = two_ranks(scenario)
-    never_wrong(ended)
+    check_never_wrong(ended)
     return ended
 
 
@@ -312,7 +312,7 @@ def test_a_rank_that_cannot_read_its_first_call_turns_the_check_off_on_both(fail
 
 def test_a_rank_that_cannot_read_a_later_call_ends_and_the_other_one_with_it() -> None:
     ended = where_reading_fails(range(3, STEPS))
-    clean_stop(ended, "the check has failed on this rank: ValueError: planted")
+    check_clean_stop(ended, "the check has failed on this rank: ValueError: planted")
     assert [each.code for each in ended] == [watchdog.EXIT_CODE] * 2
 
 
@@ -323,7 +323,7 @@ def test_nobody_waits_for_a_rank_that_cannot_read_a_call_before_the_capture() ->
 
 def test_a_step_that_fails_alike_on_all_ranks_is_a_mismatch_as_on_one() -> None:
     ended = two_ranks(with_fault(raise_in_a_layer, 0, quarantined=False, everywhere=True))
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.messages[-1][:3] for each in ended] == [[STEPS, STEPS, None]] * 2
 
 
@@ -405,7 +405,7 @@ def test_unpaired_collectives_on_a_gpu_end_all_ranks(quarantined: bool, fails_af
         queued_steps(rank, say, sums=2, fails_after=fails_after, quarantined=quarantined)
 
     ended = two_ranks(scenario)
-    clean_stop(ended, "The collectives of the other ranks have found no partner, and 1 s were not enough")
+    check_clean_stop(ended, "The collectives of the other ranks have found no partner, and 1 s were not enough")
     assert "failed here: ValueError: planted" in ended[FAULTY].log or "cannot agree any more" in ended[FAULTY].log
 
 
@@ -476,7 +476,7 @@ def test_no_rank_runs_without_its_graph_unless_all_have_the_memory_for_it(
     quarantined: bool, free: dict[int, int], need: int | None
 ) -> None:
     ended = two_ranks(short_of_memory(free, need=need, quarantined=quarantined))
-    never_wrong(ended)
+    check_never_wrong(ended)
     for each in ended:
         assert each.code == 0
         assert each.messages[-1] == [STEPS - MAX_FAILURES if quarantined else STEPS, None, 0]
@@ -484,6 +484,6 @@ def test_no_rank_runs_without_its_graph_unless_all_have_the_memory_for_it(
 
 def test_with_enough_memory_on_all_ranks_every_step_is_checked() -> None:
     ended = two_ranks(short_of_memory({0: ENOUGH, 1: ENOUGH}, need=100 * MIB, quarantined=False))
-    never_wrong(ended)
+    check_never_wrong(ended)
     assert [each.messages[-1][:2] for each in ended] == [[0, None]] * 2
     assert ended[0].messages[-1][2] >= STEPS

@@ -25,6 +25,17 @@ LENGTHS = (40, 56, 72)
 """Of prompts, all of which end within a block of 16."""
 TOKENS = 20
 AT = 5
+SMALL: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "load_format": "dummy",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "block_size": 16,
+    "enable_prefix_caching": True,
+    "num_gpu_blocks_override": 64,
+    "seed": 0,
+}
+"""Arguments of a small engine."""
 
 
 def main(model: str, wrong: str, executor: str = "uni") -> None:
@@ -32,20 +43,7 @@ def main(model: str, wrong: str, executor: str = "uni") -> None:
 
     import vllm_graphfix
 
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        block_size=16,
-        enable_prefix_caching=True,
-        num_gpu_blocks_override=64,
-        distributed_executor_backend=executor,
-        seed=0,
-    )
+    llm = LLM(model=model, enforce_eager=True, dtype="float32", distributed_executor_backend=executor, **SMALL)
     core = llm.llm_engine.engine_core.engine_core
     chance = random.Random(7)  # noqa: S311 - the same prompts in every run
     prompts = [chance.choices(range(1, VOCABULARY), k=length) for length in LENGTHS]

@@ -55,6 +55,22 @@ def warm(environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     return python, {**environment, warm_python.SPAWNED: python}
 
 
+def answer_of(script: str, folder: Path, *arguments: str, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the JSON that *script*, a module beside this one, prints of an engine with a tiny Llama."""
+    path, model = Path(__file__).with_name(script), models.write("llama", folder)
+    done = subprocess.run(
+        [sys.executable, str(path), str(model), *arguments],
+        env=environment(folder, path.parent, cpu_engine()) | dict(env),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return answer
+
+
 def compare(
     folder: Path, *arguments: str, env: Mapping[str, str] | None = None, path: tuple[Path, ...] = (), code: int = 0
 ) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-VOCABULARY = 1024
+from aborted_engine import SMALL, VOCABULARY
+
 SAMPLING: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 
 
@@ -30,19 +31,7 @@ def main(model: str, plant: str, executor: str = "uni", graphs: str = "") -> Non
             "kv_cache_memory_bytes": 1 << 28,
             "gpu_memory_utilization": 0.05,
         }
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        max_model_len=256,
-        max_num_seqs=8,
-        block_size=16,
-        enable_prefix_caching=True,
-        num_gpu_blocks_override=64,
-        distributed_executor_backend=executor,
-        seed=0,
-        **kind,
-    )
+    llm = LLM(model=model, distributed_executor_backend=executor, **SMALL, **kind)
     core = llm.llm_engine.engine_core.engine_core
     chance = random.Random(7)  # noqa: S311 - the same prompts in every run
 

@@ -205,21 +205,8 @@ def main(model: str) -> None:
     multiproc_executor.get_mp_context = partial(multiprocessing.get_context, "fork")
     logging.getLogger("vllm.graphfix").addHandler(Log())
     begun = time.monotonic()
-    llm = LLM(
-        model=model,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        enforce_eager=True,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        block_size=16,
-        enable_prefix_caching=True,
-        num_gpu_blocks_override=64,
-        distributed_executor_backend="mp",
-        tensor_parallel_size=2,
-        seed=0,
-    )
+    parallel = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    llm = LLM(model=model, enforce_eager=True, dtype="float32", **parallel, **aborted_engine.SMALL)
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
     chance = random.Random(7)  # noqa: S311 - the same prompts in every run
