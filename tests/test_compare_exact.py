@@ -104,7 +104,7 @@ def test_a_release_whose_graphs_are_not_wrapped_is_named_as_the_reason(
     assert ExactReplays().end().reason == reason
 
 
-def test_an_engine_without_graphs_is_called_that_whatever_else_was_asked_for() -> None:
+def test_an_engine_without_graphs_is_called_that_before_anything_else() -> None:
     without = report(graphs=replace(RESULT, cudagraph_mode="NONE"), exact=ExactReport([]))
     assert str(without.inconclusive).startswith("no CUDA graphs were used (cudagraph_mode NONE)")
 
@@ -112,7 +112,7 @@ def test_an_engine_without_graphs_is_called_that_whatever_else_was_asked_for() -
 def test_a_wrong_replay_on_one_rank_is_wrong_though_all_answers_are_equal() -> None:
     made = report(exact=ExactReport([RIGHT, WRONG]))
     assert (made.wrong, made.corrupt, made.inconclusive) == (True, False, None)
-    text = shown(made)
+    text = page_of(made)
     assert "800 of 2 full graphs compared with the same step without the graph: 2 wrong; 12 of pieces" in text
     assert WRONG.findings[0] in text
     assert text.endswith("wrong replays: graphs differ from the same steps without them\n")
@@ -155,7 +155,7 @@ def test_answers_that_diverge_at_ties_prove_nothing_else(judgements: list[Any], 
     ],
 )
 def test_rounding_of_replays_is_not_called_equality(noise: float, rounding: float, text: str) -> None:
-    assert text in shown(report(exact=ExactReport([RIGHT, replace(RIGHT, noise=noise, rounding=rounding)])))
+    assert text in page_of(report(exact=ExactReport([RIGHT, replace(RIGHT, noise=noise, rounding=rounding)])))
 
 
 def test_requests_begin_together_in_the_engine_whose_batches_are_filled(
@@ -184,7 +184,7 @@ def test_requests_begin_together_in_the_engine_whose_batches_are_filled(
 
 
 def test_answers_of_batches_of_that_size_are_named_as_such() -> None:
-    text = shown(report(judgement(Kind.PADDED, 30)))
+    text = page_of(report(judgement(Kind.PADDED, 30)))
     assert "batch size, without graphs too" in text
     assert "1 equal to compiled and padded without graphs, 0 corrupt" in text
 
@@ -202,7 +202,7 @@ def test_replays_cannot_be_compared_where_the_plugin_is_off(environment: dict[st
         compare_run._refuse_settings(environment, exact=True)
 
 
-def shown(made: Any) -> str:
+def page_of(made: Any) -> str:
     assert made.graphs is RESULT
     out = io.StringIO()
     show(made, Console(file=out, width=200))
@@ -240,7 +240,7 @@ def test_the_gap_to_eager_is_split_by_what_it_comes_from() -> None:
         ("all of these", 2, 0.4, 0),
     ]
     assert [share(each, gaps) for each in gaps] == [None, pytest.approx(0.25), pytest.approx(0.75), 0.0, None]
-    text = shown(report(gaps=gaps))
+    text = page_of(report(gaps=gaps))
     (row,) = (line.split() for line in text.splitlines() if line.startswith("batch size and padding"))
     assert row[4:] == ["2", "0.3", "0.3", "0", "75%"]
 

@@ -296,8 +296,7 @@ def test_servers_beyond_the_limit_are_not_passed_over_in_silence(monkeypatch: py
 
 
 def test_a_server_that_cannot_be_judged_is_no_all_clear(server: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, _ = running.servers()
-    (judged,) = (each for each in found if each.pid == server)
+    (judged,) = (each for each in running.servers()[0] if each.pid == server)
     right = judged._replace(line=f"{FP8} --enforce-eager")
     arguments = ["status", "--vllm", "0.18.1", "--running", "--gpu", HOPPER, "--exit-hit"]
     for notes, code in (([], 0), (["process 7 belongs to another user"], 4)):

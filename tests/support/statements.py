@@ -90,6 +90,8 @@ def call_before_each_statement(
         codes = dict(_codes(compiled, ()))
         patch.setattr(module, HOOK, hook, raising=False)
         for path, function in _functions(vars(module), module.__name__, ()):
+            if path not in codes and "." in function.__qualname__:
+                continue  # a method that a name of the module is bound to: it comes with its class
             patch.setattr(function, "__code__", codes[path])
 
 

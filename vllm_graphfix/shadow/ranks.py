@@ -81,18 +81,21 @@ def all_reduce_max(*values: float) -> tuple[float, ...]:
 
     If a rank does not come, this process ends: it cannot know what the other one does instead.
     """
-    others = group()
-    if others.world_size == 1:
-        return values
-    import torch
+    try:
+        others = group()
+        if others.world_size == 1:
+            return values
+        import torch
 
-    tensor = torch.tensor(values, dtype=torch.float64)
-    with watchdog.limit("it waits for another rank of its group"):
-        try:
+        tensor = torch.tensor(values, dtype=torch.float64)
+        with watchdog.limit("it waits for another rank of its group"):
             torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX, group=others.cpu_group)
-        except Exception as error:
-            watchdog.end(f"the ranks of its group cannot agree any more: {description(error)}")
-    return tuple(tensor.tolist())
+        return tuple(tensor.tolist())
+    except Exception as error:
+        if is_single_rank():
+            raise
+        # Also for an error before the collective: the others would wait there for as long as a step may take.
+        watchdog.end(f"the ranks of its group cannot agree any more: {description(error)}")
 
 
 class Agreement(Attempt):
