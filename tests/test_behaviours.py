@@ -30,6 +30,7 @@ RELEASES = {
     "idle-rank": "0.14.1 0.18.1 0.21.0 0.30.0 0.33.0",
     "indexer-padding": "0.20.0 0.27.1",
     "mamba-all-mode": "0.14.1",
+    "mamba-padding": "0.19.1 0.21.0",
     "prompt-logprobs": "0.14.1 0.18.1 0.25.1 0.33.0",
     "roberta-positions": "0.18.1",
     "triton-mla-padding": "0.22.0 0.27.1 0.33.0",
