@@ -36,6 +36,17 @@ CHEAP = ("status", "explain", "fleet", "report", "doctor")
 
 NOT_RUN = {
     "kubectl delete pod POD...": "needs a cluster",
+    **dict.fromkeys(
+        (
+            "kubectl argo rollouts abort vllm",
+            (
+                """kubectl patch rollout vllm --type merge --patch '{"spec": {"template": {"metadata": {"labels": """
+                """{"vllm-graphfix/rollout": "0"}}}}}'"""
+            ),
+            "kubectl delete pod -l vllm-graphfix/rollout=100",
+        ),
+        "needs a cluster with Argo Rollouts",
+    ),
     (
         "kubectl exec POD -- sh -c 'pip install -q --target /tmp/g vllm-graphfix && PYTHONPATH=/tmp/g python3 -m "
         "vllm_graphfix status --running'"

@@ -69,6 +69,8 @@ def test_2000_engines_named_as_kubernetes_names_them_get_their_share(kind: str) 
         inside.append(chosen)
         share = percentage / 100
         assert abs(len(chosen) / 2_000 - share) <= 3 * (share * (1 - share) / 2_000) ** 0.5
+    row = " | ".join(f"{len(chosen) / 20:.2f}" for chosen in inside)
+    assert f"| {kind} | {row} |" in DOCUMENT.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("percentage", ["0", "0.01", "5", "99.99", "100"])
