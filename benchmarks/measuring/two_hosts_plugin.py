@@ -85,7 +85,7 @@ def _all_gatherv(communicator: Any, tensors: list[Any], dim: int = 0, sizes: lis
     from torch import cat, distributed
 
     if dim != 0:
-        raise NotImplementedError
+        raise NotImplementedError("this stand-in handles dim 0 alone")
     gathered = []
     for tensor in tensors:
         parts = [
@@ -102,7 +102,7 @@ def _reduce_scatterv(communicator: Any, tensor: Any, dim: int = 0, sizes: list[i
     from torch import distributed
 
     if dim != 0:
-        raise NotImplementedError
+        raise NotImplementedError("this stand-in handles dim 0 alone")
     total = tensor.clone()
     distributed.all_reduce(total, group=communicator.device_group)
     sizes = sizes or [len(tensor) // communicator.world_size] * communicator.world_size

@@ -18,7 +18,7 @@ class Gap(NamedTuple):
     """The log-probabilities of two engines' chosen tokens."""
 
     source: str
-    """What the second engine has and the first one has not."""
+    """The feature that the second engine adds to the first one."""
     tokens: int
     """Tokens that both engines chose in the same context."""
     mean: float

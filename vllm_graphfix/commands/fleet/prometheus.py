@@ -47,7 +47,7 @@ _DETECTORS = "shadow|kv-marks|abort"
 _STALE = 120
 """Seconds after which the numbers of a front-end are old, as in `GraphfixRecordsStale`."""
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
-"""What means more than itself in a regular expression of RE2."""
+"""Characters with a special meaning in a regular expression of RE2."""
 _NOT_COUNTED = "what its ranks do about the fixes is not known"
 
 Labels = dict[str, str]
@@ -160,7 +160,7 @@ _DOWN_FOR_LONG = f"group by ({_IDS}) (max_over_time(up{{$}}[15m]) == 0 and up{{$
 
 
 class Down(Enum):
-    """Whether a target is scraped in vain."""
+    """True if scrapes of the target fail (`up` is 0)."""
 
     NO = None
     SINCE_BEFORE_IT_SERVED = "has not answered in a day, as far as is known: it starts, or its start fails"
@@ -332,7 +332,7 @@ def _brief(text: object) -> str:
 
 @dataclass
 class _Answers:
-    """What the samples say of one engine."""
+    """One engine, as its samples describe it."""
 
     facts: dict[str, float] = field(default_factory=dict)
     values: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -340,7 +340,7 @@ class _Answers:
     fewest: dict[str, float] = field(default_factory=dict)
     """By state: on how many ranks the fix is that is in it on the fewest."""
     label_sets: list[Labels] = field(default_factory=list)
-    """Of each series of `graphfix_canary`; of engines that are told apart there is one."""
+    """Labels of each `graphfix_canary` series; more than one if several engines have equal labels."""
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     down: Down = Down.NO
@@ -350,7 +350,7 @@ class _Answers:
 
     @property
     def may_differ(self) -> bool:
-        """Whether some fix may be in several states: none is in one on all ranks then, as far as these are known."""
+        """True if some fix may be in several states: no state then holds on all ranks that are known."""
         return len(self.fewest) > 1 and min(self.fewest.values()) < self.facts.get("ranks_expected", math.inf)
 
     def compare_ranks(self) -> None:
