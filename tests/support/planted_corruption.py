@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
+
+from vllm_graphfix.verify.engine.job import GRAPHS, Job
 
 ROWS, PADDED_ROWS = 3, 4
 VARIABLE = "PLANTED_CORRUPTION"
@@ -20,9 +22,7 @@ ROUNDING = "PLANTED_ROUNDING"
 
 
 def plant() -> None:
-    from vllm_graphfix.verify.engine.job import GRAPHS, Job
-
-    jobs = [Job.read(Path(argument)) for argument in sys.orig_argv if argument.endswith(".job")]
+    jobs = list(_running_jobs())
     hit = os.environ.get(VARIABLE, GRAPHS).split(",")
     rows = {ROWS} if any(job.mode in hit for job in jobs) else set()
     if jobs and ROUNDING in os.environ:
@@ -40,6 +40,14 @@ def plant() -> None:
         return logits.roll(1, dims=-1) if len(logits) in rows else logits
 
     LlamaForCausalLM.compute_logits = corrupted
+
+
+def _running_jobs() -> Iterator[Job]:
+    """Yield the job of this process from the frames in which it runs, as a forked engine has no command line."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if isinstance(job := frame.f_locals.get("job"), Job):
+            yield job
 
 
 def _name_sizes() -> None:

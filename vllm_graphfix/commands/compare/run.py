@@ -182,8 +182,8 @@ def _compare(
     model: str, flags: Sequence[str], options: Options, jobs: Sequence[Job], folder: Path, console: Console
 ) -> Report:
     bars = EngineBars(console, jobs)
-    engines = Engines(folder, options.timeout, bars.doing, bars.done)
-    with bars.display():
+    engines = Engines(folder, options.timeout, bars.doing, bars.done, preload=True)
+    with bars.display(), engines.session():
         eager, graphs, compiled, *further = jobs
         reference = engines.run([eager], 1)[eager.name]
         if reference.result is None:

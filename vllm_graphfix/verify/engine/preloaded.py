@@ -30,7 +30,9 @@ from typing import Any, NoReturn
 from vllm_graphfix.settings.environment import PREFIX
 from vllm_graphfix.verify.engine import worker
 
-_READ_BY_ENGINES = re.compile(rf"{PREFIX}\w*|VLLM_USE_V2_MODEL_RUNNER|VLLM_DISABLE_COMPILE_CACHE")
+_READ_BY_ENGINES = re.compile(
+    rf"{PREFIX}\w*|VLLM_USE_V2_MODEL_RUNNER|VLLM_DISABLE_COMPILE_CACHE|VLLM_ENABLE_V1_MULTIPROCESSING"
+)
 """Variables that nothing reads while vLLM is imported: engines that differ only in these share a process."""
 _FORK_TIMEOUT = 30.0
 """Seconds until an engine is forked; `Engines` may have to wait for this while it ends all engines."""

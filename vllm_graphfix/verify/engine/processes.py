@@ -23,6 +23,7 @@ from vllm_graphfix.verify.codec import from_builtins
 from vllm_graphfix.verify.engine import worker
 from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import EngineResult, Job
+from vllm_graphfix.verify.engine.llm import FlagError
 from vllm_graphfix.verify.engine.preloaded import Preloaded, imported_with
 
 _PLUGIN = "plugin"
@@ -126,32 +127,41 @@ class Engines:
         self._preload, self._ended, self._limit = preload, ended, limit
         self._preloaded: list[tuple[dict[str, str], Preloaded]] = []
         self._running: dict[str, Process] = {}
+        self._alive: int | None = None
         self._lock = threading.Lock()
         self._stopped = False
 
     def run(self, jobs: Sequence[Job], parallel: int) -> dict[str, JobResult]:
         """Run all *jobs*, *parallel* at a time, and return their results by name. An interrupt kills every process."""
-        _link_plugin(self._folder / _PLUGIN)
-        self._began = time.monotonic()
-        with (
-            terminated_like_interrupted(),
-            _pipe_closed_at_exit() as self._alive,
-            ThreadPoolExecutor(max(1, parallel)) as pool,
-        ):
+        with self.session(), ThreadPoolExecutor(max(1, parallel)) as pool:
             try:
                 futures = [pool.submit(self._run, job) for job in jobs]
                 return {job.name: future.result() for job, future in zip(jobs, futures, strict=True)}
             except BaseException:
                 self._stop()
                 raise
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Keep the process from which engines are forked for every `run` in this context."""
+        if self._alive is not None:
+            yield
+            return
+        _link_plugin(self._folder / _PLUGIN)
+        self._began = time.monotonic()
+        with terminated_like_interrupted(), _pipe_closed_at_exit() as pipe:
+            self._alive = pipe
+            try:
+                yield
             finally:
                 self._end_preloaded()
+                self._alive = None
 
     def _run(self, job: Job) -> JobResult:
         if self._limit is not None and time.monotonic() - self._began > self._limit:
             return JobResult(job, None, "was not started: time was up", self._folder, 0.0)
         ended = self._engine(job, preload=self._preload)
-        if ended.forked and ended.error and not (CRASH.search(ended.error) or HANG.fullmatch(ended.error)):
+        if ended.forked and ended.error and not _is_of_the_engine(ended.error):
             # A fresh process tells an error of the engine from one of forking.
             log = ended.log.rename(ended.log.with_suffix(".forked.log"))
             fresh = self._engine(job, preload=False)
@@ -257,6 +267,11 @@ def _pipe_closed_at_exit() -> Iterator[int]:
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def _is_of_the_engine(error: str) -> bool:
+    """Return True if a fresh process would end in *error*, too, as by vLLM's refusal of a flag."""
+    return bool(CRASH.search(error) or HANG.fullmatch(error)) or error.startswith(f"{FlagError.__name__}: ")
 
 
 def _age(file: Path) -> float:
