@@ -199,7 +199,7 @@ def test_answers_of_batches_of_that_size_are_named_as_such() -> None:
 )
 def test_replays_cannot_be_compared_where_the_plugin_is_off(environment: dict[str, str], message: str) -> None:
     with pytest.raises(CompareError, match=message):
-        compare_run._refuse_settings(environment, exact=True)
+        compare_run.refuse_settings(environment, exact=True)
 
 
 def page_of(made: Any) -> str:

@@ -1,8 +1,9 @@
-"""The command line: status, explain, verify, compare, fleet, report, doctor."""
+"""The command line: status, explain, verify, compare, hunt, fleet, report, doctor."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -352,6 +353,65 @@ def compare(
     if report.wrong:
         raise typer.Exit(EXIT_NOT_PROVEN)
     if report.inconclusive is not None:
+        raise typer.Exit(EXIT_INCOMPLETE)
+
+
+@app.command()
+def hunt(
+    out: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Results, one line of JSON a case; a second call goes on there.")
+    ] = Path("graphfix-hunt"),
+    cases: Annotated[
+        int | None, typer.Option(min=1, help="How many; default: until each pair of values was tried.")
+    ] = None,
+    shard: Annotated[str, typer.Option(metavar="K/N", help="Every Nth case, from the Kth: one of N machines.")] = "1/1",
+    architectures: Annotated[
+        str, typer.Option(metavar="NAMES", help="These alone, with commas between, as in config.json.")
+    ] = "",
+    leave_out: Annotated[
+        str, typer.Option(metavar="VALUES", help="Values that no case has, such as FLASHINFER,turboquant_k8v4.")
+    ] = "",
+    seed: Annotated[int, typer.Option(help="Another one makes other cases.")] = 0,
+    minutes: Annotated[float | None, typer.Option(min=0.1, help="After these no case begins.")] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each engine, start-up included.")] = 300.0,
+    parallel: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Engines at a time. Default: as many as the machine takes.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Which architectures are wrong with CUDA graphs, under which flags? Small models of all, compared one by one.
+
+    Exit code 0 if all that ran are right, 1 if one is wrong, 2 if nothing could be run, 3 if there is a case without a
+    verdict.
+    """
+    from vllm_graphfix.commands.compare import CompareError
+    from vllm_graphfix.commands.hunt.design import NAMES
+    from vllm_graphfix.commands.hunt.report import as_json as report_json
+    from vllm_graphfix.commands.hunt.report import show
+    from vllm_graphfix.commands.hunt.run import UNCLEAR, WRONG, Hunt, run
+
+    part = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", shard)
+    if part is None or int(part[1]) > int(part[2]):
+        stop(f"--shard {shard}: give the number of this shard and of all, such as 3/8")
+    without = [name for name in leave_out.split(",") if name]
+    if unknown := set(without) - set(NAMES):
+        stop(f"--leave-out {', '.join(sorted(unknown))}: there are {', '.join(NAMES)}")
+    chosen = [name for name in architectures.split(",") if name]
+    options = Hunt(out, cases, (int(part[1]), int(part[2])), chosen, without, seed, minutes, timeout, parallel)
+    try:
+        hunted = run(open_source(None), options, console(stderr=True))
+    except (SourceError, CompareError, OSError) as error:
+        stop(str(error))
+    except KeyboardInterrupt:
+        stop(f"interrupted; results so far: {out}; the same command goes on", code=EXIT_INTERRUPTED)
+    if as_json:
+        typer.echo(json.dumps(report_json(hunted), indent=2))
+    else:
+        show(hunted, console())
+    verdicts = {row["verdict"] for row in hunted.rows}
+    if WRONG in verdicts:
+        raise typer.Exit(EXIT_NOT_PROVEN)
+    if UNCLEAR in verdicts:
         raise typer.Exit(EXIT_INCOMPLETE)
 
 

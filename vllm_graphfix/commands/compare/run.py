@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 POISON, EXACT, PADDED = "poison", "exact", "padded"
 """Names of the engine that is poisoned, of the one whose replays are compared, and of the one without graphs whose
 batches are filled to the sizes of graphs."""
-_ALONE: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ALONE: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """With the scheduler in a process of its own, the batches of two passes would differ by timing, and requests that begin
 one after the other would not end together where a batch is to be filled."""
 _SHORTEST = 0.5
@@ -76,7 +76,7 @@ def run(model: str, flags: Sequence[str], options: Options, console: Console, *,
     if model[:1] in ("/", ".", "~") and not Path(model).expanduser().exists():
         raise CompareError(f"{model} does not exist; name a folder with a model, or one of the Hugging Face Hub")
     _refuse_flags(flags, {"--poison": options.poison, "--exact": options.exact})
-    _refuse_settings(os.environ, exact=options.exact)
+    refuse_settings(os.environ, exact=options.exact)
     if importlib.util.find_spec("vllm") is None:
         raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
     if _is_without_gpu(os.environ):
@@ -101,28 +101,11 @@ def run(model: str, flags: Sequence[str], options: Options, console: Console, *,
 def _run_engines(
     model: str, flags: Sequence[str], options: Options, console: Console, adapters: Sequence[str] = ()
 ) -> Report:
-    count = len(options.prompts) or options.generated
-    shorter = ((1 - _SHORTEST) * number / count for number in range(count))
-    lengths = tuple(max(2, round(options.max_tokens * (1 - share))) for share in shorter)
-    turns = (None, *adapters)
-    jobs = [
-        Job(
-            name=mode,
-            mode=mode,
-            flags=("--model", model, *flags),
-            folder=str(Path.cwd()),
-            prompts=tuple(options.prompts),
-            generated=options.generated,
-            max_tokens=lengths,
-            extra_passes=int(mode == EAGER),
-            adapters=tuple(turns[number % len(turns)] for number in range(count)) if adapters else (),
-        )
-        for mode in (EAGER, GRAPHS, COMPILED)
-    ]
+    jobs = jobs_for(model, flags, options, adapters)
     if options.poison:
-        jobs.append(replace(jobs[1], name=POISON, extra_passes=1, poison=True, environment=_ALONE))
+        jobs.append(replace(jobs[1], name=POISON, extra_passes=1, poison=True, environment=ALONE))
     if options.exact:
-        jobs.append(replace(jobs[1], name=EXACT, exact=True, environment=_ALONE | ENVIRONMENT))
+        jobs.append(replace(jobs[1], name=EXACT, exact=True, environment=ALONE | ENVIRONMENT))
     folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
     keep = True  # after any other error the logs are needed
     try:
@@ -137,6 +120,28 @@ def _run_engines(
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     return report
+
+
+def jobs_for(model: str, flags: Sequence[str], options: Options, adapters: Sequence[str] = ()) -> list[Job]:
+    """Return the jobs of the engines that are eager, with graphs, and compiled without graphs."""
+    count = len(options.prompts) or options.generated
+    shorter = ((1 - _SHORTEST) * number / count for number in range(count))
+    lengths = tuple(max(2, round(options.max_tokens * (1 - share))) for share in shorter)
+    turns = (None, *adapters)
+    return [
+        Job(
+            name=mode,
+            mode=mode,
+            flags=("--model", model, *flags),
+            folder=str(Path.cwd()),
+            prompts=tuple(options.prompts),
+            generated=options.generated,
+            max_tokens=lengths,
+            extra_passes=int(mode == EAGER),
+            adapters=tuple(turns[number % len(turns)] for number in range(count)) if adapters else (),
+        )
+        for mode in (EAGER, GRAPHS, COMPILED)
+    ]
 
 
 def _is_without_gpu(environment: Mapping[str, str]) -> bool:
@@ -163,7 +168,7 @@ def _refuse_flags(flags: Sequence[str], options: Mapping[str, bool]) -> None:
         raise CompareError("name the model once, before the flags, as vllm-graphfix compare MODEL …; leave out --model")
 
 
-def _refuse_settings(environment: Mapping[str, str], *, exact: bool) -> None:
+def refuse_settings(environment: Mapping[str, str], *, exact: bool) -> None:
     """Raise CompareError if a setting is invalid: it may have turned off the fixes that were to be compared."""
     decision = rollout.decide(settings.read(environment, BY_NAME), "")
     if decision.misconfigured:
@@ -184,40 +189,49 @@ def _compare(
     bars = EngineBars(console, jobs)
     engines = Engines(folder, options.timeout, bars.doing, bars.done, preload=True)
     with bars.display(), engines.session():
-        eager, graphs, compiled, *further = jobs
-        reference = engines.run([eager], 1)[eager.name]
-        if reference.result is None:
-            raise _error_of_reference(reference)
-        noise = noise_between(*reference.result.passes)
-        if not math.isfinite(noise):
-            raise CompareError(
-                "without graphs some log-probabilities are not finite, so there is nothing to compare with"
-            )
-        graphed = engines.run([graphs], 1)[graphs.name]
-        if graphed.result is None:
-            error = f"{graphed.error} (log: {graphed.log})"
-            return Report(model, tuple(flags), reference.result, None, None, error, logs=str(folder))
-        poisoned, exact = None, None
-        for job in further:
-            ended = engines.run([job], 1)[job.name]
-            why = f"{ended.error} (log: {ended.log})" if ended.error else None
-            if job.poison:
-                poisoned = report_of(ended.result, why, ended.observed)
-            else:
-                exact = ExactReport(ended.result.exact if ended.result else (), why)
-        comparison = compare(reference.result.passes[0], graphed.result.passes[0], noise)
-        arbiter = None
-        if options.gap or len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
-            arbiter = engines.run([compiled], 1)[compiled.name]
-            if arbiter.result is not None:
-                comparison = arbitrate(comparison, graphed.result.passes[0], arbiter.result.passes[0])
-        padded = None
-        if graphed.result.batch_sizes and (options.gap or comparison.corrupt or not comparison.is_compared):
-            sizes = graphed.result.batch_sizes
-            job = replace(compiled, name=PADDED, batch_sizes=sizes, environment=_ALONE)
-            padded = engines.run([job], 1)[job.name]
-            if padded.result is not None:
-                comparison = exonerate(comparison, graphed.result.passes[0], padded.result.passes[0])
+        report = judge(model, flags, jobs, lambda job: engines.run([job], 1)[job.name], in_a_row=options.gap)
+    return replace(report, logs=str(folder)) if report.logs else report
+
+
+def judge(
+    model: str, flags: Sequence[str], jobs: Sequence[Job], run: Callable[[Job], JobResult], *, in_a_row: bool = False
+) -> Report:
+    """Run the engines of `jobs_for`, and those behind them, by *run*, and judge the answers.
+
+    Further references run where answers differ, or, with *in_a_row*, always. Raises CompareError if the engine does not
+    run without graphs.
+    """
+    eager, graphs, compiled, *further = jobs
+    reference = run(eager)
+    if reference.result is None:
+        raise _error_of_reference(reference)
+    noise = noise_between(*reference.result.passes)
+    if not math.isfinite(noise):
+        raise CompareError("without graphs some log-probabilities are not finite, so there is nothing to compare with")
+    graphed = run(graphs)
+    if graphed.result is None:
+        error = f"{graphed.error} (log: {graphed.log})"
+        return Report(model, tuple(flags), reference.result, None, None, error, logs=str(graphed.log.parent))
+    poisoned, exact = None, ExactReport(graphed.result.exact) if graphs.exact else None
+    for job in further:
+        ended = run(job)
+        why = f"{ended.error} (log: {ended.log})" if ended.error else None
+        if job.poison:
+            poisoned = report_of(ended.result, why, ended.observed)
+        else:
+            exact = ExactReport(ended.result.exact if ended.result else (), why)
+    comparison = compare(reference.result.passes[0], graphed.result.passes[0], noise)
+    arbiter = None
+    if in_a_row or len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
+        arbiter = run(compiled)
+        if arbiter.result is not None:
+            comparison = arbitrate(comparison, graphed.result.passes[0], arbiter.result.passes[0])
+    padded = None
+    if graphed.result.batch_sizes and (in_a_row or comparison.corrupt or not comparison.is_compared):
+        sizes, name = graphed.result.batch_sizes, compiled.name.replace(COMPILED, PADDED)
+        padded = run(replace(compiled, name=name, batch_sizes=sizes, environment=compiled.environment | ALONE))
+        if padded.result is not None:
+            comparison = exonerate(comparison, graphed.result.passes[0], padded.result.passes[0])
     compiled_result, padded_result = (each.result if each is not None else None for each in (arbiter, padded))
     errors = [each.error for each in (arbiter, padded, poisoned, exact) if each is not None]
     return Report(
@@ -227,10 +241,10 @@ def _compare(
         graphed.result,
         comparison,
         note=_note(arbiter, padded),
-        logs=str(folder) if any(errors) else None,
+        logs=str(graphed.log.parent) if any(errors) else None,
         poison=poisoned,
         exact=exact,
-        gaps=measure(reference.result, compiled_result, padded_result, graphed.result) if options.gap else (),
+        gaps=measure(reference.result, compiled_result, padded_result, graphed.result) if in_a_row else (),
     )
 
 

@@ -35,7 +35,7 @@ _SUPPORTED_ARGUMENTS = {"enable_flashinfer_autotune": False}
 GIB_PER_ENGINE = 5
 """GPU memory of one engine: KV cache, CUDA context, FlashInfer's workspace, graphs."""
 
-_ENVIRONMENT: dict[str, str | None] = {
+ENVIRONMENT: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that probes see the engine
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -139,7 +139,7 @@ class Case:
                 mode=EAGER if mode == "eager" else GRAPHS,
                 arguments=arguments | {"compilation_config": self.graphs},
                 supported_arguments=_SUPPORTED_ARGUMENTS | self.supported_arguments,
-                environment=_ENVIRONMENT
+                environment=ENVIRONMENT
                 | (_NOTHING_COMPILED if self.graphs.get("mode") == 0 else {})
                 | self.environment
                 # The user's settings must not decide about fixes in a proof.

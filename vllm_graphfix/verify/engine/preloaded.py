@@ -31,7 +31,8 @@ from vllm_graphfix.settings.environment import PREFIX
 from vllm_graphfix.verify.engine import worker
 
 _READ_BY_ENGINES = re.compile(
-    rf"{PREFIX}\w*|VLLM_USE_V2_MODEL_RUNNER|VLLM_DISABLE_COMPILE_CACHE|VLLM_ENABLE_V1_MULTIPROCESSING"
+    rf"{PREFIX}\w*|VLLM_USE_V2_MODEL_RUNNER|VLLM_DISABLE_COMPILE_CACHE"
+    r"|VLLM_ENABLE_V1_MULTIPROCESSING|VLLM_CACHE_ROOT"
 )
 """Variables that nothing reads while vLLM is imported: engines that differ only in these share a process."""
 _FORK_TIMEOUT = 30.0

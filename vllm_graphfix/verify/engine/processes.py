@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -116,15 +116,17 @@ class Engines:
         preload: bool = False,
         ended: Callable[[JobResult], None] = lambda ended: None,
         limit: float | None = None,
+        retry: bool = True,
     ) -> None:
         """Write logs and results to *folder*. *timeout*, in seconds, limits one engine from start to end.
 
         *doing* gets the last line of an engine's log twice a second, *done* a line on its end, and *ended* its result,
         in the thread that waited for it. With *preload*, engines are forked from a process that has imported vLLM, if
-        that works. No engine starts after *limit* seconds.
+        that works; with *retry*, a fresh process repeats a forked engine that failed. No engine starts after *limit*
+        seconds.
         """
         self._folder, self._timeout, self._doing, self._done = folder, timeout, doing, done
-        self._preload, self._ended, self._limit = preload, ended, limit
+        self._preload, self._ended, self._limit, self._retry = preload, ended, limit, retry
         self._preloaded: list[tuple[dict[str, str], Preloaded]] = []
         self._running: dict[str, Process] = {}
         self._alive: int | None = None
@@ -133,10 +135,16 @@ class Engines:
 
     def run(self, jobs: Sequence[Job], parallel: int) -> dict[str, JobResult]:
         """Run all *jobs*, *parallel* at a time, and return their results by name. An interrupt kills every process."""
+        with self.open(parallel) as submit:
+            futures = [submit(job) for job in jobs]
+            return {job.name: future.result() for job, future in zip(jobs, futures, strict=True)}
+
+    @contextmanager
+    def open(self, parallel: int) -> Iterator[Callable[[Job], Future[JobResult]]]:
+        """Yield a function that runs a job as soon as fewer than *parallel* run. An interrupt kills every process."""
         with self.session(), ThreadPoolExecutor(max(1, parallel)) as pool:
             try:
-                futures = [pool.submit(self._run, job) for job in jobs]
-                return {job.name: future.result() for job, future in zip(jobs, futures, strict=True)}
+                yield lambda job: pool.submit(self._run, job)
             except BaseException:
                 self._stop()
                 raise
@@ -161,7 +169,7 @@ class Engines:
         if self._limit is not None and time.monotonic() - self._began > self._limit:
             return JobResult(job, None, "was not started: time was up", self._folder, 0.0)
         ended = self._engine(job, preload=self._preload)
-        if ended.forked and ended.error and not _is_of_the_engine(ended.error):
+        if self._retry and ended.forked and ended.error and not _is_of_the_engine(ended.error):
             # A fresh process tells an error of the engine from one of forking.
             log = ended.log.rename(ended.log.with_suffix(".forked.log"))
             fresh = self._engine(job, preload=False)

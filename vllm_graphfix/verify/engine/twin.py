@@ -156,7 +156,7 @@ def _spread(model: Any, prompt: torch.Tensor) -> float:
 def _last_norm(model: Any) -> torch.Tensor:
     """Return the weights of the norm in front of the output matrix."""
     named: Iterable[tuple[str, torch.Tensor]] = model.named_parameters()
-    return [each for name, each in named if each.dim() == 1 and "norm" in name.split(".")[-2]][-1]
+    return [each for name, each in named if each.dim() == 1 and re.search(r"(norm|ln_)\w*\.weight$", name)][-1]
 
 
 def _draft_layers(tensors: Tensors, config: Section) -> Tensors:

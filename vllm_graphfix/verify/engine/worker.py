@@ -92,7 +92,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
     import vllm_graphfix
 
     vllm_graphfix.register()  # a copy that is only on the path has no entry point
-    if not job.flags:
+    if not job.flags or job.untuned:
         llms.inspect_models_in_process()
     if job.untuned:
         llms.take_first_variant()

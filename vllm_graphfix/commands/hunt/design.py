@@ -1,0 +1,216 @@
+"""Cases of a hunt: an architecture under one set of flags, so that soon each pair of values has been tried together."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+Section = Mapping[str, Any]
+Environment = dict[str, str | None]
+
+
+class Setting(NamedTuple):
+    """One value of a dimension: flags of vLLM, and variables of the engine's environment."""
+
+    flags: tuple[str, ...] = ()
+    environment: Mapping[str, str] = {}
+
+
+def _attention(backend: str) -> Setting:
+    return Setting(("--attention-backend", backend))
+
+
+def _drafts(config: str) -> Setting:
+    return Setting(("--speculative-config", config))
+
+
+_LATENT = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
+_GROUPED = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION")
+DIMENSIONS: dict[str, dict[str, Setting]] = {
+    "runner": {
+        "V2": Setting(environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+        "V1": Setting(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    },
+    "graphs": {
+        mode: Setting((f"-cc.cudagraph_mode={mode}",))
+        for mode in ("FULL_AND_PIECEWISE", "FULL", "FULL_DECODE_ONLY", "PIECEWISE")
+    },
+    "compile": {"compiled": Setting(), "uncompiled": Setting(("-cc.mode=0",))},
+    "breaks": {"unbroken": Setting(), "breakable": Setting(environment={"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"})},
+    "attention": {"chosen": Setting()} | {name: _attention(name) for name in (*_GROUPED, *_LATENT)},
+    "cache": {"auto": Setting()} | {kind: Setting(("--kv-cache-dtype", kind)) for kind in ("fp8", "turboquant_k8v4")},
+    "prefixes": {
+        "prefixes": Setting(("--enable-prefix-caching",)),
+        "no-prefixes": Setting(("--no-enable-prefix-caching",)),
+    },
+    "chunks": {size: Setting(("--max-num-batched-tokens", size)) for size in ("128", "2048")},
+    "drafts": {
+        "no-drafts": Setting(),
+        "ngram": _drafts(
+            '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+        ),
+        "mtp": _drafts('{"method": "mtp", "num_speculative_tokens": 2}'),
+    },
+    "adapters": {"no-adapters": Setting(), "adapters": Setting(("--enable-lora", "--max-lora-rank", "8"))},
+    "states": {"states-chosen": Setting(), "states-aligned": Setting(("--mamba-cache-mode", "align"))},
+    "scheduling": {"async": Setting(), "sync": Setting(("--no-async-scheduling",))},
+}
+"""Values of each dimension by name; names are unique among all dimensions."""
+NAMES = tuple(name for values in DIMENSIONS.values() for name in values)
+_OF_STATES = ("mamba", "ssm", "state_size", "linear_num_value_heads", "linear_attn_config", "conv_L_cache")
+_ATTEMPTS = 20
+"""Random completions of a pair: of those, the one with most new pairs becomes a case; none: the pair cannot be."""
+
+
+class Architecture(NamedTuple):
+    """An architecture with the config of which twins are made, and what its flags depend on."""
+
+    name: str
+    config: Section
+
+    @property
+    def _is_latent(self) -> bool:
+        return bool(self.config.get("kv_lora_rank"))
+
+    @property
+    def _has_states(self) -> bool:
+        kinds = self.config.get("layer_types") or ()
+        return any(key.startswith(_OF_STATES) for key in self.config) or any("attention" not in kind for kind in kinds)
+
+    @property
+    def _has_attention(self) -> bool:
+        heads = any(self.config.get(key) for key in ("num_attention_heads", "n_head", "n_heads"))
+        return heads and not str(self.config.get("model_type", "")).endswith(("mamba", "mamba2"))
+
+    def allows(self, chosen: Mapping[str, str]) -> bool:
+        """Return False if vLLM is sure to refuse *chosen*, values of some dimensions, or if they make no difference."""
+        attention, cache = chosen.get("attention", "chosen"), chosen.get("cache", "auto")
+        pieces = "PIECEWISE" in chosen.get("graphs", "")
+        names = _LATENT if self._is_latent and not self.config.get("index_topk") else _GROUPED
+        refused = (
+            attention not in ("chosen", *names),
+            attention != "chosen" and (not self._has_attention or (self._is_latent and names is _GROUPED)),
+            cache != "auto" and not self._has_attention,
+            cache == "fp8" and attention in ("FLEX_ATTENTION", "FLASH_ATTN_MLA"),
+            cache.startswith("turboquant") and (attention != "chosen" or self._is_latent or self._has_states),
+            # Breaks take the place of the pieces of torch.compile, and switch it off.
+            chosen.get("compile") == "uncompiled" and pieces and chosen.get("breaks", "breakable") == "unbroken",
+            chosen.get("breaks") == "breakable"
+            and (chosen.get("compile") == "compiled" or chosen.get("runner") == "V1"),
+            chosen.get("drafts") == "mtp" and not self._has_draft_layers,
+            chosen.get("states") == "states-aligned" and not self._has_states,
+            chosen.get("states") == "states-aligned" and chosen.get("prefixes") == "no-prefixes",
+        )
+        return not any(refused)
+
+    @property
+    def _has_draft_layers(self) -> bool:
+        """True if the twin has them: see `twin._draft_layers`."""
+        return bool(self.config.get("num_nextn_predict_layers")) or self.config.get("model_type") == "qwen3_next"
+
+
+class Case(NamedTuple):
+    """One architecture under one set of flags."""
+
+    architecture: str
+    settings: Mapping[str, str]
+    """Name of the value, by dimension."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.architecture} {' '.join(self.settings.values())}"
+
+    @property
+    def stem(self) -> str:
+        """Name of the case's files."""
+        return f"{self.architecture}-{zlib.crc32(self.name.encode()):08x}"
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return tuple(flag for key, name in self.settings.items() for flag in DIMENSIONS[key][name].flags)
+
+    @property
+    def environment(self) -> Environment:
+        return {
+            key: value
+            for dimension, name in self.settings.items()
+            for key, value in DIMENSIONS[dimension][name].environment.items()
+        }
+
+
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def design(architectures: Sequence[Architecture], seed: int = 0, leave_out: Sequence[str] = ()) -> Iterator[Case]:
+    """Yield cases until each pair of values that can be together, and each value of each architecture, was in one.
+
+    Architectures take turns, so that the first cases have all of them. Values in *leave_out* are in none.
+    """
+    values = {key: [name for name in names if name not in leave_out] for key, names in DIMENSIONS.items()}
+    chance = random.Random(seed)  # noqa: S311 - the same cases for the same seed
+    turns = list(architectures)
+    chance.shuffle(turns)
+    flat = [(key, name) for key, names in values.items() for name in names]
+    open_pairs = {pair for pair in combinations(flat, 2) if pair[0][0] != pair[1][0]}
+    open_singles = {each.name: set(flat) for each in turns}
+    while turns:
+        for architecture in list(turns):
+            case = _next_case(architecture, values, open_pairs, open_singles[architecture.name], chance)
+            if case is None:
+                turns.remove(architecture)
+                continue
+            chosen = sorted(case.settings.items(), key=flat.index)
+            open_pairs.difference_update(combinations(chosen, 2))
+            open_singles[architecture.name].difference_update(chosen)
+            yield case
+
+
+def _next_case(
+    architecture: Architecture,
+    values: Mapping[str, Sequence[str]],
+    open_pairs: set[Pair],
+    open_singles: set[tuple[str, str]],
+    chance: random.Random,
+) -> Case | None:
+    """Return the case with the most new pairs among random ones around something new, or None."""
+    for _ in range(len(open_singles) + len(open_pairs)):
+        # Sorted: the order of a set of strings differs from one process to the next.
+        starts: list[dict[str, str]] = [dict([single]) for single in sorted(open_singles)]
+        starts = starts or [dict(pair) for pair in sorted(open_pairs) if architecture.allows(dict(pair))]
+        if not starts:
+            return None
+        start = chance.choice(starts)
+        made = [done for _ in range(_ATTEMPTS) if (done := _completed(architecture, values, start, chance))]
+        if made:
+            best = max(made, key=lambda each: _new(each, open_pairs, open_singles))
+            return Case(architecture.name, {key: best[key] for key in values})
+        if len(start) > 1:
+            return None
+        open_singles.difference_update(start.items())
+    return None
+
+
+def _completed(
+    architecture: Architecture, values: Mapping[str, Sequence[str]], start: Mapping[str, str], chance: random.Random
+) -> dict[str, str] | None:
+    chosen = dict(start)
+    if not architecture.allows(chosen):
+        return None
+    for key in chance.sample(list(values), len(values)):
+        if key in chosen:
+            continue
+        fitting = [name for name in values[key] if architecture.allows({**chosen, key: name})]
+        if not fitting:
+            return None
+        chosen[key] = chance.choice(fitting)
+    return chosen
+
+
+def _new(chosen: Mapping[str, str], open_pairs: set[Pair], open_singles: set[tuple[str, str]]) -> int:
+    ordered = [(key, chosen[key]) for key in DIMENSIONS]
+    return sum(pair in open_pairs for pair in combinations(ordered, 2)) + 2 * sum(
+        each in open_singles for each in ordered
+    )

@@ -1,0 +1,55 @@
+"""Table and JSON of a hunt."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.commands.hunt.design import DIMENSIONS
+from vllm_graphfix.commands.hunt.run import NO_TWIN, REFUSED, RIGHT, UNCLEAR, WRONG, Hunted, line_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = 1
+_VERDICTS = (WRONG, UNCLEAR, RIGHT, REFUSED, NO_TWIN)
+
+
+def as_json(hunted: Hunted) -> dict[str, Any]:
+    """Return the stable interface, versioned by `SCHEMA`."""
+    return {
+        "schema": SCHEMA,
+        "planned": hunted.planned,
+        "seconds": hunted.seconds,
+        "without_twin": hunted.without_twin,
+        "cases": hunted.rows,
+    }
+
+
+def show(hunted: Hunted, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table("", *_VERDICTS, box=None, pad_edge=False)
+    for dimension, values in DIMENSIONS.items():
+        for value in values:
+            counts = Counter(row["verdict"] for row in hunted.rows if row["settings"][dimension] == value)
+            if counts:
+                table.add_row(f"{dimension} {value}", *(str(counts[verdict] or "") for verdict in _VERDICTS))
+    console.print(table)
+    for row in hunted.rows:
+        if row["verdict"] != RIGHT:
+            console.print(line_of(row), highlight=False, markup=False, soft_wrap=True)
+        if row["verdict"] == WRONG:
+            console.print(f"  {row['command']}", highlight=False, markup=False, soft_wrap=True)
+    if hunted.without_twin:
+        names = ", ".join(f"{name} ({why})" for name, why in hunted.without_twin.items())
+        console.print(f"without a twin: {names}", highlight=False, markup=False, soft_wrap=True)
+    counts = Counter(row["verdict"] for row in hunted.rows)
+    judged = {row["architecture"] for row in hunted.rows if row["verdict"] in (RIGHT, WRONG)}
+    console.print(
+        f"{len(hunted.rows)} of {hunted.planned} cases: "
+        + ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS)
+        + f"; {len(judged)} architectures with a verdict; {hunted.seconds:.0f} s",
+        highlight=False,
+        soft_wrap=True,
+    )

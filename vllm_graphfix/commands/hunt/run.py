@@ -1,0 +1,310 @@
+"""Runs the cases of a hunt, several at a time, and writes a line of JSON for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm_graphfix.commands.compare import CompareError
+from vllm_graphfix.commands.compare.report import NO_GRAPHS, Report
+from vllm_graphfix.commands.compare.report import as_json as compared_as_json
+from vllm_graphfix.commands.compare.run import ALONE, Options, jobs_for, judge, refuse_settings
+from vllm_graphfix.commands.hunt import twins
+from vllm_graphfix.commands.hunt.design import Architecture, Case, design
+from vllm_graphfix.source.files import Source
+from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.engine import device as devices
+from vllm_graphfix.verify.engine.case import ENVIRONMENT, GIB_PER_ENGINE
+from vllm_graphfix.verify.engine.exact import ENVIRONMENT as EXACT
+from vllm_graphfix.verify.engine.job import GRAPHS, Job
+from vllm_graphfix.verify.engine.processes import HANG, Engines, JobResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RIGHT, WRONG, UNCLEAR, REFUSED, NO_TWIN = "right", "wrong", "inconclusive", "refused", "no twin"
+"""Verdicts on a case. vLLM refuses flags with which the engine does not run without graphs either."""
+RESULTS, PROMPTS, CONFIGS = "results.jsonl", "prompts.jsonl", "configs"
+"""Files and a folder in the hunt's folder."""
+MIN_REPLAYS = 100
+"""A case with fewer replays is not covered."""
+_MOST_ENGINES, _MAKERS = 12, 4
+_TOKENS = {False: 128, True: 320}
+"""Tokens of the longest answer, without drafts and with them, which make steps fewer."""
+_PREFIX, _WORDS = 96, range(10, 250)
+"""Tokens that every other prompt begins with, and the token ids of prompts, which any vocabulary has."""
+_SIZES = {False: (1, 2, 4, 8, 16, 48, 128), True: (4, 8, 16, 32, 64, 128)}
+"""Sizes of graphs, without drafts and with them; the last is a step of nothing but a long prompt's tokens."""
+_COMMON = (
+    *("--max-model-len", "1024", "--max-num-seqs", "16", "--seed", "0"),
+    # Keeps vLLM's memory profiling out of a GPU that several engines share.
+    *("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05"),
+)
+_OUT_OF_MEMORY = "out of memory"
+
+
+class Hunt(NamedTuple):
+    """The options of a hunt."""
+
+    folder: Path
+    cases: int | None = None
+    shard: tuple[int, int] = (1, 1)
+    architectures: Sequence[str] = ()
+    leave_out: Sequence[str] = ()
+    seed: int = 0
+    minutes: float | None = None
+    timeout: float = 300.0
+    parallel: int | None = None
+
+
+class Hunted(NamedTuple):
+    """All results in the hunt's folder that its options ask for, and what could not be hunted."""
+
+    rows: list[dict[str, Any]]
+    planned: int
+    without_twin: dict[str, str]
+    """Architectures of vLLM without a twin, and why."""
+    seconds: float
+
+
+def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
+    """Run the cases of *hunt* that its folder has no result of. Raises CompareError."""
+    refuse_settings(os.environ, exact=True)
+    began = time.monotonic()
+    names = twins.architectures_of(source)
+    if unknown := set(hunt.architectures) - set(names):
+        raise CompareError(f"this vLLM has no text-generation architecture {', '.join(sorted(unknown))}")
+    hunt.folder.mkdir(parents=True, exist_ok=True)
+    with twins.pool(min(_MAKERS, os.cpu_count() or 1)) as makers, ThreadPoolExecutor(1) as beside:
+        device = beside.submit(devices.find)
+        configs = dict(zip(names, makers.map(twins.default_config, names), strict=True))
+        without = {name: config for name, config in configs.items() if isinstance(config, str)}
+        known = [Architecture(name, config) for name, config in configs.items() if not isinstance(config, str)]
+        known = [each for each in known if each.name in hunt.architectures or not hunt.architectures]
+        whole = list(islice(design(known, hunt.seed, hunt.leave_out), hunt.cases))
+        cases = whole[hunt.shard[0] - 1 :: hunt.shard[1]]
+        write_inputs(hunt.folder, known)
+        done = read_results(hunt.folder, source.version)
+        missing = [case for case in cases if case.name not in done]
+        try:
+            on = device.result()
+        except VerifyError as error:
+            raise CompareError(str(error)) from error
+        room = int(on.free_gib // GIB_PER_ENGINE) if on.name else 2
+        parallel = hunt.parallel or max(1, min(_MOST_ENGINES, (os.cpu_count() or 2) * 3 // 4, room))
+        console.print(
+            f"{len(cases)} cases of {len(known)} architectures, {len(cases) - len(missing)} done before; "
+            f"{parallel} engines at a time on {on.name or 'a CPU'}; {time.monotonic() - began:.0f} s so far",
+            highlight=False,
+        )
+        for row in _run_cases(source, hunt, missing, makers, parallel, began):
+            with (hunt.folder / RESULTS).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            done[row["case"]] = row
+            console.print(f"[{sum(case.name in done for case in cases)}/{len(cases)}] {line_of(row)}", markup=False)
+    rows = [done[case.name] for case in cases if case.name in done]
+    return Hunted(rows, len(cases), without, round(time.monotonic() - began, 1))
+
+
+def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
+    """Write what commands that reproduce a case need: configs, and the prompts."""
+    (folder / CONFIGS).mkdir(exist_ok=True)
+    for each in architectures:
+        (folder / CONFIGS / f"{each.name}.json").write_text(json.dumps(each.config, indent=2))
+    (folder / PROMPTS).write_text("".join(json.dumps(prompt) + "\n" for prompt in made_prompts()))
+
+
+def made_prompts() -> tuple[tuple[int, ...], ...]:
+    """Return 16 prompts of up to 400 tokens; every other one begins alike, for the prefix cache."""
+    import random
+
+    chance = random.Random(0)  # noqa: S311 - the same prompts in every hunt
+    shared = tuple(chance.choices(_WORDS, k=_PREFIX))
+    lengths = [5 + 25 * number for number in range(16)]
+    chance.shuffle(lengths)
+    return tuple(
+        (*(shared if number % 2 else ()), *chance.choices(_WORDS, k=length)) for number, length in enumerate(lengths)
+    )
+
+
+def read_results(folder: Path, version: str | None) -> dict[str, dict[str, Any]]:
+    """Return the results in *folder* by case. Raises CompareError if they are of another vLLM."""
+    with suppress(FileNotFoundError):
+        lines = (folder / RESULTS).read_text().splitlines()
+        rows = [json.loads(line) for line in lines if line.endswith("}")]  # an interrupt may have cut the last one
+        if others := {str(row["vllm"]) for row in rows} - {str(version)}:
+            raise CompareError(f"{folder} has results of vLLM {', '.join(others)}; name another folder (--out)")
+        return {row["case"]: row for row in rows}
+    return {}
+
+
+def _run_cases(
+    source: Source, hunt: Hunt, cases: Sequence[Case], makers: ProcessPoolExecutor, parallel: int, began: float
+) -> Iterator[dict[str, Any]]:
+    folder = hunt.folder / "engines"
+    folder.mkdir(exist_ok=True)
+    engines = Engines(folder, hunt.timeout, preload=True, retry=False)
+    stopped = threading.Event()
+
+    def task(case: Case) -> dict[str, Any] | None:
+        if stopped.is_set() or (hunt.minutes is not None and time.monotonic() - began > 60 * hunt.minutes):
+            return None
+        row = run_case(case, hunt.folder, makers, lambda job: submit(job).result(), _common(source, case))
+        return None if stopped.is_set() else row | {"vllm": source.version, "ended": round(time.monotonic() - began)}
+
+    # The pool of cases around the engines: an interrupt ends the engines first, and so each case.
+    with ThreadPoolExecutor(parallel) as pool, engines.open(parallel) as submit:
+        futures: list[Future[dict[str, Any] | None]] = [pool.submit(task, case) for case in cases]
+        try:
+            for future in as_completed(futures):
+                if (row := future.result()) is not None:
+                    yield row
+        except BaseException:
+            stopped.set()
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def _common(source: Source, case: Case) -> tuple[str, ...]:
+    """Return the flags that every case has, those of them that this vLLM knows."""
+    sizes = map(str, _SIZES[case.settings["drafts"] != "no-drafts"])
+    untuned = "enable_flashinfer_autotune"  # takes minutes
+    known = source.contains_word("vllm/engine/arg_utils.py", untuned)
+    tuned = (f"--no-{untuned.replace('_', '-')}",) if known else ()
+    return (*_COMMON, "--cudagraph-capture-sizes", *sizes, *tuned)
+
+
+def run_case(
+    case: Case, folder: Path, makers: ProcessPoolExecutor, run: Callable[[Job], JobResult], common: Sequence[str]
+) -> dict[str, Any]:
+    """Make the twin of *case*, run its engines by *run*, and return its result as JSON."""
+    began, flags = time.monotonic(), (*common, *case.flags)
+    config, place = folder / CONFIGS / f"{case.architecture}.json", folder / "twins" / case.stem
+    row = {
+        "case": case.name,
+        "architecture": case.architecture,
+        "settings": dict(case.settings),
+        "command": _command(case, config, folder / PROMPTS, flags),
+    }
+    try:
+        twin = makers.submit(twins.make, config, flags, place).result()
+        if twin.why_not is not None:
+            return row | {"verdict": NO_TWIN, "why": twin.why_not, "seconds": round(time.monotonic() - began, 1)}
+        row["twin_seconds"] = round(time.monotonic() - began, 1)
+        ended: list[JobResult] = []
+        judged = _judged(case, _jobs(case, twin, folder), run, ended)
+        row |= judged | {"seconds": round(time.monotonic() - began, 1), "engines": [each.times for each in ended]}
+        if row["verdict"] == RIGHT:
+            for log in (folder / "engines").glob(f"{case.stem}-*"):
+                log.unlink()
+        return row
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder / "caches" / case.stem, ignore_errors=True)
+
+
+def _jobs(case: Case, twin: twins.Made, folder: Path) -> list[Job]:
+    options = Options(made_prompts(), max_tokens=_TOKENS[case.settings["drafts"] != "no-drafts"])
+    # A cache for each case: vLLM may write that of one hash from two engines at the same time.
+    own: dict[str, str | None] = {"VLLM_CACHE_ROOT": str((folder / "caches" / case.stem).absolute())}
+    environment = ENVIRONMENT | ALONE | case.environment | own
+    jobs = jobs_for(twin.folder, twin.flags, options, twin.adapters)
+    return [
+        replace(
+            job,
+            name=f"{case.stem} {job.name}",
+            environment=environment | (EXACT if job.mode == GRAPHS else {}),
+            exact=job.mode == GRAPHS,
+            untuned=True,
+        )
+        for job in jobs
+    ]
+
+
+def _judged(case: Case, jobs: list[Job], run: Callable[[Job], JobResult], ended: list[JobResult]) -> dict[str, Any]:
+    def remembered(job: Job) -> JobResult:
+        same = next((each for each in ended if each.job.name == job.name), None)
+        if same is None:
+            ended.append(same := run(job))
+        return same
+
+    try:
+        report = judge(case.name, case.flags, jobs, remembered)
+        if report.comparison is None and not report.wrong:
+            # Is it the comparison of replays that fails?
+            plain = replace(jobs[1], name=f"{jobs[1].name} alone", exact=False)
+            plain = replace(plain, environment={**plain.environment, **dict.fromkeys(EXACT)})
+            again = judge(case.name, case.flags, [jobs[0], plain, *jobs[2:]], remembered)
+            report = replace(again, note=f"while replays were compared: {report.error}")
+    except CompareError as error:
+        failed = ended[-1].error or ""
+        unclear = ended[-1].result is not None or HANG.search(failed) or _OUT_OF_MEMORY in failed
+        return {"verdict": UNCLEAR if unclear else REFUSED, "why": str(error)}
+    return _row_of(report)
+
+
+def _row_of(report: Report) -> dict[str, Any]:
+    replays = max((rank.compared + rank.skipped + rank.unseen for rank in _ranks(report)), default=0)
+    compared = max((rank.compared for rank in _ranks(report)), default=0)
+    if report.exact and not report.exact.error and not any(rank.graphs or rank.reason for rank in report.exact.ranks):
+        report = replace(report, exact=None)  # pieces alone: answers decide
+    why = report.inconclusive
+    if why is None and not report.wrong and replays < MIN_REPLAYS and not report.note:
+        why = f"only {replays} replays; {MIN_REPLAYS} are needed"
+    comparison, graphs = report.comparison, report.graphs
+    row: dict[str, Any] = {
+        "verdict": WRONG if report.wrong else UNCLEAR if why else RIGHT,
+        "why": _finding(report) if report.wrong else why,
+        "note": report.note,
+        "cudagraph_mode": graphs.cudagraph_mode if graphs else NO_GRAPHS,
+        "replays": replays,
+        "compared": compared,
+        "noise": comparison.noise if comparison else None,
+        "distance": comparison.distance if comparison else None,
+        "drafts": graphs.drafts if graphs else None,
+        "facts": report.eager.facts,
+    }
+    return row | ({"report": compared_as_json(report)} if row["verdict"] != RIGHT else {})
+
+
+def _ranks(report: Report) -> Sequence[Any]:
+    return report.exact.ranks if report.exact is not None else ()
+
+
+def _finding(report: Report) -> str:
+    if report.comparison is None:
+        return str(report.error)
+    if report.exact is not None and report.exact.detected:
+        return next(finding for rank in report.exact.ranks for finding in rank.findings)
+    if report.comparison.corrupt:
+        from vllm_graphfix.verify.comparison import comparison_lines
+
+        return comparison_lines(report.comparison)[1]
+    return "drafts are lost: the target rejects those of the draft model's graphs"
+
+
+def _command(case: Case, config: Path, prompts: Path, flags: Sequence[str]) -> str:
+    """Return the command line that compares the same without a hunt."""
+    variables = [f"{name}={value}" for name, value in case.environment.items()]
+    tokens = str(_TOKENS[case.settings["drafts"] != "no-drafts"])
+    ours = ("--twin", "--exact", "--prompts", str(prompts), "--max-tokens", tokens)
+    return shlex.join([*variables, "vllm-graphfix", "compare", str(config), *ours, *flags])
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return one line on a result, for people."""
+    replays = f", {row['replays']} replays ({row['compared']} compared)" if "replays" in row else ""
+    why = f": {row['why']}" if row["why"] else ""
+    return f"{row['case']}: {row['verdict']}{replays}, {row['seconds']:.0f} s{why}"

@@ -1,0 +1,98 @@
+"""Makes the twins of a hunt, in processes that have imported transformers."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_graphfix.commands.compare import CompareError
+from vllm_graphfix.source.files import Source
+
+_REGISTRY = "vllm/model_executor/models/registry.py"
+_MODELS = "_TEXT_GENERATION_MODELS"
+
+
+class Made(NamedTuple):
+    """A twin, or the reason why there is none."""
+
+    folder: str
+    flags: tuple[str, ...]
+    adapters: tuple[str, ...]
+    why_not: str | None = None
+
+
+def architectures_of(source: Source) -> list[str]:
+    """Return the names of the text-generation architectures in the registry of *source*. Raises CompareError."""
+    for node in ast.parse(source.read(_REGISTRY) or b"").body:
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)):
+            continue
+        if any(isinstance(target, ast.Name) and target.id == _MODELS for target in node.targets):
+            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+    raise CompareError(f"{_REGISTRY} of this vLLM has no {_MODELS}, so its architectures are not known")
+
+
+def pool(processes: int) -> ProcessPoolExecutor:
+    """Return *processes* that make twins."""
+    context = get_context("forkserver")  # from a process without threads, in which torch is imported once
+    context.set_forkserver_preload(["transformers", "torch", "safetensors.torch", __name__])
+    return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin)
+
+
+def _begin() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+    os._exit(1)
+
+
+def default_config(name: str) -> dict[str, Any] | str:
+    """Return what the config.json of a model of architecture *name* with all defaults has, or why there is none."""
+    import transformers
+
+    kind = getattr(getattr(transformers, name, None), "config_class", None)
+    if kind is None:
+        return f"transformers {transformers.__version__} has no class of this name"
+    errors = []
+    for use_diff in (False, True):
+        try:
+            config: dict[str, Any] = json.loads(kind().to_json_string(use_diff=use_diff), object_hook=_number)
+            kind(**config)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+            continue
+        return config | {"architectures": [name], "model_type": kind.model_type}
+    return f"its class makes no config of defaults: {errors[-1]}"
+
+
+def _number(section: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as an object, as JSON has no infinity."""
+    return float(section["__float__"]) if section.keys() == {"__float__"} else section
+
+
+def make(config: Path, flags: Sequence[str], folder: Path) -> Made:
+    """Make the twin of the model with the config.json *config*, for *flags*, in *folder*."""
+    from vllm_graphfix.commands.compare.twin import fit
+
+    try:
+        twin = fit(str(config), flags, folder)
+    except Exception as error:  # of transformers' classes, for configs that nobody has tried
+        text = str(error) if isinstance(error, CompareError) else f"{type(error).__name__}: {error}"
+        return Made("", (), (), text.partition("\n")[0])
+    return Made(str(twin.folder), twin.flags, twin.adapters)
