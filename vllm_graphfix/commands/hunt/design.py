@@ -78,7 +78,9 @@ class Architecture(NamedTuple):
     @property
     def _has_states(self) -> bool:
         kinds = self.config.get("layer_types") or ()
-        return any(key.startswith(_OF_STATES) for key in self.config) or any("attention" not in kind for kind in kinds)
+        return any(key.startswith(_OF_STATES) for key in self.config) or any(
+            "attention" not in str(kind) or "linear" in str(kind) for kind in kinds
+        )
 
     @property
     def _has_attention(self) -> bool:

@@ -24,6 +24,7 @@ from vllm_graphfix.commands.hunt import twins
 from vllm_graphfix.commands.hunt.design import Architecture, Case, design
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
+from vllm_graphfix.verify.comparison import comparison_lines, finite_or_none
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.case import ENVIRONMENT, GIB_PER_ENGINE
 from vllm_graphfix.verify.engine.exact import ENVIRONMENT as EXACT
@@ -85,13 +86,14 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
     names = twins.architectures_of(source)
     if unknown := set(hunt.architectures) - set(names):
         raise CompareError(f"this vLLM has no text-generation architecture {', '.join(sorted(unknown))}")
+    names = [name for name in names if name in hunt.architectures or not hunt.architectures]
+    hunt = hunt._replace(folder=hunt.folder.absolute())  # engines run in another working directory
     hunt.folder.mkdir(parents=True, exist_ok=True)
     with twins.pool(min(_MAKERS, os.cpu_count() or 1)) as makers, ThreadPoolExecutor(1) as beside:
         device = beside.submit(devices.find)
         configs = dict(zip(names, makers.map(twins.default_config, names), strict=True))
         without = {name: config for name, config in configs.items() if isinstance(config, str)}
         known = [Architecture(name, config) for name, config in configs.items() if not isinstance(config, str)]
-        known = [each for each in known if each.name in hunt.architectures or not hunt.architectures]
         whole = list(islice(design(known, hunt.seed, hunt.leave_out), hunt.cases))
         cases = whole[hunt.shard[0] - 1 :: hunt.shard[1]]
         write_inputs(hunt.folder, known)
@@ -160,7 +162,10 @@ def _run_cases(
     def task(case: Case) -> dict[str, Any] | None:
         if stopped.is_set() or (hunt.minutes is not None and time.monotonic() - began > 60 * hunt.minutes):
             return None
-        row = run_case(case, hunt.folder, makers, lambda job: submit(job).result(), _common(source, case))
+        try:
+            row = run_case(case, hunt.folder, makers, lambda job: submit(job).result(), _common(source, case))
+        except Exception as error:  # one case must not end the hunt
+            row = _about(case, hunt.folder, ()) | {"verdict": UNCLEAR, "why": f"{type(error).__name__}: {error}"}
         return None if stopped.is_set() else row | {"vllm": source.version, "ended": round(time.monotonic() - began)}
 
     # The pool of cases around the engines: an interrupt ends the engines first, and so each case.
@@ -190,16 +195,10 @@ def run_case(
     case: Case, folder: Path, makers: ProcessPoolExecutor, run: Callable[[Job], JobResult], common: Sequence[str]
 ) -> dict[str, Any]:
     """Make the twin of *case*, run its engines by *run*, and return its result as JSON."""
-    began, flags = time.monotonic(), (*common, *case.flags)
-    config, place = folder / CONFIGS / f"{case.architecture}.json", folder / "twins" / case.stem
-    row = {
-        "case": case.name,
-        "architecture": case.architecture,
-        "settings": dict(case.settings),
-        "command": _command(case, config, folder / PROMPTS, flags),
-    }
+    began, flags, place = time.monotonic(), (*common, *case.flags), folder / "twins" / case.stem
+    row = _about(case, folder, flags)
     try:
-        twin = makers.submit(twins.make, config, flags, place).result()
+        twin = makers.submit(twins.make, _config(case, folder), flags, place).result()
         if twin.why_not is not None:
             return row | {"verdict": NO_TWIN, "why": twin.why_not, "seconds": round(time.monotonic() - began, 1)}
         row["twin_seconds"] = round(time.monotonic() - began, 1)
@@ -271,8 +270,8 @@ def _row_of(report: Report) -> dict[str, Any]:
         "cudagraph_mode": graphs.cudagraph_mode if graphs else NO_GRAPHS,
         "replays": replays,
         "compared": compared,
-        "noise": comparison.noise if comparison else None,
-        "distance": comparison.distance if comparison else None,
+        "noise": finite_or_none(comparison.noise) if comparison else None,
+        "distance": finite_or_none(comparison.distance) if comparison else None,
         "drafts": graphs.drafts if graphs else None,
         "facts": report.eager.facts,
     }
@@ -289,18 +288,26 @@ def _finding(report: Report) -> str:
     if report.exact is not None and report.exact.detected:
         return next(finding for rank in report.exact.ranks for finding in rank.findings)
     if report.comparison.corrupt:
-        from vllm_graphfix.verify.comparison import comparison_lines
-
         return comparison_lines(report.comparison)[1]
     return "drafts are lost: the target rejects those of the draft model's graphs"
 
 
-def _command(case: Case, config: Path, prompts: Path, flags: Sequence[str]) -> str:
-    """Return the command line that compares the same without a hunt."""
+def _about(case: Case, folder: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """Return what a result has on its case: also the command line that compares the same without a hunt."""
     variables = [f"{name}={value}" for name, value in case.environment.items()]
     tokens = str(_TOKENS[case.settings["drafts"] != "no-drafts"])
-    ours = ("--twin", "--exact", "--prompts", str(prompts), "--max-tokens", tokens)
-    return shlex.join([*variables, "vllm-graphfix", "compare", str(config), *ours, *flags])
+    ours = ("--twin", "--exact", "--prompts", str(folder / PROMPTS), "--max-tokens", tokens)
+    return {
+        "case": case.name,
+        "architecture": case.architecture,
+        "settings": dict(case.settings),
+        "command": shlex.join([*variables, "vllm-graphfix", "compare", str(_config(case, folder)), *ours, *flags]),
+        "seconds": 0.0,
+    }
+
+
+def _config(case: Case, folder: Path) -> Path:
+    return folder / CONFIGS / f"{case.architecture}.json"
 
 
 def line_of(row: dict[str, Any]) -> str:

@@ -49,7 +49,9 @@ def pool(processes: int) -> ProcessPoolExecutor:
 
 def _begin() -> None:
     import torch
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too
     threading.Thread(target=_end_with_parent, daemon=True).start()

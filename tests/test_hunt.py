@@ -1,0 +1,125 @@
+"""The hunt: its design, its shards, its results in a folder, and its verdicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_graphfix.commands.compare import CompareError
+from vllm_graphfix.commands.compare.report import Report
+from vllm_graphfix.commands.hunt import run as hunting
+from vllm_graphfix.commands.hunt import twins
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, NAMES, Architecture, Case, design
+from vllm_graphfix.shadow.verdict import TARGET
+from vllm_graphfix.verify.comparison import Comparison, Judgement, Kind
+from vllm_graphfix.verify.engine.exact import ExactRank
+from vllm_graphfix.verify.engine.exact_report import ExactReport
+from vllm_graphfix.verify.engine.job import EngineResult
+
+RESULT = EngineResult((), {}, {}, None, {"vllm": "0.33.0"}, 1.0, cudagraph_mode="FULL")
+EQUAL = Comparison((Judgement(Kind.EQUAL, 64, None),), 0.0, 0.0625)
+DENSE = Architecture("LlamaForCausalLM", {"num_attention_heads": 8})
+LATENT = Architecture(
+    "DeepseekV3ForCausalLM", {"num_attention_heads": 8, "kv_lora_rank": 512, "num_nextn_predict_layers": 1}
+)
+STATES = Architecture("Mamba2ForCausalLM", {"state_size": 64, "model_type": "mamba2"})
+HYBRID = Architecture("JambaForCausalLM", {"num_attention_heads": 8, "mamba_d_state": 16})
+ALL = (DENSE, LATENT, STATES, HYBRID)
+
+
+def pairs(case: Case) -> set[Any]:
+    return set(combinations(case.settings.items(), 2))
+
+
+def test_each_pair_that_an_architecture_allows_is_in_a_case() -> None:
+    cases = list(design(ALL))
+    made = set.union(*map(pairs, cases))
+    missing = {
+        pair
+        for one, other in combinations(DIMENSIONS, 2)
+        for a in DIMENSIONS[one]
+        for b in DIMENSIONS[other]
+        if (pair := ((one, a), (other, b))) not in made and any(each.allows(dict(pair)) for each in ALL)
+    }
+    # What a third value forbids: piecewise graphs without torch.compile need breaks, and breaks need the runner V2.
+    assert all(
+        {("compile", "uncompiled"), ("graphs", "PIECEWISE")} & set(pair) or ("cache", "turboquant_k8v4") in pair
+        for pair in missing
+    ), missing
+
+
+def test_each_architecture_has_each_value_that_it_allows() -> None:
+    for architecture in ALL:
+        cases = [case for case in design(ALL) if case.architecture == architecture.name]
+        for key, names in DIMENSIONS.items():
+            allowed = {name for name in names if architecture.allows({key: name})}
+            assert {case.settings[key] for case in cases} == allowed
+
+
+def test_no_case_comes_twice_and_the_seed_decides_which_there_are() -> None:
+    names = [case.name for case in design(ALL, 1)]
+    assert len(names) == len(set(names))
+    assert names == [case.name for case in design(ALL, 1)]
+    assert names != [case.name for case in design(ALL, 2)]
+
+
+def test_the_first_cases_have_every_architecture() -> None:
+    assert {case.architecture for case in islice(design(ALL), len(ALL))} == {each.name for each in ALL}
+
+
+def test_a_value_that_is_left_out_is_in_no_case() -> None:
+    assert not any("FLASHINFER" in case.settings.values() for case in design(ALL, leave_out=["FLASHINFER"]))
+
+
+def test_names_of_values_are_unique() -> None:
+    assert len(NAMES) == len(set(NAMES))
+
+
+def test_a_result_that_an_interrupt_has_cut_is_run_again(tmp_path: Path) -> None:
+    (tmp_path / hunting.RESULTS).write_text('{"case": "a", "vllm": "0.33.0"}\n{"case": "b", "vll')
+    assert hunting.read_results(tmp_path, "0.33.0").keys() == {"a"}
+
+
+def test_results_of_another_vllm_are_not_continued(tmp_path: Path) -> None:
+    (tmp_path / hunting.RESULTS).write_text('{"case": "a", "vllm": "0.32.0"}\n')
+    with pytest.raises(CompareError, match=r"0\.32\.0"):
+        hunting.read_results(tmp_path, "0.33.0")
+
+
+def rank(**fields: Any) -> ExactRank:
+    made = ExactRank(150, 0, 0, 10, 0.0, 0.0, {f"{TARGET} full": 150}, (), None)
+    return replace(made, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict", "why"),
+    [
+        ({}, hunting.RIGHT, None),
+        ({"compared": 20, "unseen": 3}, hunting.UNCLEAR, "only 23 replays"),
+        ({"compared": 0, "graphs": {}, "unseen": 300}, hunting.RIGHT, None),
+        ({"compared": 0, "graphs": {}, "unseen": 300, "reason": "it ended"}, hunting.UNCLEAR, "it ended"),
+        ({"wrong": 1, "findings": ("rows differ",)}, hunting.WRONG, "rows differ"),
+        ({"skipped": 2}, hunting.UNCLEAR, "2 replays could not be judged"),
+    ],
+)
+def test_verdict(fields: dict[str, Any], verdict: str, why: str | None) -> None:
+    row = hunting._row_of(Report("m", (), RESULT, RESULT, EQUAL, exact=ExactReport([rank(**fields)])))
+    assert row["verdict"] == verdict
+    assert (why or "") in (row["why"] or "")
+    json.dumps(row, allow_nan=False)
+
+
+def test_configs_of_defaults_become_twins(tmp_path: Path) -> None:
+    for name in ("LlamaForCausalLM", "FalconH1ForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel"):
+        config = twins.default_config(name)
+        assert isinstance(config, dict), config
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(config))
+        made = twins.make(path, (), tmp_path / name)
+        assert made.why_not is None, made
+    assert "no class" in str(twins.default_config("ChatGLMModel"))
