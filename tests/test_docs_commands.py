@@ -25,6 +25,7 @@ from test_readme import PAGES
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
+from vllm_graphfix.commands.hunt import run as hunting
 from vllm_graphfix.engine import metrics
 from warm_release import run_in_fork
 
@@ -127,6 +128,13 @@ COMPARED = (
 )
 """In this order. Their engines need a GPU; here the command takes its options, and vLLM's parser the flags."""
 
+HUNTED = (
+    "vllm-graphfix hunt --out hunt-0.33.0 --cases 60",
+    "vllm-graphfix hunt --out hunt-0.33.0 --shard 3/8",
+    "vllm-graphfix hunt --out hunt-0.33.0 --architectures LlamaForCausalLM,JambaForCausalLM --leave-out FLASHINFER",
+)
+"""They need a GPU; here the command takes its options."""
+
 RECORDED = [run["command"] for run in evidence_tables.runs()]
 """The commands of docs/evidence/. Scripts that are still in the tree parse their arguments here."""
 RECORDED_COMPARED = [command for command in RECORDED if "vllm-graphfix compare " in command]
@@ -148,7 +156,8 @@ WITHOUT_GPU = "vllm-graphfix verify --device gpu"
 QUERIED = """promtool query instant http://prometheus:9090 'graphfix_canary{namespace="llm"} == 1'"""
 CONSTRAINED = "echo 'setuptools==84.2.1' > /tmp/build/constraint"
 TRIED = {
-    *NOT_RUN, *ELSEWHERE, *PUBLISHED, *MADE, *PARSED, *COMPARED, *PATCHED, SWITCH, WITHOUT_GPU, QUERIED, CONSTRAINED
+    *NOT_RUN, *ELSEWHERE, *PUBLISHED, *MADE, *PARSED, *COMPARED, *HUNTED, *PATCHED, SWITCH, WITHOUT_GPU, QUERIED,
+    CONSTRAINED,
 }  # fmt: skip
 """The commands that the tests below look at, or say why not."""
 
@@ -338,6 +347,18 @@ ACCEPTED = """
         speculative = (args.speculative_config or {{}}).get("method")
         print("ACCEPTED", json.dumps([args.model, args.tensor_parallel_size, args.max_model_len, args.kv_cache_dtype, speculative]))
 """  # noqa: E501
+
+
+@pytest.mark.parametrize("command", HUNTED)
+def test_hunt_takes_the_options_in_the_docs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(source: object, hunt: hunting.Hunt, console: object) -> None:
+        raise CompareError(f"no engine is started here for {hunt.folder}")
+
+    monkeypatch.setattr(hunting, "run", run)
+    monkeypatch.setattr("vllm_graphfix.commands.cli.open_source", lambda place: None)
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 2
+    assert "no engine is started here for hunt-0.33.0" in done.output
 
 
 def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
