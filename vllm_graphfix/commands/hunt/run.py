@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -96,8 +97,8 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
         known = [Architecture(name, config) for name, config in configs.items() if not isinstance(config, str)]
         whole = list(islice(design(known, hunt.seed, hunt.leave_out), hunt.cases))
         cases = whole[hunt.shard[0] - 1 :: hunt.shard[1]]
-        write_inputs(hunt.folder, known)
         done = read_results(hunt.folder, source.version)
+        write_inputs(hunt.folder, known)
         missing = [case for case in cases if case.name not in done]
         try:
             on = device.result()
@@ -110,13 +111,15 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
             f"{parallel} engines at a time on {on.name or 'a CPU'}; {time.monotonic() - began:.0f} s so far",
             highlight=False,
         )
-        for row in _run_cases(source, hunt, missing, makers, parallel, began):
-            with (hunt.folder / RESULTS).open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            done[row["case"]] = row
-            console.print(f"[{sum(case.name in done for case in cases)}/{len(cases)}] {line_of(row)}", markup=False)
-    rows = [done[case.name] for case in cases if case.name in done]
-    return Hunted(rows, len(cases), without, round(time.monotonic() - began, 1))
+        with closing(_run_cases(source, hunt, missing, makers, parallel, began)) as rows:
+            for row in rows:
+                with (hunt.folder / RESULTS).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                done[row["case"]] = row
+                count = f"[{sum(case.name in done for case in cases)}/{len(cases)}]"
+                console.print(f"{count} {line_of(row)}", markup=False, highlight=False, soft_wrap=True)
+    results = [done[case.name] for case in cases if case.name in done]
+    return Hunted(results, len(cases), without, round(time.monotonic() - began, 1))
 
 
 def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
@@ -129,8 +132,6 @@ def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
 
 def made_prompts() -> tuple[tuple[int, ...], ...]:
     """Return 16 prompts of up to 400 tokens; every other one begins alike, for the prefix cache."""
-    import random
-
     chance = random.Random(0)  # noqa: S311 - the same prompts in every hunt
     shared = tuple(chance.choices(_WORDS, k=_PREFIX))
     lengths = [5 + 25 * number for number in range(16)]
@@ -142,18 +143,21 @@ def made_prompts() -> tuple[tuple[int, ...], ...]:
 
 def read_results(folder: Path, version: str | None) -> dict[str, dict[str, Any]]:
     """Return the results in *folder* by case. Raises CompareError if they are of another vLLM."""
-    with suppress(FileNotFoundError):
-        lines = (folder / RESULTS).read_text().splitlines()
-        rows = [json.loads(line) for line in lines if line.endswith("}")]  # an interrupt may have cut the last one
-        if others := {str(row["vllm"]) for row in rows} - {str(version)}:
-            raise CompareError(f"{folder} has results of vLLM {', '.join(others)}; name another folder (--out)")
-        return {row["case"]: row for row in rows}
-    return {}
+    file = folder / RESULTS
+    if not file.exists():
+        return {}
+    *lines, cut = file.read_text().split("\n")
+    if cut:  # by an interrupt; the next line must not be appended to it
+        file.write_text("".join(f"{line}\n" for line in lines))
+    rows = [json.loads(line) for line in lines]
+    if others := {str(row["vllm"]) for row in rows} - {str(version)}:
+        raise CompareError(f"{folder} has results of vLLM {', '.join(others)}; name another folder (--out)")
+    return {row["case"]: row for row in rows}
 
 
 def _run_cases(
     source: Source, hunt: Hunt, cases: Sequence[Case], makers: ProcessPoolExecutor, parallel: int, began: float
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     folder = hunt.folder / "engines"
     folder.mkdir(exist_ok=True)
     engines = Engines(folder, hunt.timeout, preload=True, retry=False)
