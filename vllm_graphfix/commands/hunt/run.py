@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import NO_GRAPHS, Report
 from vllm_graphfix.commands.compare.report import as_json as compared_as_json
-from vllm_graphfix.commands.compare.run import ALONE, Options, jobs_for, judge, refuse_settings
+from vllm_graphfix.commands.compare.run import ALONE, POISON, Options, jobs_for, judge, refuse_settings
 from vllm_graphfix.commands.hunt import twins
 from vllm_graphfix.commands.hunt.design import Architecture, Case, design
 from vllm_graphfix.source.files import Source
@@ -29,7 +29,8 @@ from vllm_graphfix.verify.comparison import comparison_lines, finite_or_none
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.case import ENVIRONMENT, GIB_PER_ENGINE
 from vllm_graphfix.verify.engine.exact import ENVIRONMENT as EXACT
-from vllm_graphfix.verify.engine.job import GRAPHS, Job
+from vllm_graphfix.verify.engine.exact_report import ExactReport
+from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import HANG, Engines, JobResult
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Hunt(NamedTuple):
     minutes: float | None = None
     timeout: float = 300.0
     parallel: int | None = None
+    poison: bool = False
+    """One more engine a case, with poison in memory that belongs to no request."""
 
 
 class Hunted(NamedTuple):
@@ -167,7 +170,7 @@ def _run_cases(
         if stopped.is_set() or (hunt.minutes is not None and time.monotonic() - began > 60 * hunt.minutes):
             return None
         try:
-            row = run_case(case, hunt.folder, makers, lambda job: submit(job).result(), _common(source, case))
+            row = run_case(case, hunt, makers, lambda job: submit(job).result(), _common(source, case))
         except Exception as error:  # one case must not end the hunt
             row = _about(case, hunt.folder, ()) | {"verdict": UNCLEAR, "why": f"{type(error).__name__}: {error}"}
         return None if stopped.is_set() else row | {"vllm": source.version, "ended": round(time.monotonic() - began)}
@@ -196,10 +199,11 @@ def _common(source: Source, case: Case) -> tuple[str, ...]:
 
 
 def run_case(
-    case: Case, folder: Path, makers: ProcessPoolExecutor, run: Callable[[Job], JobResult], common: Sequence[str]
+    case: Case, hunt: Hunt, makers: ProcessPoolExecutor, run: Callable[[Job], JobResult], common: Sequence[str]
 ) -> dict[str, Any]:
     """Make the twin of *case*, run its engines by *run*, and return its result as JSON."""
-    began, flags, place = time.monotonic(), (*common, *case.flags), folder / "twins" / case.stem
+    began, flags, folder = time.monotonic(), (*common, *case.flags), hunt.folder
+    place = folder / "twins" / case.stem
     row = _about(case, folder, flags)
     try:
         twin = makers.submit(twins.make, _config(case, folder), flags, place).result()
@@ -207,7 +211,7 @@ def run_case(
             return row | {"verdict": NO_TWIN, "why": twin.why_not, "seconds": round(time.monotonic() - began, 1)}
         row["twin_seconds"] = round(time.monotonic() - began, 1)
         ended: list[JobResult] = []
-        judged = _judged(case, _jobs(case, twin, folder), run, ended)
+        judged = _judged(case, _jobs(case, twin, hunt), run, ended)
         row |= judged | {"seconds": round(time.monotonic() - began, 1), "engines": [each.times for each in ended]}
         if row["verdict"] == RIGHT:
             for log in (folder / "engines").glob(f"{case.stem}-*"):
@@ -218,22 +222,17 @@ def run_case(
         shutil.rmtree(folder / "caches" / case.stem, ignore_errors=True)
 
 
-def _jobs(case: Case, twin: twins.Made, folder: Path) -> list[Job]:
+def _jobs(case: Case, twin: twins.Made, hunt: Hunt) -> list[Job]:
     options = Options(made_prompts(), max_tokens=_TOKENS[case.settings["drafts"] != "no-drafts"])
     # A cache for each case: vLLM may write that of one hash from two engines at the same time.
-    own: dict[str, str | None] = {"VLLM_CACHE_ROOT": str((folder / "caches" / case.stem).absolute())}
+    own: dict[str, str | None] = {"VLLM_CACHE_ROOT": str(hunt.folder / "caches" / case.stem)}
     environment = ENVIRONMENT | ALONE | case.environment | own
-    jobs = jobs_for(twin.folder, twin.flags, options, twin.adapters)
-    return [
-        replace(
-            job,
-            name=f"{case.stem} {job.name}",
-            environment=environment | (EXACT if job.mode == GRAPHS else {}),
-            exact=job.mode == GRAPHS,
-            untuned=True,
-        )
-        for job in jobs
-    ]
+    eager, graphs, compiled = (
+        replace(job, name=f"{case.stem} {job.name}", environment=environment, untuned=True)
+        for job in jobs_for(twin.folder, twin.flags, options, twin.adapters)
+    )
+    poisoned = [replace(graphs, name=f"{graphs.name} {POISON}", extra_passes=1, poison=True)] * hunt.poison
+    return [eager, replace(graphs, exact=True, environment=environment | EXACT), compiled, *poisoned]
 
 
 def _judged(case: Case, jobs: list[Job], run: Callable[[Job], JobResult], ended: list[JobResult]) -> dict[str, Any]:
@@ -250,7 +249,7 @@ def _judged(case: Case, jobs: list[Job], run: Callable[[Job], JobResult], ended:
             plain = replace(jobs[1], name=f"{jobs[1].name} alone", exact=False)
             plain = replace(plain, environment={**plain.environment, **dict.fromkeys(EXACT)})
             again = judge(case.name, case.flags, [jobs[0], plain, *jobs[2:]], remembered)
-            report = replace(again, note=f"while replays were compared: {report.error}")
+            report = replace(again, exact=ExactReport((), report.error))
     except CompareError as error:
         failed = ended[-1].error or ""
         unclear = ended[-1].result is not None or HANG.search(failed) or _OUT_OF_MEMORY in failed
@@ -264,7 +263,7 @@ def _row_of(report: Report) -> dict[str, Any]:
     if report.exact and not report.exact.error and not any(rank.graphs or rank.reason for rank in report.exact.ranks):
         report = replace(report, exact=None)  # pieces alone: answers decide
     why = report.inconclusive
-    if why is None and not report.wrong and replays < MIN_REPLAYS and not report.note:
+    if why is None and not report.wrong and replays < MIN_REPLAYS:
         why = f"only {replays} replays; {MIN_REPLAYS} are needed"
     comparison, graphs = report.comparison, report.graphs
     row: dict[str, Any] = {
@@ -291,6 +290,8 @@ def _finding(report: Report) -> str:
         return str(report.error)
     if report.exact is not None and report.exact.detected:
         return next(finding for rank in report.exact.ranks for finding in rank.findings)
+    if report.poison is not None and report.poison.detected:
+        return report.poison.summary()
     if report.comparison.corrupt:
         return comparison_lines(report.comparison)[1]
     return "drafts are lost: the target rejects those of the draft model's graphs"
