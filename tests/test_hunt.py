@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import Report
@@ -16,7 +20,9 @@ from vllm_graphfix.commands.hunt import run as hunting
 from vllm_graphfix.commands.hunt import twins
 from vllm_graphfix.commands.hunt.design import DIMENSIONS, NAMES, Architecture, Case, design
 from vllm_graphfix.shadow.verdict import TARGET
+from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify.comparison import Comparison, Judgement, Kind
+from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import EngineResult
@@ -89,6 +95,57 @@ def test_results_of_another_vllm_are_not_continued(tmp_path: Path) -> None:
     (tmp_path / hunting.RESULTS).write_text('{"case": "a", "vllm": "0.32.0"}\n')
     with pytest.raises(CompareError, match=r"0\.32\.0"):
         hunting.read_results(tmp_path, "0.33.0")
+
+
+REGISTRY = b'_TEXT_GENERATION_MODELS = {"LlamaForCausalLM": (), "MambaForCausalLM": (), "Own": ()}'
+SOURCE = Source("a vLLM", {"vllm/model_executor/models/registry.py": REGISTRY}.get, lambda: "0.33.0")
+
+
+@pytest.fixture
+def hunt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], hunting.Hunted]]:
+    """Hunt with results that are made up, and return the cases that ran, too."""
+    configs = {each.name: each.config for each in (DENSE, Architecture("MambaForCausalLM", STATES.config))}
+    monkeypatch.setattr(hunting.twins, "pool", ThreadPoolExecutor)
+    monkeypatch.setattr(hunting.twins, "default_config", lambda name: configs.get(name, "no class"))
+    nothing = Device(None, "", (0, 0), 0.0, 0.0, "", "", "", "")
+    monkeypatch.setattr(hunting.devices, "find", lambda: nothing)
+
+    def run(**options: Any) -> tuple[list[str], hunting.Hunted]:
+        ran: list[str] = []
+
+        def run_case(case: Case, hunt: hunting.Hunt, *_: object) -> dict[str, Any]:
+            ran.append(case.name)
+            return hunting._about(case, hunt.folder, ()) | {"verdict": hunting.RIGHT, "why": None}
+
+        monkeypatch.setattr(hunting, "run_case", run_case)
+        return ran, hunting.run(SOURCE, hunting.Hunt(tmp_path, **options), Console(file=io.StringIO()))
+
+    return run
+
+
+def test_a_second_call_goes_on_where_the_first_one_ended(hunt: Callable[..., Any]) -> None:
+    first, _ = hunt(cases=3)
+    second, hunted = hunt(cases=5)
+    assert len(first) == 3
+    assert len(second) == 2
+    assert not set(first) & set(second)
+    assert {row["case"] for row in hunted.rows} == {*first, *second}
+    assert hunted.without_twin == {"Own": "no class"}
+
+
+def test_shards_have_each_case_once(hunt: Callable[..., Any]) -> None:
+    ran = [name for number in (1, 2, 3) for name in hunt(cases=8, shard=(number, 3))[0]]
+    assert len(ran) == len(set(ran)) == 8
+
+
+def test_an_architecture_that_vllm_lacks_is_an_error(hunt: Callable[..., Any]) -> None:
+    with pytest.raises(CompareError, match="Unknown"):
+        hunt(architectures=["Unknown"])
+
+
+def test_no_case_begins_when_time_is_up(hunt: Callable[..., Any]) -> None:
+    ran, hunted = hunt(cases=2, minutes=0.0)
+    assert (ran, hunted.rows, hunted.planned) == ([], [], 2)
 
 
 def rank(**fields: Any) -> ExactRank:
