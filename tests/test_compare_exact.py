@@ -158,24 +158,17 @@ def test_rounding_of_replays_is_not_called_equality(noise: float, rounding: floa
     assert text in page_of(report(exact=ExactReport([RIGHT, replace(RIGHT, noise=noise, rounding=rounding)])))
 
 
-def test_requests_begin_together_in_the_engine_whose_batches_are_filled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_requests_begin_together_in_the_engine_whose_batches_are_filled(tmp_path: Path) -> None:
     ran: dict[str, Job] = {}
 
-    class EnginesDouble:
-        def __init__(self, *arguments: object) -> None: ...
+    def run(job: Job) -> JobResult:
+        ran[job.name] = job
+        token = 6 if job.name in (GRAPHS, "padded") else 5
+        passes = ((Answer((token,), ({token: -0.1, 11 - token: -9.0},)),),) * 2
+        return JobResult(job, replace(RESULT, passes=passes, batch_sizes=(1, 2, 4)), None, tmp_path, 0.0)
 
-        def run(self, jobs: list[Job], parallel: int) -> dict[str, JobResult]:
-            (job,) = jobs
-            ran[job.name] = job
-            token = 6 if job.name in (GRAPHS, "padded") else 5
-            passes = ((Answer((token,), ({token: -0.1, 11 - token: -9.0},)),),) * 2
-            result = replace(RESULT, passes=passes, batch_sizes=(1, 2, 4))
-            return {job.name: JobResult(job, result, None, tmp_path, 0.0)}
-
-    monkeypatch.setattr(compare_run, "Engines", EnginesDouble)
-    made = compare_run._run_engines("the/model", (), compare_run.Options(generated=1), Console(file=io.StringIO()))
+    jobs = compare_run.jobs_for("the/model", (), compare_run.Options(generated=1))
+    made = compare_run.judge("the/model", (), jobs, run)
     assert made.comparison is not None
     assert (made.wrong, [each.kind for each in made.comparison.judgements]) == (False, [Kind.PADDED])
     assert list(ran) == [EAGER, GRAPHS, COMPILED, "padded"]
