@@ -22,6 +22,7 @@ from vllm_graphfix.commands.hunt.design import DIMENSIONS, NAMES, Architecture, 
 from vllm_graphfix.shadow.verdict import TARGET
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify.comparison import Comparison, Judgement, Kind
+from vllm_graphfix.verify.engine import device
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.exact_report import ExactReport
@@ -105,10 +106,10 @@ SOURCE = Source("a vLLM", {"vllm/model_executor/models/registry.py": REGISTRY}.g
 def hunt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[str], hunting.Hunted]]:
     """Hunt with results that are made up, and return the cases that ran, too."""
     configs = {each.name: each.config for each in (DENSE, Architecture("MambaForCausalLM", STATES.config))}
-    monkeypatch.setattr(hunting.twins, "pool", ThreadPoolExecutor)
-    monkeypatch.setattr(hunting.twins, "default_config", lambda name: configs.get(name, "no class"))
+    monkeypatch.setattr(twins, "pool", ThreadPoolExecutor)
+    monkeypatch.setattr(twins, "default_config", lambda name: configs.get(name, "no class"))
     nothing = Device(None, "", (0, 0), 0.0, 0.0, "", "", "", "")
-    monkeypatch.setattr(hunting.devices, "find", lambda: nothing)
+    monkeypatch.setattr(device, "find", lambda: nothing)
 
     def run(**options: Any) -> tuple[list[str], hunting.Hunted]:
         ran: list[str] = []
