@@ -108,12 +108,14 @@ class Report:
         for part in (self.poison, self.exact):
             if part is not None and (why := part.inconclusive):
                 return why
+        if self._is_explained(self.comparison):
+            return None
         if self.comparison.noise > _MAX_NOISE:
             return (
                 f"eager differs from itself by up to {self.comparison.noise:.3g}, "
                 "so corruption cannot be told apart from noise: set VLLM_BATCH_INVARIANT=1, where vLLM supports it"
             )
-        if not self.comparison.is_compared and not self._is_explained(self.comparison):
+        if not self.comparison.is_compared:
             return (
                 f"answers diverge early at ties, so only {self.comparison.compared} of {self.comparison.tokens} tokens "
                 "could be compared: give your own prompts (--prompts), or more prompts with shorter answers"
@@ -121,16 +123,15 @@ class Report:
         return None
 
     def _is_explained(self, comparison: Comparison) -> bool:
-        """Return True if a tie is enough to explain an answer that diverges at it.
+        """Return True if answers that are no closer to eager's than its own noise, or diverge at ties, are explained.
 
         Every replay was compared, and poison has shown nothing of what a replay and the same step without the graph
-        share.
+        share. Where some differ by rounding, cache entries were not compared, and each answer has to be in part.
         """
-        return (
-            self.exact is not None
-            and self.exact.sees_all
-            and self.poison is not None
-            and all(judgement.compared for judgement in comparison.judgements)
+        if self.exact is None or not self.exact.sees_all or self.poison is None:
+            return False
+        return self.exact.is_exact or (
+            comparison.noise <= _MAX_NOISE and all(judgement.compared for judgement in comparison.judgements)
         )
 
 

@@ -1,20 +1,29 @@
 """Compares each replay of a running engine with the same step without its graph, and counts the replays it cannot see.
 
-The shadow check does the comparison: same inputs, same padding, same state, to the last bit unless two runs without the
-graph differ, too. It looks at full graphs. A replay of any other graph, such as a piece of a mixed batch, is counted.
+The shadow check does the comparison of full graphs: same inputs, same padding, same state, to the last bit unless two
+runs without the graph differ, too. Here what both write to caches is compared as well, and each piece of a mixed batch
+with the same piece without its graph. A replay of any other graph is counted.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import State
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.layers import first_difference
+from vllm_graphfix.verify.engine import pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vllm_graphfix.shadow.runs import Step
 
 ENVIRONMENT: dict[str, str | None] = {
     # So rare that nothing is checked before `ExactReplays.begin`.
@@ -35,7 +44,7 @@ class ExactRank:
     skipped: int
     """Replays that were to be compared and could not be judged."""
     unseen: int
-    """Replays of graphs at which the shadow check does not look."""
+    """Replays of graphs that are neither full graphs of a model nor pieces, and so were not compared."""
     noise: float
     """Largest relative difference of two runs of one step without its graph."""
     rounding: float
@@ -44,6 +53,8 @@ class ExactRank:
     """Replays that were to be compared, by graph."""
     findings: tuple[str, ...]
     """Sentences on the first wrong replay of each graph."""
+    pieces: int
+    """Replays of pieces that were compared, beside *compared*."""
     reason: str | None
     """Why this rank compared nothing, or ended before the last replay."""
 
@@ -53,8 +64,11 @@ class ExactReplays:
 
     def __init__(self) -> None:
         self._graphs: Counter[str] = Counter()
-        self._in_check = False
-        self._unseen = 0
+        self._counted = True
+        """False while a replay is compared, which counts it."""
+        self._replays = self._pieces = self._wrong = self._skipped = 0
+        self._noise = self._rounding = 0.0
+        self._findings: list[str] = []
         self._undo: list[Callable[[], None]] = []
 
     def begin(self) -> None:
@@ -62,51 +76,111 @@ class ExactReplays:
 
         shadow = process.SHADOW
         if shadow is not None and process.REFUSED is None and shadow.stopped is None:
-            self._record_graphs(shadow)
+            self._compare_caches(shadow)
             shadow.schedule.check_every_replay()
         stock = torch.cuda.CUDAGraph.replay
 
         def replay(graph: Any) -> None:
-            self._unseen += not self._in_check
+            self._replays += self._counted
             stock(graph)
 
-        torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign,assignment]
-        self._undo.append(lambda: setattr(torch.cuda.CUDAGraph, "replay", stock))
+        self._replace(torch.cuda.CUDAGraph, "replay", replay)
+        self._compare_pieces()
 
-    def _record_graphs(self, shadow: Shadow) -> None:
-        stock = shadow.check
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        stock = getattr(owner, name)
+        setattr(owner, name, function)
+        self._undo.append(lambda: setattr(owner, name, stock))
 
-        def check(key: Hashable, describe: Callable[[], Any], replay: Callable[[], Any]) -> Any:
-            def described() -> Any:
-                step = describe()
-                self._graphs[step.graph.name] += 1
-                return step
+    def _compare_caches(self, shadow: Shadow) -> None:
+        """Compare what a replay has written to caches with what the step without its graph writes there."""
+        stock, results = shadow.check, shadow.results
 
-            self._in_check = True
+        def check(key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
+            steps: list[Step] = []
+            written: list[list[tuple[str, Tensor]]] = []
+
+            def described() -> Step:
+                steps.append(describe())
+                self._graphs[steps[0].graph.name] += 1
+                return steps[0]
+
+            def replayed() -> Any:
+                output = replay()
+                if steps and not written:
+                    written.append(steps[0].caches())
+                return output
+
+            before = results.checks, results.mismatches
+            self._counted = False
             try:
-                return stock(key, described, replay)
+                output = stock(key, described, replayed)
             finally:
-                self._in_check = False
+                self._counted = True
+            # The last run of a step that is right is one without the graph, but where rounding had to be explained.
+            if written and (results.checks, results.mismatches) == (before[0] + 1, before[1]):
+                layer = first_difference(written[0], steps[0].caches())
+                if layer is not None and not results.noise and not results.rounding:
+                    self._count_wrong(f"{steps[0].graph.name} writes other entries to the cache of {layer}")
+            return output
 
         shadow.check = check  # type: ignore[method-assign]  # of this one instance
         self._undo.append(lambda: vars(shadow).pop("check"))
+
+    def _compare_pieces(self) -> None:
+        try:
+            from vllm.compilation.cuda_graph import CUDAGraphWrapper
+        except ImportError:
+            return
+        stock = CUDAGraphWrapper.__call__
+
+        def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._counted or not pieces.is_piece(wrapper):
+                return stock(wrapper, *args, **kwargs)
+            before = self._replays
+            replay = functools.partial(stock, wrapper, *args, **kwargs)
+            output, error = pieces.compare_piece(wrapper, args, kwargs, replay, lambda: self._replays == before + 1)
+            if error is not None:
+                self._replays -= 1
+                self._count_piece(error)
+            return output
+
+        self._replace(CUDAGraphWrapper, "__call__", call)
+
+    def _count_piece(self, error: pieces.PieceError) -> None:
+        self._noise = max(self._noise, error.noise)
+        if error.is_noisy:
+            self._skipped += 1
+            return
+        self._pieces += 1
+        if error.is_wrong:
+            self._count_wrong(f"a piece differs by {error.error:.3g} from the same piece without its graph")
+        else:
+            self._rounding = max(self._rounding, error.error)
+
+    def _count_wrong(self, finding: str) -> None:
+        self._wrong += 1
+        if len(self._findings) < _LISTED:
+            self._findings.append(finding)
 
     def end(self) -> ExactRank:
         while self._undo:
             self._undo.pop()()
         shadow = process.SHADOW
         if shadow is None:
-            return ExactRank(0, 0, 0, self._unseen, 0.0, 0.0, {}, (), "the shadow check did not start in this engine")
+            reason = "the shadow check did not start in this engine"
+            return ExactRank(0, 0, 0, self._replays, 0.0, 0.0, {}, (), 0, reason)
         results = shadow.results
         return ExactRank(
             results.checks,
-            results.mismatches,
-            results.skipped,
-            self._unseen,
-            results.noise,
-            results.rounding,
+            results.mismatches + self._wrong,
+            results.skipped + self._skipped,
+            self._replays,
+            max(results.noise, self._noise),
+            max(results.rounding, self._rounding),
             dict(self._graphs),
-            tuple(each.sentence() for each in results.to_report(_LISTED)),
+            (*(each.sentence() for each in results.to_report(_LISTED)), *self._findings),
+            self._pieces,
             process.REFUSED or shadow.stopped or _why_unwatched(),
         )
 

@@ -25,8 +25,13 @@ class ExactReport:
 
     @property
     def sees_all(self) -> bool:
-        """True if there was no replay, such as one of a piece, at which the shadow check does not look."""
+        """True if there was no replay, such as one of an encoder's graph, that was not compared."""
         return not any(rank.unseen for rank in self.ranks)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if all that was compared is equal to the last bit, cache entries too."""
+        return not any(rank.noise or rank.rounding for rank in self.ranks)
 
     @property
     def inconclusive(self) -> str | None:
@@ -37,10 +42,10 @@ class ExactReport:
             return f"the engine whose replays were to be compared ended: {self.error}"
         if reason := next((rank.reason for rank in self.ranks if rank.reason), None):
             return f"not every replay was compared: {reason}"
-        # A drafter's alone prove nothing of the target model's tokens.
-        if not self.ranks or not all(any(name.startswith(TARGET) for name in rank.graphs) for rank in self.ranks):
+        # A drafter's alone prove nothing of the target model's tokens; whose pieces are, is not known.
+        if not self.ranks or not all(_has_target(rank) for rank in self.ranks):
             unseen = max((rank.unseen for rank in self.ranks), default=0)
-            return f"no replay of a full graph of the {TARGET} was compared; {unseen} replays were not looked at"
+            return f"no replay of a graph of the {TARGET} was compared; {unseen} replays were not looked at"
         if skipped := max(rank.skipped for rank in self.ranks):
             return (
                 f"{skipped} replays could not be judged: there was no room for copies, or two runs of such a step "
@@ -50,10 +55,10 @@ class ExactReport:
 
     def lines(self) -> list[str]:
         """Return the lines for people, without the verdict."""
-        if not any(rank.compared for rank in self.ranks):
+        if not any(rank.compared or rank.pieces for rank in self.ranks):
             return []
-        compared, wrong, unseen = (
-            max(getattr(rank, name) for rank in self.ranks) for name in ("compared", "wrong", "unseen")
+        compared, pieces, wrong, unseen = (
+            max(getattr(rank, name) for rank in self.ranks) for name in ("compared", "pieces", "wrong", "unseen")
         )
         noise, rounding = (max(getattr(rank, name) for rank in self.ranks) for name in ("noise", "rounding"))
         graphs = len({name for rank in self.ranks for name in rank.graphs})
@@ -62,8 +67,8 @@ class ExactReport:
         if noise:
             outcome += f" (two runs without the graph: up to {noise:.3g})"
         first = (
-            f"replays: {compared} of {graphs} full graphs compared with the same step without the graph: {outcome}; "
-            f"{unseen} of pieces or other graphs not compared"
+            f"replays: {compared} of {graphs} full graphs and {pieces} of pieces compared with the same step without "
+            f"the graph: {outcome}; {unseen} of other graphs not compared"
         )
         return [first, *dict.fromkeys(finding for rank in self.ranks for finding in rank.findings)]
 
@@ -74,3 +79,7 @@ class ExactReport:
             "error": self.error,
             "ranks": [to_builtins(rank) for rank in self.ranks],
         }
+
+
+def _has_target(rank: ExactRank) -> bool:
+    return any(name.startswith(TARGET) for name in rank.graphs) or bool(rank.pieces and not rank.unseen)

@@ -129,7 +129,8 @@ class Engines:
         self._preload, self._ended, self._limit, self._retry = preload, ended, limit, retry
         self._preloaded: list[tuple[dict[str, str], Preloaded]] = []
         self._running: dict[str, Process] = {}
-        self._alive: int | None = None
+        self._alive = -1
+        """The reading end of the pipe by which engines learn that this process has ended; negative outside a session."""
         self._lock = threading.Lock()
         self._stopped = False
 
@@ -152,7 +153,7 @@ class Engines:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Keep the process from which engines are forked for every `run` in this context."""
-        if self._alive is not None:
+        if self._alive >= 0:
             yield
             return
         _link_plugin(self._folder / _PLUGIN)
@@ -163,7 +164,7 @@ class Engines:
                 yield
             finally:
                 self._end_preloaded()
-                self._alive = None
+                self._alive = -1
 
     def _run(self, job: Job) -> JobResult:
         if self._limit is not None and time.monotonic() - self._began > self._limit:
