@@ -130,7 +130,7 @@ class Engines:
         self._preloaded: list[tuple[dict[str, str], Preloaded]] = []
         self._running: dict[str, Process] = {}
         self._alive = -1
-        """The reading end of the pipe by which engines learn that this process has ended; negative outside a session."""
+        """A pipe by whose end engines learn that this process has ended; negative outside a session."""
         self._lock = threading.Lock()
         self._stopped = False
 
