@@ -61,6 +61,8 @@ _INDICES = dict.fromkeys(("full_attn_layers", "kda_layers"), 1) | dict.fromkeys(
     "mlp_only_layers moe_layers attn_layer_indices full_attn_idxs hybrid_layer_ids global_attn_idx".split(), 0
 )
 """Lists of the layers of a kind, and the number of the first layer in them."""
+_MXFP4_ALIGNMENT = 64
+"""MXFP4 has blocks of 32 numbers; gate and up are interleaved."""
 _OF_ENCODERS = ("deepstack_visual_indexes", "fullatt_block_indexes")
 
 
@@ -130,7 +132,10 @@ class Plan:
         if "state_size" in self.section and before == expansion * self.first(_HIDDEN_SIZES):
             return expansion * self.hidden
         whole, ranks = (1, 1) if self.whole_experts else self.ranks
-        return narrowed(before // whole, _WIDTH) * ranks
+        width = narrowed(before // whole, _WIDTH) * ranks
+        if (self.section.get("quantization_config") or {}).get("quant_method") == "mxfp4":
+            return max(1, width // _MXFP4_ALIGNMENT) * _MXFP4_ALIGNMENT
+        return width
 
     def experts(self, before: int) -> int:
         groups = self.first(_GROUPS, 1)
