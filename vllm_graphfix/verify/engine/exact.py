@@ -141,7 +141,7 @@ class ExactReplays:
             replay = functools.partial(stock, wrapper, *args, **kwargs)
             output, error = pieces.compare_piece(wrapper, args, kwargs, replay, lambda: self._replays == before + 1)
             if error is not None:
-                self._replays -= 1
+                self._replays = before
                 self._count_piece(error)
             return output
 

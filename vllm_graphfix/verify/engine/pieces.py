@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _PIECEWISE = "PIECEWISE"
 _FILLS = (0x55, 0x2A)
-"""Bytes of which the memory of outputs is made before a piece runs again: what still holds them was not written."""
+"""Bytes that an output of the graph is filled with before a replay: what still holds each of them was not written."""
 
 
 class PieceError(NamedTuple):
@@ -59,51 +59,64 @@ def compare_piece(
     served = [*tensors(output), *written]
     after = [each.clone() for each in served]
 
-    def run() -> list[Tensor]:
+    def restore() -> None:
         for tensor, copy in zip(written, before, strict=True):
             tensor.copy_(copy)
+
+    def run() -> list[Tensor]:
+        restore()
         return [*tensors(wrapper.runnable(*arguments, **keywords)), *written]
 
+    outputs = len(served) - len(written)
     try:
-        error = _compare(after, run, len(served) - len(written))
+        first = run()
+        differing = [
+            number
+            for number, (one, other) in enumerate(zip(after, first, strict=True))
+            if one.shape != other.shape or not same_bits(one, other)
+        ]
+        if not differing:
+            return output, PieceError(0.0, 0.0)
+        copies = [_copy(first[number]) for number in differing]
+        again = [_copy(each) for number, each in enumerate(run()) if number in differing]
+        unwritten = _unwritten(served, [number for number in differing if number < outputs], restore, call)
     finally:
         for tensor, copy in zip(served, after, strict=True):
             tensor.copy_(copy)
-    return output, error
-
-
-def _compare(expected: Sequence[Tensor], run: Callable[[], list[Tensor]], outputs: int) -> PieceError:
-    first = run()
-    differing = [
-        number
-        for number, (one, other) in enumerate(zip(expected, first, strict=True))
-        if one.shape != other.shape or not same_bits(one, other)
-    ]
-    if not differing:
-        return PieceError(0.0, 0.0)
-    # A piece also returns memory that attention is to write to. PyTorch's allocator gives the same memory to the same
-    # requests, so that what a run does not write is still what it was filled with.
-    copies = [_copy(first[number]) for number in differing]
-    unwritten = None
-    again: list[Tensor] = []
-    for byte in _FILLS:
-        for number in differing:
-            if number < outputs and first[number].is_contiguous():
-                _bytes_of(first[number]).fill_(byte)
-        del first
-        first = run()
-        again = [_copy(first[number]) for number in differing]
-        filled = [_bytes_of(each) == byte for each in again]
-        unwritten = filled if unwritten is None else [one & two for one, two in zip(unwritten, filled, strict=True)]
     error = noise = 0.0
-    for number, one, two, mask in zip(differing, copies, again, unwritten or (), strict=True):
-        actual = _copy(expected[number])
-        if number < outputs and actual.shape == one.shape:
+    for number, one, two in zip(differing, copies, again, strict=True):
+        actual = _copy(after[number])
+        if number in unwritten and actual.shape == one.shape:
             for each in (actual, one, two):
-                _bytes_of(each)[mask] = 0
+                _bytes_of(each)[unwritten[number]] = 0
         error = max(error, _error(actual, one))
         noise = max(noise, _error(two, one))
-    return PieceError(error, noise)
+    return output, PieceError(error, noise)
+
+
+def _unwritten(
+    served: Sequence[Tensor], outputs: Sequence[int], restore: Callable[[], None], replay: Callable[[], Any]
+) -> dict[int, Tensor]:
+    """Return which bytes of these *outputs* a replay does not write, by number.
+
+    A piece also returns memory that attention is to write to. What a graph leaves out by a defect is not seen so.
+    """
+    unwritten: dict[int, Tensor] = {}
+    for byte in _FILLS:
+        for number in outputs:
+            served[number].copy_(_filled(served[number], byte))
+        restore()  # after the outputs, since a piece may return what it was given
+        replay()
+        for number in outputs:
+            same = _bytes_of(_copy(served[number])) == byte
+            unwritten[number] = unwritten[number] & same if number in unwritten else same
+    return unwritten
+
+
+def _filled(tensor: Tensor, byte: int) -> Tensor:
+    filled = _copy(tensor)
+    _bytes_of(filled).fill_(byte)
+    return filled
 
 
 def _copy(tensor: Tensor) -> Tensor:
