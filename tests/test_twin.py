@@ -208,6 +208,12 @@ def test_quantised_weights_have_the_size_of_those_that_are_not() -> None:
 
 
 @pytest.mark.slow
+def test_a_twin_in_mxfp4_has_widths_of_whole_blocks(tmp_path: Path) -> None:
+    """vLLM takes the number of packed bytes from the config: a third of a block would have none."""
+    made = twin.make(config("gpt-oss-120b"), tmp_path, lambda section: Plan(section, EIGHT_RANKS_TO_ONE))
+    assert made.config["intermediate_size"] == 192
+
+
 def test_weights_of_a_twin_give_logits_that_are_not_flat(tmp_path: Path) -> None:
     """Falcon-H1's multipliers would leave a standard deviation of a hundredth."""
     import torch

@@ -61,8 +61,6 @@ _INDICES = dict.fromkeys(("full_attn_layers", "kda_layers"), 1) | dict.fromkeys(
     "mlp_only_layers moe_layers attn_layer_indices full_attn_idxs hybrid_layer_ids global_attn_idx".split(), 0
 )
 """Lists of the layers of a kind, and the number of the first layer in them."""
-_MXFP4_ALIGNMENT = 64
-"""MXFP4 has blocks of 32 numbers; gate and up are interleaved."""
 _OF_ENCODERS = ("deepstack_visual_indexes", "fullatt_block_indexes")
 
 
@@ -77,6 +75,8 @@ class Plan:
     whole_experts: bool = False
     """Ranks have experts of their own, not parts of all (expert parallelism)."""
     more_layers: int = 0
+    alignment: int = 1
+    """Widths are multiples of this, as a quantisation with blocks needs them."""
 
     def first(self, keys: Iterable[str], otherwise: int = 0) -> int:
         values = (self.section.get(key) for key in keys)
@@ -133,9 +133,7 @@ class Plan:
             return expansion * self.hidden
         whole, ranks = (1, 1) if self.whole_experts else self.ranks
         width = narrowed(before // whole, _WIDTH) * ranks
-        if (self.section.get("quantization_config") or {}).get("quant_method") == "mxfp4":
-            return max(1, width // _MXFP4_ALIGNMENT) * _MXFP4_ALIGNMENT
-        return width
+        return max(1, width // self.alignment) * self.alignment
 
     def experts(self, before: int) -> int:
         groups = self.first(_GROUPS, 1)

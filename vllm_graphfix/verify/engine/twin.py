@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,9 @@ def make(config: Section, folder: Path, plan: Callable[[Section], Plan]) -> Twin
         defaults = kind.config_class(**plain).to_dict()
     except Exception as error:
         raise TwinError(f"transformers rejects this config.json: {error}") from error
-    twin = Twin(folder, *reduced(plain, defaults, plan))
+    is_mxfp4 = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    alignment = 2 * _MXFP4_BLOCK if is_mxfp4 else 1
+    twin = Twin(folder, *reduced(plain, defaults, lambda section: replace(plan(section), alignment=alignment)))
     torch_default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
