@@ -11,7 +11,20 @@ from typing import Any
 
 import pytest
 
-from deployed import ALERTS, ARGO, JUDGES, PROJECT, QUERIES, RULE_TESTS, RULES, documents, rules
+from deployed import (
+    ALERTS,
+    ARGO,
+    JUDGES,
+    PROJECT,
+    QUERIES,
+    RULE_TESTS,
+    RULES,
+    about,
+    documents,
+    rule_tests,
+    rules,
+    runbook,
+)
 from judged_fleets import FLEETS, JUDGE_VALUES
 from promtool import ran
 from vllm_graphfix.text import PAGES
@@ -61,6 +74,34 @@ def test_an_alert_says_how_bad_it_is_and_leads_into_the_runbook(alert: Mapping[s
     headings = re.findall(r"^#+ (.*)$", (PROJECT / "docs" / page.removeprefix(f"{PAGES}/")).read_text(), re.MULTILINE)
     # As GitHub makes anchors of headings.
     assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_alert_has_a_query_in_the_runbook() -> None:
+    assert runbook().keys() == ALERTS.keys()
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_from_the_labels_of_an_alert_the_runbook_finds_its_engine(name: str, promtool: Path, tmp_path: Path) -> None:
+    """Wherever the rules' unit tests make it fire, by the series of that test and the alert's labels alone."""
+    (tmp_path / RULES.name).write_text(RULES.read_text())
+    tests = []
+    for test in rule_tests():
+        cases = [case for case in test["alert_rule_test"] if case["alertname"] == name and case["exp_alerts"]]
+        checks = [
+            {
+                "expr": f"group({about(query, alert['exp_labels'])})",
+                "eval_time": case["eval_time"],
+                "exp_samples": [{"labels": "{}", "value": 1}],
+            }
+            for case in cases
+            for alert in case["exp_alerts"]
+            for query in runbook()[name]
+        ]
+        tests += [test | {"alert_rule_test": [], "promql_expr_test": checks}] if checks else []
+    (tmp_path / "runbook.yml").write_text(
+        json.dumps({"rule_files": [RULES.name], "evaluation_interval": "1m", "tests": tests})
+    )
+    ran(promtool, "test", "rules", tmp_path / "runbook.yml")
 
 
 # The judges of Argo Rollouts and Flagger, on fleets written down as series.

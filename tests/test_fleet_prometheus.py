@@ -18,7 +18,6 @@ import pytest
 from typer.testing import CliRunner
 
 import record_dashboard
-from deployed import ALERTS, PROJECT
 from fleet_simulator import NO_PLUGIN, STATES, Simulator, simulated
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.fleet import Fleet, FleetError, Source, as_json, kind, look_at, prometheus, render
@@ -158,34 +157,6 @@ def test_engines_that_labels_do_not_tell_apart_are_counted(history: Fleet) -> No
             "them, or have replicas of a Prometheus deduplicated (labels that differ: pod)"
         )
     ]
-
-
-RUNBOOK = {
-    "RanksDisagree": "ranks of two versions",
-    "RanksUnchecked": "error of the gate",
-    "RecordsOutdated": "full disk",
-    "RecordsStale": "old numbers",
-    "FixNotApplied": "failed fix",
-    "Misconfigured": "misconfigured",
-    "ReplayWrong": "wrong replay",
-    "NotSeen": "fixed",
-    "NoCanary": "stock",
-    "RanksUnknown": "fixed",
-}
-"""Alerts, each with a state of the double in which the query of the runbook has an answer about its engine."""
-
-
-def test_each_query_of_the_runbook_is_answered(scraped: tuple[str, Simulator]) -> None:
-    running = record_dashboard.Prometheus(scraped[0], 0)
-    section = (PROJECT / "docs" / "alerts.md").read_text()
-    rows = re.findall(r"^\| (\w[\w, ]*) \| `(.*?)` \| ", section.partition("\n## ")[0], re.MULTILINE)
-    assert {f"Graphfix{alert}" for alerts, _ in rows for alert in alerts.split(", ")} == set(ALERTS)
-    for alerts, query in rows:
-        for alert in alerts.split(", "):
-            state = RUNBOOK.get(alert, "fixed")
-            target = f'instance=~".*/{STATES.index(state)}"'
-            answer = running.instant(query.replace("$engine", target))
-            assert answer or alert not in RUNBOOK, query
 
 
 def test_what_no_series_has_is_null(fleet: Fleet) -> None:

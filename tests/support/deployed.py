@@ -56,6 +56,12 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in documents(RULES)[0]["groups"] for rule in group["rules"]]
 
 
+def rule_tests() -> list[dict[str, Any]]:
+    """Return the rules' unit tests with every value as text: to YAML 0x30, promtool's notation of 31 zeros, is 48."""
+    tests: list[dict[str, Any]] = yaml.load(RULE_TESTS.read_text(), Loader=yaml.BaseLoader)["tests"]  # noqa: S506 # makes texts alone
+    return tests
+
+
 ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 
@@ -83,6 +89,27 @@ QUERIES = {
     },
     **JUDGES,
 }
+
+
+def runbook() -> dict[str, list[str]]:
+    """Return the queries of docs/alerts.md by alert."""
+    table = (PROJECT / "docs" / "alerts.md").read_text().partition("\n## ")[0]
+    queries: dict[str, list[str]] = {}
+    for alerts, query in re.findall(r"^\| (\w[\w, ]*) \| `(.*?)` \| ", table, re.MULTILINE):
+        for alert in alerts.split(", "):
+            queries.setdefault(f"Graphfix{alert}", []).append(query)
+    return queries
+
+
+def about(query: str, labels: Mapping[str, str]) -> str:
+    """Return *query* of the runbook for an alert with *labels*, restricted to what it says about that alert."""
+    engine = ", ".join(f'{name}="{labels[name]}"' for name in (*sorted(TARGET_LABELS), "model_name") if name in labels)
+    keys = re.search(r"\bby \(([^)]*)\)", query)
+    names = [name.strip() for name in keys[1].split(",")] if keys else [*TARGET_LABELS, "fix", "model_name"]
+    here = "vector(1)"
+    for name in (known := [name for name in names if name in labels]):
+        here = f'label_replace({here}, "{name}", "{labels[name]}", "", "")'
+    return f"({query.replace('$engine', engine)}) and on ({', '.join(known)}) {here}"
 
 
 def names_in(query: str) -> set[str]:
