@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -333,10 +334,24 @@ def test_a_hostile_answer_is_an_error(answer: Any, error: str, monkeypatch: pyte
         look_at(Source(address))
 
 
-def test_an_answer_that_trickles_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus, "_LONGEST_ANSWER", -1.0)
-    with server(200, NOW) as address, pytest.raises(FleetError, match="takes longer than"):
-        look_at(Source(address))
+@pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\nA: ", b"HTTP/1.1 200 OK\r\nContent-Length: 10000\r\n\r\n"])
+def test_an_answer_that_trickles_in_is_not_waited_for(begin: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "_LONGEST", 1.0)
+
+    def trickle(server: socket.socket) -> None:
+        connection = server.accept()[0]
+        with connection, suppress(OSError):
+            connection.sendall(begin)
+            while True:
+                connection.sendall(b" ")
+                time.sleep(0.1)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=trickle, args=(server,), daemon=True).start()
+        started = time.monotonic()
+        with pytest.raises(FleetError, match="takes longer than 1 s"):
+            look_at(Source(f"http://127.0.0.1:{server.getsockname()[1]}"))
+        assert time.monotonic() - started < 20
 
 
 def test_encodings_one_over_the_other_are_not_unpacked() -> None:

@@ -10,14 +10,16 @@ import json
 import math
 import re
 import ssl
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.commands.fleet.engine import Engine
@@ -36,8 +38,8 @@ TARGET = ("cluster", "namespace", "job", "instance")
 _IDS = ", ".join(TARGET)
 _TIMEOUT = 30.0
 """Seconds for which the server may send nothing."""
-_LONGEST_ANSWER = 120.0
-"""Seconds that one answer may take, which is Prometheus's own limit of a query."""
+_LONGEST = 120.0
+"""Seconds that all answers together may take, which is Prometheus's own limit of one query."""
 _LARGEST_ANSWER = 256 * 1024 * 1024
 """Bytes; the series of ten thousand engines are a tenth of that."""
 _LONGEST_TEXT = 500
@@ -221,12 +223,28 @@ class SeriesEngine(Engine):
 
 
 def look_at(source: Source) -> Fleet:
-    """Return the engines of which the Prometheus of *source* has series. Raises FleetError if it does not answer."""
-    with _client(source) as client:
+    """Return the engines of which the Prometheus of *source* has series.
+
+    Raises FleetError if it does not answer, or not within `_LONGEST`.
+    """
+    client, fleet = _client(source), Future[Fleet]()
+
+    def look() -> None:
         try:
-            return replace(_fleet(_Server(client, source.selector)), prometheus=source.url)
+            with client:
+                fleet.set_result(replace(_fleet(_Server(client, source.selector)), prometheus=source.url))
         except (LookupError, OverflowError, TypeError, ValueError) as error:
-            raise FleetError(f"{source.url} answers otherwise than a Prometheus ({error!r})") from None
+            fleet.set_exception(FleetError(f"{source.url} answers otherwise than a Prometheus ({error!r})"))
+        except BaseException as error:
+            fleet.set_exception(error)
+
+    # httpx limits each wait for bytes, not a header that comes byte by byte: such a server is left to a thread that
+    # does not keep the process from ending.
+    Thread(target=look, daemon=True).start()
+    try:
+        return fleet.result(_LONGEST)
+    except FutureTimeoutError:
+        raise FleetError(f"{source.url} takes longer than {_LONGEST:.0f} s") from None
 
 
 def _client(source: Source) -> httpx.Client:
@@ -310,19 +328,17 @@ class _Server:
         return body["data"]
 
     def _bytes(self, response: httpx.Response) -> bytes:
-        """Read the answer. Raises FleetError for one that is too large or takes too long."""
+        """Read the answer. Raises FleetError for one that is too large."""
         if response.headers.get("content-encoding", "identity") not in ("identity", "gzip"):
             # Of several encodings, one over the other, a few bytes may stand for more than there is memory.
             raise FleetError(f"{self._client.base_url} answers in an encoding that was not requested")
-        answer, end = bytearray(), time.monotonic() + _LONGEST_ANSWER
+        answer = bytearray()
         for part in response.iter_bytes():
             answer += part
             if len(answer) > _LARGEST_ANSWER:
                 raise FleetError(
                     f"{self._client.base_url} answers more than {_LARGEST_ANSWER >> 20} MiB: use --selector"
                 )
-            if time.monotonic() > end:
-                raise FleetError(f"{self._client.base_url} takes longer than {_LONGEST_ANSWER:.0f} s for one answer")
         return bytes(answer)
 
 
