@@ -212,6 +212,15 @@ def test_an_engine_by_name_has_its_facts(fleet: Fleet) -> None:
     assert "not in order vLLM 0.33.0, vllm-graphfix 0.2.0, in the rollout, 8 of 8 ranks agree ✗ in one step" in text
 
 
+def test_a_whole_name_is_no_beginning_of_others(fleet: Fleet) -> None:
+    name = by_state(fleet)[STATES[1]].name
+    assert sum(engine.name.startswith(name) for engine in fleet.engines) > 1
+    screen = console()
+    with screen.capture() as printed:
+        screen.print(render(fleet, engine=name))
+    assert printed.get().count("vLLM 0.33.0") == 1
+
+
 def test_a_wrong_selector_is_refused_by_the_server(scraped: tuple[str, Simulator]) -> None:
     with pytest.raises(FleetError, match=r"refuses .*parse error"):
         look_at(Source(scraped[0], selector="no matcher"))

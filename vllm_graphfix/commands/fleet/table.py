@@ -55,12 +55,15 @@ _LIVENESS_COLOURS = {Liveness.ALIVE: "green", Liveness.DEAD: "red", Liveness.SIL
 def render(fleet: Fleet, *, everything: bool = False, engine: str | None = None) -> RenderableType:
     """One line of verdict, then what is wrong; the details of one engine, or of all, if they are asked for.
 
-    A single engine is shown whole. *engine*: the beginning of a name. Raises FleetError where no engine has it.
+    A single engine is shown whole. *engine*: a name, or the beginning of several. Raises FleetError where no engine has
+    it.
     """
     from rich.console import Group
 
     if engine is not None:
-        engines = [each for each in fleet.engines if each.name.startswith(engine)]
+        # A name may be the beginning of another one: `…/10.0.0.7:80` of `…/10.0.0.7:8000`.
+        engines = [each for each in fleet.engines if each.name == engine]
+        engines = engines or [each for each in fleet.engines if each.name.startswith(engine)]
         if not engines:
             there = ", ".join(each.name for each in fleet.engines[:5]) or "none"
             raise FleetError(f"no engine whose name begins with {engine!r}; there are: {there}")
