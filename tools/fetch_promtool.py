@@ -1,7 +1,7 @@
-"""Fetches Prometheus and promtool from Debian's package `prometheus`, without installing it.
+"""Fetches Prometheus, promtool and Alertmanager from Debian's packages, without installing them.
 
-They are for the tests and the picture of the dashboard. What is on the PATH is taken first. Prints the path of each on
-standard output.
+They are for the tests, two benchmarks and the picture of the dashboard. What is on the PATH is taken first. Prints the
+paths of promtool and prometheus on standard output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fetch_vllm import FetchError, cache_folder, only_one_fetches
 
-PACKAGE = "prometheus"
+PACKAGE, ALERTMANAGER = "prometheus", "prometheus-alertmanager"
 INSTEAD = "Install Prometheus (2.42 or later; the tests need its promtool) and put promtool and prometheus on the PATH."
 
 
@@ -26,24 +26,28 @@ class NoDebianError(FetchError):
 
 
 def tool(name: str, cache: Path | None = None) -> Path:
-    """Return ``promtool`` or ``prometheus``, from the PATH, the cache or the package. Raises FetchError."""
+    """Return ``promtool``, ``prometheus`` or `ALERTMANAGER`, from the PATH, the cache or the package.
+
+    Raises FetchError.
+    """
     installed = shutil.which(name)
     if installed:
         return Path(installed)
     cache = cache or cache_folder()
-    tree = cache / PACKAGE
+    package = name if name == ALERTMANAGER else PACKAGE
+    tree = cache / package
     if not tree.is_dir():
         if not (shutil.which("apt-get") and shutil.which("dpkg-deb")):
             raise NoDebianError(f"{name} is not on the PATH, and there is no apt-get to fetch it with. {INSTEAD}")
-        with only_one_fetches(PACKAGE, cache) as staging:
+        with only_one_fetches(package, cache) as staging:
             if not tree.is_dir():  # else another process did it while we waited
-                print(f"{PACKAGE}: downloading Debian's package", file=sys.stderr)
-                _run(["dpkg-deb", "--extract", str(_download(staging)), str(staging / "tree")])
+                print(f"{package}: downloading Debian's package", file=sys.stderr)
+                _run(["dpkg-deb", "--extract", str(_download(staging, package)), str(staging / "tree")])
                 (staging / "tree").rename(tree)
     return tree / "usr" / "bin" / name
 
 
-def _download(staging: Path) -> Path:
+def _download(staging: Path, package: str) -> Path:
     """Return the package's file, by package lists of our own if the machine's are missing or old.
 
     apt-get needs no root for either. Raises FetchError.
@@ -55,11 +59,11 @@ def _download(staging: Path) -> Path:
     lists.mkdir(parents=True)
     ours = [f"-o=Dir::State::Lists={lists.parent}"]
     try:
-        _run(["apt-get", *options, "download", PACKAGE], staging)
+        _run(["apt-get", *options, "download", package], staging)
     except FetchError:
         _run(["apt-get", *options, *ours, "update"], staging)
-        _run(["apt-get", *options, *ours, "download", PACKAGE], staging)
-    return next(staging.glob(f"{PACKAGE}_*.deb"))
+        _run(["apt-get", *options, *ours, "download", package], staging)
+    return next(staging.glob(f"{package}_*.deb"))
 
 
 def _run(command: Sequence[str], folder: Path | None = None) -> None:
@@ -74,7 +78,7 @@ def _run(command: Sequence[str], folder: Path | None = None) -> None:
     )
     if done.returncode:
         output = textwrap.indent(done.stdout.strip() or f"exit code {done.returncode}", "  ")
-        raise FetchError(f"{' '.join(command[:1])} could not fetch {PACKAGE}:\n{output}\n{INSTEAD}")
+        raise FetchError(f"{' '.join(command[:1])} could not fetch Debian's package:\n{output}\n{INSTEAD}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
