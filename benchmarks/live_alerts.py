@@ -1,18 +1,20 @@
 """The alerts and the judges of `deploy/`, in a real Prometheus with an Alertmanager.
 
-    python benchmarks/live_alerts.py [--step 2] [--out FILE]
+    python benchmarks/live_alerts.py [--only alerts|judges] [--step 2] [--out FILE]
 
 A minute of the rules' unit tests takes *step* seconds: a server replays their series, and each duration of the rules is
 as much shorter. Each alert has to reach a receiver of the Alertmanager with the labels that its test expects, within
-that time; each query of the dashboard has to be answered; and each judge of Argo Rollouts and Flagger decides about
-the fleets of `tests/support/judged_fleets.py`, by the limits of its template. Exit code 1 if
-anything is not as expected.
+that time, and from its labels alone the queries of docs/alerts.md have to find the engine; each query of the dashboard
+has to be answered. Before that, each judge of Argo Rollouts and Flagger decides about 2,000 engines, named as a
+StatefulSet, a Deployment and a LeaderWorkerSet name them: the canaries of `tests/support/judged_fleets.py` at 5 %, a
+healthy and a sick one also at 1, 25 and 50 %. Exit code 1 if anything is not as expected.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import socket
 import subprocess
@@ -22,31 +24,54 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import compress, product
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from measuring import PROJECT
 
 sys.path.insert(0, str(PROJECT / "tests" / "support"))  # a folder of scripts, not an installed module
 
-from deployed import ARGO, FLAGGER, JUDGES, RULE_TESTS, RULES, documents, of_argo, of_flagger
-from judged_fleets import FLEETS
-from record_dashboard import Prometheus, PrometheusError, panels, prometheus
+from deployed import (
+    ARGO,
+    FLAGGER,
+    JUDGES,
+    RULES,
+    about,
+    documents,
+    of_argo,
+    of_flagger,
+    rule_tests,
+    runbook,
+)
+from fetch_promtool import ALERTMANAGER, tool
+from judged_fleets import FLEETS, HEALTHY, NAMED, ON_ONE_ENGINE
+from record_dashboard import Prometheus, PrometheusError, panels, prometheus, stored
+from vllm_graphfix.settings.decision import bucket
 
-JUDGED_AT = 20
-"""The minute of the first measurement: the windows of the queries are 10."""
+JUDGED = range(15, 30)
+"""The minutes of the measurements: the windows of the queries are 10."""
+GOES_ON, BACK, WAITS = "goes on", "taken back", "waits for a person"
 VERDICTS = {
-    "healthy": "goes on",
-    "that ends wrong answers": "goes on",
-    "sick": "taken back",
-    "idle": "waits for a person",
-    "without the plugin": "waits for a person",
-    "of another model": "waits for a person",
+    "healthy": GOES_ON,
+    "that ends wrong answers": GOES_ON,
+    "sick": BACK,
+    "with ranks that differ": BACK,
+    "with a failed fix": BACK,
+    "that is slow": BACK,
+    "that fails requests": BACK,
+    "idle": WAITS,
+    "without the plugin": WAITS,
+    "of another model": WAITS,
 }
 """Argo's. Flagger has no such wait: it takes back what it cannot judge."""
+SHARES = (1, 5, 25, 50)
+ALL_AT = 5
+"""The share at which every fleet is judged."""
+MISSED = 0.002
+"""The share of scrapes that fail."""
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -72,24 +97,19 @@ def minutes(duration: str) -> float:
 
 
 class Replay:
-    """The series of all tests and fleets: `series` has (name, labels as text, samples)."""
+    """The series of all tests: `series` has (name, labels as text, samples)."""
 
     def __init__(self, step: float) -> None:
         self.step, self.start = step, 0.0
         self.series: list[tuple[str, str, list[float | None]]] = []
         self.expected: list[tuple[float, dict[str, str]]] = []
-        # As text: to YAML 0x30, promtool's notation of 31 zeros, is a number.
-        tests = yaml.load(RULE_TESTS.read_text(), Loader=yaml.BaseLoader)["tests"]  # noqa: S506 # makes texts alone
-        for number, test in enumerate(tests):
+        for number, test in enumerate(rule_tests()):
             for each in test["input_series"]:
                 self._add(each["series"], each["values"], cluster=f"test-{number}")
             for case in test["alert_rule_test"]:
                 for alert in case["exp_alerts"]:
                     labels = {**alert["exp_labels"], "alertname": case["alertname"], "cluster": f"test-{number}"}
                     self.expected.append((minutes(case["eval_time"]), labels))
-        for fleet, series in FLEETS.items():
-            for name, values in series.items():
-                self._add(name.replace('namespace="llm"', f'namespace="{fleet}"'), values.replace("x30", "x90"))
 
     def _add(self, series: str, values: str, **more: str) -> None:
         name, _, labels = series.partition("{")
@@ -153,8 +173,14 @@ def alertmanager(folder: Path, receiver: int) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = ["prometheus-alertmanager", f"--config.file={folder}/alertmanager.yml", f"--storage.path={folder}/am"]
+    binary = tool(ALERTMANAGER)
+    command = [str(binary), f"--config.file={folder}/alertmanager.yml", f"--storage.path={folder}/am"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address=", "--log.level=warn"]
+    if not Path("/usr/share/prometheus/alertmanager/default.tmpl").exists():
+        # Debian's build reads its templates there, so the package's folder takes that place, for this process alone.
+        mounted = 'mount --bind "$0" /usr/share && exec "$@"'
+        share = str(binary.parent.parent / "share")
+        command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted, share, *command]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
         try:
             yield port
@@ -174,14 +200,14 @@ def argo_verdict(metric: Mapping[str, Any], values: Sequence[float | None]) -> s
         failures += failed
         inconclusive += not failed and not succeeded
     if failures > metric["failureLimit"]:
-        return "taken back"
-    return "waits for a person" if inconclusive > metric["inconclusiveLimit"] else "goes on"
+        return BACK
+    return WAITS if inconclusive > metric["inconclusiveLimit"] else GOES_ON
 
 
 def flagger_verdict(limits: Mapping[str, float], values: Sequence[float | None], threshold: int) -> str:
     """Return what becomes of a canary by one metric: *threshold* failed checks take it back."""
     inside = [value is not None and limits.get("min", value) <= value <= limits.get("max", value) for value in values]
-    return "taken back" if inside.count(False) >= threshold else "goes on"
+    return BACK if inside.count(False) >= threshold else GOES_ON
 
 
 def flagger_limits() -> tuple[dict[str, dict[str, float]], int]:
@@ -195,41 +221,66 @@ def flagger_limits() -> tuple[dict[str, dict[str, float]], int]:
     return {name: {kind: float(value)} for name, kind, value in ranges}, int(threshold[1])
 
 
-def judged(running: Prometheus, replay: Replay) -> dict[str, dict[str, str]]:
-    """Ask each judge about each fleet once a minute; return the verdicts, the worst of each fleet's metrics."""
+@cache
+def dated(values: str, start: int) -> list[str]:
+    """Return value and time of each sample of *values*, a minute apart, from the first that a judge may read."""
+    samples = enumerate(expanded(values))
+    return [f"{value!r} {start + minute * 60}\n" for minute, value in samples if JUDGED.start - 11 < minute]
+
+
+def of_fleet(fleet: str, names: Sequence[str], percentage: int, start: int) -> Iterator[str]:
+    """Yield the samples of *fleet* with an engine of each of *names*, *percentage* of them in its canary."""
+    chosen = {name for name in names if bucket(name) < percentage * 100}
+    first = min(chosen)
+    for name in names:
+        chance = random.Random(name)  # noqa: S311 # the same in every run
+        answered = [chance.random() >= MISSED for _ in range(JUDGED.stop)]
+        series = HEALTHY if fleet in ON_ONE_ENGINE and name != first else FLEETS[fleet]
+        here = f'instance="{"in" if name in chosen else "out"}"'
+        for each, values in series.items():
+            if here in each:
+                target = each.replace(here, f'instance="{name}"').replace(", ", ",") + " "
+                yield "".join(target + sample for sample in compress(dated(values, start), answered))
+
+
+def judged(folder: Path, kind: str, percentage: int, fleet: str) -> tuple[float | None, dict[str, str]]:
+    """Store and judge a fleet; return its share of the canary by Prometheus, and the worst verdict of each judge."""
     argo, (limits, threshold) = documents(ARGO)[0]["spec"]["metrics"], flagger_limits()
     queries = {f"argo {each['name']}": of_argo(each) for each in argo}
     queries |= {f"flagger {each['metadata']['name']}": of_flagger(each) for each in documents(FLAGGER)}
     assert queries == JUDGES  # noqa: S101 # none is left out
-    values: dict[tuple[str, str], list[float | None]] = {}
-    for minute in range(JUDGED_AT, JUDGED_AT + 15):
-        while replay.minute() < minute:
-            time.sleep(0.05)
-        for fleet in FLEETS:
-            for name, query in queries.items():
-                samples = running.instant(
-                    shortened(query.replace('namespace="llm"', f'namespace="{fleet}"'), replay.step)
-                )
-                values.setdefault((fleet, name), []).append(samples[0].points[0][1] if samples else None)
-    worst = ("taken back", "waits for a person", "goes on")
-    verdicts: dict[str, dict[str, str]] = {}
-    for fleet in FLEETS:
-        by_argo = {argo_verdict(each, values[fleet, f"argo {each['name']}"]) for each in argo}
-        by_flagger = {flagger_verdict(limits[name], values[fleet, f"flagger {name}"], threshold) for name in limits}
-        verdicts[fleet] = {
-            "argo": next(each for each in worst if each in by_argo),
-            "flagger": next(each for each in worst if each in by_flagger),
-        }
-    return verdicts
+    text, nothing = folder / "text", folder / "none.yml"
+    nothing.write_text("groups: []")
+    start = int(time.time()) // 3600 * 3600 - 6 * 3600
+    with text.open("w") as file:
+        file.writelines(of_fleet(fleet, NAMED[kind], percentage, start))
+        file.write("# EOF\n")
+    stored(text, folder / "blocks")
+    queries["share"] = "sum(graphfix_canary) / count(graphfix_canary)"
+    span = {"start": f"{start + JUDGED.start * 60}", "end": f"{start + (JUDGED.stop - 1) * 60}", "step": "60"}
+    values: dict[str, list[float | None]] = {}
+    # A series ends with the scrape that fails, of which nothing is stored but that there is no sample.
+    flags = ["--query.lookback-delta=59s"]
+    with prometheus([], nothing, {"scrape_configs": []}, flags, blocks=folder / "blocks") as running:
+        for name, query in queries.items():
+            result = running.get("query_range", query=query, **span)["result"]
+            samples = {int(at): float(value) for at, value in result[0]["values"]} if result else {}
+            values[name] = [samples.get(start + minute * 60) for minute in JUDGED]
+    by_argo = [argo_verdict(each, values[f"argo {each['name']}"]) for each in argo]
+    by_flagger = [flagger_verdict(limits[name], values[f"flagger {name}"], threshold) for name in limits]
+    worst = (BACK, WAITS, GOES_ON)
+    return values["share"][0], {"argo": min(by_argo, key=worst.index), "flagger": min(by_flagger, key=worst.index)}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--step", type=float, default=2.0, help="seconds of a minute")
-    parser.add_argument("--minutes", type=float, default=1e9, help="leave out what is expected later")
-    parser.add_argument("--out", type=Path, default=PROJECT / "benchmarks" / "results" / "live_alerts.json")
-    options = parser.parse_args()
-    replay = Replay(options.step)
+def walked(running: Prometheus, labels: Mapping[str, str], step: float) -> list[str]:
+    """Return the queries of the runbook that have nothing about an alert with *labels*."""
+    queries = [about(query, labels) for query in runbook()[labels["alertname"]]]
+    return [query for query in queries if not running.instant(shortened(query, step))]
+
+
+def replayed(step: float) -> dict[str, Any]:
+    """Replay the series of the rules' unit tests; return what of the alerts and queries is not as expected."""
+    replay = Replay(step)
     received: dict[str, float] = {}
 
     def receive(body: bytes) -> str:
@@ -239,7 +290,7 @@ def main() -> int:
 
     exporter, scraped_port = served(lambda _: replay.text())
     receiver, receiver_port = served(receive)
-    every = f"{options.step:g}s"
+    every = f"{step:g}s"
     scrape = {
         "job_name": "replay",
         "honor_labels": True,
@@ -247,7 +298,7 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         rules = Path(folder) / "rules.yml"
-        rules.write_text(shortened(RULES.read_text(), options.step))
+        rules.write_text(shortened(RULES.read_text(), step))
         with alertmanager(Path(folder), receiver_port) as port:
             targets = [{"static_configs": [{"targets": [f"127.0.0.1:{port}"]}]}]
             changes = {
@@ -256,38 +307,69 @@ def main() -> int:
                 "scrape_configs": [scrape],
             }
             replay.start = time.time()
-            flags = [f"--query.lookback-delta={round(5 * options.step * 1000)}ms", "--rules.alert.resend-delay=1s"]
+            flags = [f"--query.lookback-delta={round(5 * step * 1000)}ms", "--rules.alert.resend-delay=1s"]
             with prometheus([], rules, changes, flags) as running:
                 replay.start = time.time()
-                verdicts = judged(running, replay)
                 unanswered = [
                     f"{panel.title}: {error}" for panel in panels() for error in refused(running, panel.targets)
                 ]
-                due = [each for each in replay.expected if each[0] <= options.minutes]
-                until = max(minute for minute, _ in due) + 5
-                missing = due
+                until = max(minute for minute, _ in replay.expected) + 5
+                missing, without_answer = replay.expected, list[str]()
                 while missing and replay.minute() < until:
                     time.sleep(1)
-                    missing = [each for each in due if json.dumps(each[1], sort_keys=True) not in received]
+                    arrived = [each for each in missing if json.dumps(each[1], sort_keys=True) in received]
+                    for _, labels in arrived:
+                        without_answer += walked(running, labels, step)
+                    missing = [each for each in missing if each not in arrived]
     exporter.shutdown()
     receiver.shutdown()
-    expected = {json.dumps(labels, sort_keys=True): minute for minute, labels in due}
-    alerts: dict[str, dict[str, float]] = {}
-    for key, minute in expected.items():
-        alerts.setdefault(json.loads(key)["alertname"], {})[json.loads(key)["cluster"]] = minute
-    result = {
-        "seconds of a minute": options.step,
+    return {
+        "seconds of a minute": step,
         "alerts that reached the receiver": sorted(
-            {json.loads(key)["alertname"] for key in received.keys() & expected}
+            {labels["alertname"] for each, labels in replay.expected if (each, labels) not in missing}
         ),
         "expected, and not received": [labels for _, labels in missing],
         "queries of the dashboard refused": unanswered,
-        "verdicts": verdicts,
+        "queries of the runbook without an answer": without_answer,
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    wrong = [fleet for fleet, verdict in VERDICTS.items() if verdicts[fleet]["argo"] != verdict]
-    print(json.dumps(result, indent=1), f"wrong verdicts: {wrong}")
-    return int(bool(missing or unanswered or wrong))
+
+
+def all_judged() -> dict[str, Any]:
+    """Judge the fleets at each share; return shares, verdicts, and which of these are not as expected."""
+    verdicts: dict[str, dict[str, dict[str, str]]] = {}
+    shares: dict[str, dict[str, float]] = {}
+    for kind, percentage in product(NAMED, SHARES):
+        where = verdicts.setdefault(f"{kind}, {percentage} %", {})
+        for fleet in FLEETS if percentage == ALL_AT else ("healthy", "sick"):
+            with tempfile.TemporaryDirectory() as folder:
+                share, where[fleet] = judged(Path(folder), kind, percentage, fleet)
+            if fleet == "healthy" and share is not None:
+                shares.setdefault(kind, {})[f"{percentage} %"] = round(share * 100, 2)
+            print(kind, percentage, "%:", share, fleet, where[fleet], flush=True)
+    wrong = [
+        f"{fleet}, {where}"
+        for where, by_fleet in verdicts.items()
+        for fleet, each in by_fleet.items()
+        if each != {"argo": VERDICTS[fleet], "flagger": VERDICTS[fleet].replace(WAITS, BACK)}
+    ]
+    return {"percent in the canary": shares, "verdicts": verdicts, "wrong verdicts": wrong}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("alerts", "judges"))
+    parser.add_argument("--step", type=float, default=2.0, help="seconds of a minute")
+    parser.add_argument("--out", type=Path, default=PROJECT / "benchmarks" / "results" / "live_alerts.json")
+    options = parser.parse_args()
+    results = json.loads(options.out.read_text()) if options.only and options.out.exists() else {}
+    if options.only != "alerts":
+        results |= all_judged()
+    if options.only != "judges":
+        results |= replayed(options.step)
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print(json.dumps(results, indent=1))
+    faults = ("wrong verdicts", "expected, and not received", "queries of the dashboard refused")
+    return int(any(results.get(each) for each in (*faults, "queries of the runbook without an answer")))
 
 
 def refused(running: Prometheus, targets: Sequence[Any]) -> list[str]:

@@ -15,6 +15,7 @@ import healthy_day
 import live_alerts
 import two_hosts
 from deployed import FLAGGER, RULES, documents
+from judged_fleets import NAMED
 
 LIMITS = {
     "count": 4,
@@ -73,6 +74,15 @@ def test_each_template_of_flagger_has_a_range() -> None:
     assert limits.keys() == {each["metadata"]["name"] for each in documents(FLAGGER)}
     assert live_alerts.flagger_verdict({"max": 0.0}, [1, None, 1], threshold) == "taken back"
     assert live_alerts.flagger_verdict({"max": 0.0}, [1, None, 0], threshold) == "goes on"
+
+
+def test_a_fleet_has_its_share_in_the_canary_and_a_fault_of_one_engine_once() -> None:
+    names = NAMED["pods of a StatefulSet"][:100]
+    samples = "".join(live_alerts.of_fleet("with ranks that differ", names, 25, 0)).splitlines()
+    now = [line.rpartition(" ")[0] for line in samples if line.endswith(f" {live_alerts.JUDGED.start * 60}")]
+    assert sum(line.startswith("graphfix_canary{") for line in now) >= 98
+    assert sum(line.startswith("graphfix_canary{") and line.endswith(" 1.0") for line in now) == 23
+    assert sum(line.startswith("graphfix_ranks_agreeing{") and line.endswith(" 1.0") for line in now) == 1
 
 
 def seen(**changes: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from judged_fleets import NAMED
 from vllm_graphfix import __version__
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
@@ -44,16 +45,6 @@ def test_nobody_leaves_when_the_percentage_rises() -> None:
         assert before <= inside
         before = inside
     assert len(before) == 2_000
-
-
-NAMED: dict[str, list[str]] = {
-    "pods of a StatefulSet": [f"vllm-{number}" for number in range(2_000)],
-    "nodes of a Deployment": [f"gpu-{number // 100:02d}-{number % 100:02d}.eu-1.example" for number in range(2_000)],
-    "group keys of a LeaderWorkerSet": [
-        hashlib.sha1(f"llm/vllm-{number}".encode()).hexdigest()  # noqa: S324 # its controller's
-        for number in range(2_000)
-    ],
-}
 
 
 @pytest.mark.parametrize("kind", NAMED)
