@@ -20,7 +20,7 @@ from update_docs import default_runner_of
 from vllm_graphfix.commands.status import status
 from vllm_graphfix.commands.status_table import show
 from vllm_graphfix.deployment import Concern, Deployment, hardware, read_deployment
-from vllm_graphfix.deployment.runner import SERVED_BY_V2, default_runner
+from vllm_graphfix.deployment.runner import CHOOSERS, SERVED_BY_V2, default_runner
 from vllm_graphfix.source.files import open_source, stock_release
 
 pytestmark = pytest.mark.usefixtures("among_models")
@@ -51,6 +51,12 @@ RUNNERS = [
     ("0.26.0", "./mamba2", "V1"),
     ("0.26.0", "./llama", None),
     ("0.29.0", "./mamba2", None),
+    ("0.32.0", "./llama", "V2"),
+    ("0.33.0", './mamba2 -dp 2 --speculative-config {"method":"ngram"}', "V2"),
+    ("0.33.0", './llama --speculative-config {"model":"./small"}', None),
+    ("0.33.0", './llama --speculative-config {"method":"suffix"}', None),
+    ("0.33.0", "./llama --enable-dbo", None),
+    ("0.33.0", "./llama --config serve.yaml", None),
     ("0.33.0", "VLLM_USE_V2_MODEL_RUNNER=0 vllm serve ./llama", "V1"),
 ]
 
@@ -73,9 +79,11 @@ def test_the_default_runner_of_each_release_is_known(release: str) -> None:
     assert default_runner(stock_source(release_root(release))) == expected == default_runner_of(release)
 
 
-@pytest.mark.parametrize(("release", "line", "runner"), [row for row in RUNNERS if row[0] < "0.25"])
+@pytest.mark.parametrize(("release", "line", "runner"), RUNNERS)
 def test_a_release_whose_code_is_not_here_has_the_same_runner(release: str, line: str, runner: str | None) -> None:
-    assert Deployment(line, {}, stock_release(release)).runner("V1").holds is (None if runner is None else True)
+    assert (
+        Deployment(line, {}, stock_release(release)).runner("V1").holds is {"V1": True, "V2": False, None: None}[runner]
+    )
 
 
 V2_OF = {
@@ -118,6 +126,7 @@ def test_whom_v2_serves_is_as_am_i_hit_says(release: str) -> None:
         ]
         texts = re.findall(r"append\(f?[\"'](stock torch\.compile|[\w-]+)", ast.unparse(refused))
         assert {re.split("/", text)[0] for text in texts} == REFUSED[release]
+        assert (release in CHOOSERS) == (len(REFUSED[release]) == 4)
     else:
         since = max((first for first in V2_OF if _at(first) <= _at(release)), key=_at)
         assert {re.sub("For.*", "", name) for name in listed or ()} == V2_OF[since]

@@ -184,7 +184,7 @@ def test_what_is_one_flag_away_comes_first() -> None:
 
 def test_drafts_that_are_not_hit_leave_other_methods() -> None:
     drafts = "--speculative-config.method=ngram --speculative-config.num_speculative_tokens=4"
-    out = status("--for", f"./llama {drafts}", "--gpu", HOPPER, vllm="0.33.0")
+    out = status("--for", f"./llama {drafts}", "--gpu", HOPPER, vllm="0.31.0")
     assert "; speculative decoding by another method; " in out
 
 
@@ -198,6 +198,12 @@ def test_what_is_undecided_is_likely_under_a_condition() -> None:
     assert out.startswith("MAYBE HIT by ")
     assert "\nLIKELY IF attention runs on FlashMLA:\n  flashmla-fp8: garbage" in out
     assert "\nDecided by:\n  the name of the GPU that serves (--gpu NAME)" in out
+
+
+def test_what_needs_the_other_model_runner_is_not_likely() -> None:
+    out = status("--for", "./llama --config flags.yaml", vllm="0.33.0")
+    assert "\nONLY IF the model runner is V1 (V2 here)" in out
+    assert "LIKELY IF the model runner is V1" not in out
 
 
 def test_conditions_read_as_one_clause_of_this_vllm() -> None:

@@ -165,7 +165,7 @@ WORDINGS = (
 SERVED = (
     Served("0.32.0", f"{v2}./model", affects, "compress_ratio of 128", model=v4),
     Served("0.30.0", f"{v2}./model -cc.cudagraph_mode=PIECEWISE", affects, "PIECEWISE", model=v4),
-    Served("0.32.0", "./model", unknown, "model runner that vLLM logs", model=v4),
+    Served("0.32.0", "./model", affects, "model runner V2", model=v4),
     Served("0.32.0", f"{v1}./model", does_not, "model runner V1", model=v4),
     Served("0.32.0", f"{v1}./model --enable-dbo", affects, "--enable-dbo", model=v4),
     Served("0.31.0", f"{v1}./model --enable-dbo -cc.cudagraph_mode=PIECEWISE", does_not, "PIECEWISE", model=v4),

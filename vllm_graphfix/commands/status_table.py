@@ -195,7 +195,8 @@ class _Output:
             if row.answer is None:
                 continue
             if row.answer.undecided:
-                title = f"LIKELY IF {_joined(row.answer.undecided)}:"
+                clauses = _joined(row.answer.undecided)
+                title = f"{'ONLY' if ' here)' in clauses else 'LIKELY'} IF {clauses}:"
                 missing |= dict.fromkeys(row.answer.missing)
             else:
                 title = f"CANNOT BE TOLD without {row.answer.reason}:"

@@ -11,7 +11,7 @@ from vllm_graphfix.deployment.answers import Fact
 from vllm_graphfix.deployment.attention import Attention
 from vllm_graphfix.deployment.graphs import Graphs
 from vllm_graphfix.deployment.hardware import first_bytes
-from vllm_graphfix.deployment.runner import Runner
+from vllm_graphfix.deployment.runner import Runner, default_runner
 from vllm_graphfix.deployment.speculation import Speculation
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ class Deployment(Graphs, Runner, Attention, Speculation):
 
     Each fact is a method and comes with its reason.
     """
+
+    @property
+    def default_runner(self) -> str:
+        """The model runner of its vLLM where nobody chooses one; empty if that is not known."""
+        return default_runner(self._source)
 
     def data_parallel(self) -> Fact:
         """There are several data-parallel ranks."""

@@ -45,9 +45,12 @@ class Need(NamedTuple):
         other = default in ("V1", "V2") and default not in runners
         return f"model runner {runners[0]}{_NO_DEFAULT if other else ''}"
 
-    def if_so(self, shape: str) -> str:
-        """Return the precondition as a clause, on code of *shape*."""
-        return f"the model runner is {self.here('', shape)[-2:]}" if self.runners else self.clause
+    def if_so(self, shape: str, default: str = "") -> str:
+        """Return the precondition as a clause, on code of *shape*; it names a *default* that is another."""
+        if self.runners is None:
+            return self.clause
+        (runner,) = self.runners(shape)
+        return f"the model runner is {runner}{f' ({default} here)' if default in {'V1', 'V2'} - {runner} else ''}"
 
 
 def unseen(text: str, detail: str = "") -> Need:
@@ -112,7 +115,8 @@ def judge(needs: Iterable[Need], deployment: Deployment, shape: str) -> Answer:
     facts = [(need, fact) for need in needs if (fact := need.fact(deployment, shape)) is not None]
     answer = all_of(*(fact for _, fact in facts))
     if answer.concern is Concern.UNKNOWN:
-        undecided = (need.if_so(shape) for need, fact in facts if fact.holds is None)
+        default = deployment.default_runner
+        undecided = (need.if_so(shape, default) for need, fact in facts if fact.holds is None)
     else:
         # The fact is about this very code, whatever release has it.
         undecided = (_SINCE.sub("", need.here("", shape)) for need, fact in facts if fact.holds is False)

@@ -14,6 +14,7 @@ from vllm_graphfix.source.files import Source
 _V2 = "VLLM_USE_V2_MODEL_RUNNER"
 _CONFIG_MODULE = "vllm/config/vllm.py"
 _ENVS = "vllm/envs.py"
+_SPECULATOR = "--speculative-config"
 
 
 Default = Literal["V1", "V1, V2 for some models", "V2", ""]
@@ -30,6 +31,17 @@ SERVED_BY_V2: Mapping[tuple[int, ...], frozenset[str]] = {
     (0, 24): _FIRST | _MIXTURES,
 }
 """The architectures that V2 serves by default in stock releases that choose by name alone."""
+CHOOSERS: Mapping[str, tuple[str, ...]] = {
+    "0.32.0": ("13ccfc114d7da3f6a6a435e2", "e7d0fe9ac6f363bed07a341d"),
+    "0.33.0": ("352c8bda123ea6896a82b560", "b72a5e9351efd0eca762848f"),
+}
+"""Fingerprints of the functions that choose the model runner, in stock releases whose V2 refuses `_REFUSED` alone."""
+_CHOOSERS = ("use_v2_model_runner", "_get_v2_model_runner_unsupported_features")
+_REFUSED = (
+    *("suffix", "medusa", "mlp_speculator", "custom_class", "parallel_drafting", "heterogeneous_vocab"),
+    *("dbo", "ubatch", "external_launcher"),
+)
+"""Words of a line without which V2 serves it."""
 
 
 def default_runner(source: Source) -> Default:
@@ -63,15 +75,17 @@ class Runner(Model):
                 return None, f"{_V2} being 0 or 1"
             return ("V2" if chosen else "V1"), f"{_V2}={int(chosen)} chooses model runner {'V2' if chosen else 'V1'}"
         default = self._runner_by_default()
-        if default == "V1":
-            return "V1", f"{_V2} is not set here, and this vLLM then uses model runner V1"
+        if default in ("V1", "V2"):
+            return default, f"{_V2} is not set here, and this vLLM then uses model runner {default}"
         if default == "V1 for this model":
             return "V1", f"{_V2} is not set here, and this vLLM then uses model runner V1 for this model"
         return None, default
 
     def _runner_by_default(self) -> str:
-        """Return ``V1``, ``V1 for this model``, or the information that is missing."""
+        """Return ``V1``, ``V1 for this model``, ``V2``, or the information that is missing."""
         missing_runner = f"{_V2} set to 0 or 1, or the model runner that vLLM logs when it starts"
+        if self._is_served_by_v2():
+            return "V2"
         if self._source.release is not None:
             return self._of_release(self._source.release, missing_runner)
         if not self._source.contains_word(_CONFIG_MODULE, "use_v2_model_runner"):
@@ -104,11 +118,24 @@ class Runner(Model):
         if default_runner(self._source) == "V1":
             return "V1"
         served = SERVED_BY_V2.get(tuple(map(int, release.split(".")))[:2])
-        if served is None or self._has_drafts:
+        if default_runner(self._source) == "V2" or self._has_drafts:
             return missing_runner
         architectures, missing = self._architectures
-        return missing or (missing_runner if architectures & served else "V1 for this model")
+        # Without a list of names, V2 serves what is not recurrent, save for mixtures of experts.
+        is_v1 = architectures & (MAMBA | OTHER_RECURRENT) if served is None else not architectures & served
+        return missing or ("V1 for this model" if is_v1 else missing_runner)
+
+    def _is_served_by_v2(self) -> bool:
+        """Tell if V2 serves the line for certain, on a vLLM whose V2 refuses little."""
+        if self._source.release is not None:
+            known = self._source.release in CHOOSERS
+        else:
+            choosers = (self._source.function(_CONFIG_MODULE, f"VllmConfig.{name}") for name in _CHOOSERS)
+            known = tuple(each.fingerprint() for each in choosers if each is not None) in CHOOSERS.values()
+        method_known = not self._has_drafts or self._has("--spec-method") or "method" in self._object(_SPECULATOR)[0]
+        line = self._line.replace("-", "_")
+        return known and method_known and "--config" not in self._flags and not any(word in line for word in _REFUSED)
 
     @property
     def _has_drafts(self) -> bool:
-        return self._has("--speculative-config") or self._has("--spec-method")
+        return self._has(_SPECULATOR) or self._has("--spec-method")
