@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import evidence_tables
-from deployed import CONFIGMAP, DEPLOYMENT, TARGET_LABELS, documents, labels_in, names_in
+from deployed import ARGO, CONFIGMAP, DEPLOYMENT, TARGET_LABELS, documents, labels_in, names_in
 from promtool import ran
 from stock import release_environment, release_root
 from test_readme import PAGES
@@ -40,11 +41,11 @@ NOT_RUN = {
     **dict.fromkeys(
         (
             "kubectl argo rollouts abort vllm",
-            (
-                """kubectl patch rollout vllm --type merge --patch '{"spec": {"template": {"metadata": {"labels": """
-                """{"vllm-graphfix/rollout": "0"}}}}}'"""
-            ),
-            "kubectl delete pod -l vllm-graphfix/rollout=100",
+            "kubectl argo rollouts get rollout vllm --watch",
+            "kubectl argo rollouts promote vllm",
+            "kubectl argo rollouts promote vllm --full",
+            "kubectl apply -f deploy/argo-rollouts/analysis-template.yaml",
+            "kubectl delete pod -l vllm-graphfix/mode=on",
         ),
         "needs a cluster with Argo Rollouts",
     ),
@@ -144,12 +145,17 @@ PATCHED = {
         """kubectl patch deployment vllm --patch '{"spec": {"template": {"metadata": {"labels": """
         """{"vllm-graphfix/rollout": "5"}}}}}'"""
     ),
+    *(
+        """kubectl patch rollout vllm --type merge --patch '{"spec": {"template": {"metadata": {"labels": """
+        f"""{{"vllm-graphfix/mode": "{mode}"}}}}}}}}}}'"""
+        for mode in ("on", "off")
+    ),
     """kubectl patch configmap vllm-graphfix --patch '{"data": {"VLLM_GRAPHFIX": "on"}}'""",
     """kubectl patch configmap vllm-graphfix --patch '{"data": {"VLLM_GRAPHFIX": "off"}}'""",
     "kubectl rollout restart deployment/vllm",
     "kubectl rollout status deployment/vllm",
 }
-"""They need a cluster; here they are compared with `deploy/kubernetes`."""
+"""They need a cluster; here they are compared with `deploy/kubernetes`, and with the Rollout of a page."""
 
 SWITCH = "export VLLM_GRAPHFIX=off"
 WITHOUT_GPU = "vllm-graphfix verify --device gpu"
@@ -453,8 +459,8 @@ def test_without_a_gpu_verify_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", sorted(PATCHED))
 def test_what_kubectl_changes_is_in_the_manifests(command: str) -> None:
-    kinds = {"deployment": documents(DEPLOYMENT), "configmap": documents(CONFIGMAP)}
-    kind, name = re.findall(r" (deployment|configmap)[ /](\S+)", command)[0]
+    kinds = {"deployment": documents(DEPLOYMENT), "configmap": documents(CONFIGMAP), "rollout": [argo_page()[0]]}
+    kind, name = re.findall(r" (?:patch|status|restart) (deployment|configmap|rollout)[ /](\S+)", command)[0]
     (stands,) = [each for each in kinds[kind] if each["kind"].lower() == kind and each["metadata"]["name"] == name]
     if "--patch" in command:
         patched = list(leaves(json.loads(shlex.split(command)[-1])))
@@ -464,6 +470,27 @@ def test_what_kubectl_changes_is_in_the_manifests(command: str) -> None:
             for key in path:
                 at = at[key]
             assert type(at) is type(value), path
+
+
+def argo_page() -> list[Any]:
+    """Return the YAML on docs/argo-rollouts.md: a Rollout, and its strategy."""
+    page = (PROJECT / "docs" / "argo-rollouts.md").read_text()
+    return [yaml.safe_load(block) for block in re.findall("^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)]
+
+
+def test_the_rollout_on_the_page_takes_its_switch_from_its_label_and_calls_the_analysis() -> None:
+    rollout, strategy = argo_page()
+    template = rollout["spec"]["template"]
+    (variable,) = template["spec"]["containers"][0]["env"]
+    (label,) = template["metadata"]["labels"]
+    assert variable == {
+        "name": SWITCH.split()[1].split("=", maxsplit=1)[0],
+        "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}},
+    }
+    (analysis,) = [step["analysis"] for step in strategy["strategy"]["canary"]["steps"] if "analysis" in step]
+    (called,) = documents(ARGO)
+    assert analysis["templates"] == [{"templateName": called["metadata"]["name"]}]
+    assert [each["name"] for each in analysis["args"]] == [each["name"] for each in called["spec"]["args"]]
 
 
 def leaves(tree: dict[str, Any], *path: str) -> Iterator[list[Any]]:

@@ -48,6 +48,7 @@ USERS_WORDS = {
     "am-i-hit.md": "garbage, gibberish, wrong tokens, exclamation marks, NaN, symptoms, illegal memory access",
     "performance.md": "overhead, cost, slowdown, latency, throughput, benchmark",
     "rollout.md": "rollback, roll back, uninstall, canary, kill switch, disable, upgrade",
+    "argo-rollouts.md": "Argo Rollouts, canary analysis",
     "alerts.md": "runbook, on call, alert fired, incident",
     "configuration.md": "environment variables, settings, options",
     "stacks.md": "Kubernetes, Docker, Helm, KServe, Ray Serve",
