@@ -121,7 +121,8 @@ def status(
         source = open_vllm(vllm)
         all_judged, unread = _judged(source, flags, gpu, running=running, elsewhere=vllm is not None)
     except (SourceError, ManifestError, FlagsError) as error:
-        stop(without_secrets(str(error)))
+        theirs = "; --running needs the Python that serves: `head -1 $(which vllm)`" * (running and vllm is None)
+        stop(without_secrets(str(error)) + theirs * isinstance(error, SourceError))
     if as_json:
         reports = [judged.as_json() | ({"process": process} if process else {}) for process, judged in all_judged]
         typer.echo(json.dumps({"schema": 1, "servers": reports} if running else reports[0], indent=2))
