@@ -223,8 +223,8 @@ def test_an_error_ends_the_watch_with_one_warning_and_no_word_to_vllm(warnings: 
 
 
 def component(settings: dict[str, str]) -> ClaimComponent:
-    nothing: Any = lambda *_: None  # noqa: E731 - for four fields
-    made = ClaimComponent(Services(nothing, nothing, nothing, nothing))
+    nothing: Any = lambda *_: None  # noqa: E731 - for five fields
+    made = ClaimComponent(Services(nothing, nothing, nothing, nothing, nothing))
     policy: Any = None
     made.start(decide(read(settings, ()), "0.33.0"), policy)
     return made

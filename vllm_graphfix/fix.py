@@ -52,6 +52,8 @@ class State(str, Enum):
     FAILED = "failed"
     WAITING = "waiting"
     """Needed; vLLM has not imported the module yet."""
+    BYPASSED = "bypassed"
+    """Applied, but vLLM replays graphs without calling its wrappers."""
     UNKNOWN = "unknown"
     """Undecidable: the defect was not seen, and the code is newer than every known release."""
 
@@ -75,6 +77,8 @@ class Code(str, Enum):
     """An error in the plugin."""
     IN_CAPTURE = "in-capture"
     """It failed while graphs were captured; if it is still active, these graphs are not used."""
+    NOT_CALLED = "not-called"
+    """Its wrappers are in place and vLLM does not call them."""
     ENGINE = "engine"
     """A detector, or its action, does not work with this engine."""
     NOTHING_MARKED = "nothing-marked"

@@ -173,10 +173,15 @@ def _builders(runner: Any) -> Iterator[Any]:
     """Yield the builders of the model and of a drafter that has graphs of its own, each once."""
     seen: set[int] = set()
     for owner in (runner, getattr(runner, "speculator", None)):
-        groups = [group for groups in getattr(owner, "attn_groups", None) or () for group in groups]
-        lists = [group.metadata_builders for group in groups]
-        lists.append(getattr(owner, "attn_metadata_builders", None) or [])  # model runner V2 up to 0.16.0
-        for builder in (builder for builders in lists for builder in builders):
+        for builder in builders_of(owner):
             if id(builder) not in seen:
                 seen.add(id(builder))
                 yield builder
+
+
+def builders_of(runner: Any) -> Iterator[Any]:
+    """Yield the builders of attention metadata of a model runner, or of a speculator."""
+    groups = [group for groups in getattr(runner, "attn_groups", None) or () for group in groups]
+    lists = [group.metadata_builders for group in groups]
+    lists.append(getattr(runner, "attn_metadata_builders", None) or [])  # model runner V2 up to 0.16.0
+    yield from (builder for builders in lists for builder in builders)

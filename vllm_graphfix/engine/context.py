@@ -40,7 +40,9 @@ class EngineContext:
 
     def make_components(self, publish: Any, start_heartbeat: Any, end: Any) -> None:
         """Make the components; the arguments are fields of `Services`."""
-        self.components = components.make_all(Services(publish, start_heartbeat, end, self._abort_for))
+        self.components = components.make_all(
+            Services(publish, start_heartbeat, end, self._abort_for, self.manager.proofs)
+        )
 
     def component(self, name: str) -> Any:
         """Return the component of that name. Raises StopIteration if there is none."""
@@ -57,7 +59,7 @@ class EngineContext:
         """Return the state of every fix, and of each component that is on."""
         states = self.manager.states(diagnose=diagnose)
         for each in self.components:
-            states |= each.states(diagnose=diagnose)
+            states |= {**each.overrule(states), **each.states(diagnose=diagnose)}
         # Last, to overrule the state that a component reports although its start failed.
         for name, error in self.not_begun.items():
             reason = f"it could not begin: {error}"

@@ -123,6 +123,11 @@ def _managers(runner: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}{name}", value
 
 
+def managers_of(runner: Any) -> Iterator[Any]:
+    """Yield the managers that dispatch to graphs in *runner*."""
+    yield from (manager for _, manager in _managers(runner))
+
+
 def _is_v1(manager: Any) -> bool:
     return hasattr(manager, "cudagraph_keys")
 

@@ -3,7 +3,8 @@
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.fix import Activity, Code, Companion, Diagnosis, Mode, Patch, State, Verdict
@@ -25,6 +26,37 @@ class FixState(NamedTuple):
     reason: str
     code: Code = Code.NONE
     """The kind of *reason*."""
+
+
+class Proof(Enum):
+    """The time at which vLLM has to call a target, for the fix to be on the path of full graphs."""
+
+    STEP = "each step"
+    CAPTURE = "the capture"
+
+
+_IN_EACH_STEP = frozenset({"_determine_batch_execution_and_padding", "update_requests", "prepare_inputs"})
+"""Methods of model runners that each step with requests calls, in every release that has them."""
+_IN_CAPTURES = frozenset({"capture", "capture_graph", "capture_model"})
+
+
+def is_of_builder(target: str) -> bool:
+    """Tell if *target*, ``Class.method``, belongs to a builder of attention metadata, which builds in each step."""
+    owner, _, method = target.rpartition(".")
+    return owner.endswith("MetadataBuilder") and not method.startswith("__")
+
+
+def proof_of(patches: Sequence[Patch], patch: Patch) -> Proof | None:
+    """Return when a call of the target of *patch*, one of all *patches* of its fix, proves that the fix is at work.
+
+    None where no call can: targets that graphs record, that make objects, or that vLLM calls for some steps only. Where
+    a patch is left out of a fix that only counts, that patch corrects, and the others count in each step.
+    """
+    owner, _, method = patch.name.rpartition(".")
+    if owner and method in _IN_CAPTURES:
+        return Proof.CAPTURE
+    in_each_step = is_of_builder(patch.name) or (owner.endswith("ModelRunner") and method in _IN_EACH_STEP)
+    return Proof.STEP if in_each_step and all(each.observes for each in patches) else None
 
 
 class Policy(NamedTuple):
@@ -193,6 +225,12 @@ class AppliedFix:
             return
         self.sites = []
         self.set_state(state, reason, code)
+
+    def proofs(self) -> list[tuple[sites.Site, Proof]]:
+        """Return the sites at which a call proves that the fix is on the path, each with the time of such calls."""
+        proofs = {(patch.module, patch.name): proof_of(self.patches, patch) for patch in self.patches}
+        named = ((site, proofs.get((site.module, ".".join([*site.classes, site.attribute])))) for site in self.sites)
+        return [(site, proof) for site, proof in named if proof is not None]
 
     @property
     def failed_in_use(self) -> bool:

@@ -14,7 +14,7 @@ from vllm_graphfix.fix import Activity, Code, State, Verdict
 from vllm_graphfix.fixes import import_whole
 from vllm_graphfix.log import HeldLog
 from vllm_graphfix.patching import sites
-from vllm_graphfix.patching.applied_fix import AppliedFix, FixState, Policy
+from vllm_graphfix.patching.applied_fix import AppliedFix, FixState, Policy, Proof
 from vllm_graphfix.patching.hooks import when_imported
 
 if TYPE_CHECKING:
@@ -296,6 +296,12 @@ class FixManager:
         """Return the number of times that each event occurred, by fix and event."""
         # Without the lock: steps add to these numbers without it, too.
         return {name: applied.activity.counts for name, applied in self._applied.items()}
+
+    @_exclusive
+    def proofs(self) -> dict[str, list[tuple[sites.Site, Proof]]]:
+        """Return, of each fix that is applied, the sites at which a call proves that it is on the path."""
+        applied = (State.ACTIVE, State.OBSERVING)
+        return {name: each.proofs() for name, each in self._applied.items() if each.state in applied}
 
     def activity(self, name: str) -> Activity:
         """Return the activity of the fix *name*."""

@@ -33,6 +33,8 @@ _MASTERS = frozenset(master.value for master in Master)
 _MODES = frozenset(mode.value for mode in Mode)
 _STATES = frozenset(state.value for state in State)
 _CODES = frozenset(code.value for code in Code)
+_AS_FIELD = {State.UNKNOWN.value: State.NOT_NEEDED, State.BYPASSED.value: State.FAILED}
+"""States that the first readers do not know, each with the one that they read instead."""
 
 
 class RecordError(ValueError):
@@ -367,16 +369,18 @@ def _engines(fields: JsonObject, key: str) -> tuple[str, ...]:
 
 
 def _written(fix: FixReport, longest: int) -> dict[str, Any]:
-    """Return *fix* for the file. `unknown` is a field, since older readers refuse an unknown state and skip a field."""
+    """Return *fix* for the file, newer states as fields: older readers refuse an unknown state and skip a field."""
     fields = fix._replace(reason=_cut_to_fit(fix.reason, longest))._asdict()
     if fix.code == Code.NONE.value:
         del fields["code"]
-    return fields if fix.state != State.UNKNOWN.value else fields | {"state": State.NOT_NEEDED.value, "unknown": True}
+    if fix.state in _AS_FIELD:
+        fields |= {"state": _AS_FIELD[fix.state].value, fix.state: True}
+    return fields
 
 
 def _state(fix: JsonObject) -> str:
-    unknown = fix.has("unknown") and fix.truth("unknown")
-    return State.UNKNOWN.value if unknown else fix.one_of("state", _STATES)
+    newer = next((state for state in _AS_FIELD if fix.has(state) and fix.truth(state)), None)
+    return newer or fix.one_of("state", _STATES)
 
 
 def _code(fix: JsonObject) -> str:

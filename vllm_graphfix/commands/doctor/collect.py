@@ -371,11 +371,12 @@ def _engine(engine: Engine) -> dict[str, Any]:
 
 def _errors(fleet: Fleet) -> list[dict[str, str]]:
     """Return the last errors of fixes and engines, each once."""
-    failed = (State.FAILED.value, State.CONFLICT.value, State.INCOMPATIBLE.value)
+    from vllm_graphfix.commands.fleet.engine import BAD
+
     errors: dict[tuple[str, str, str], None] = {}
     for record in (member.record for engine in fleet.engines for member in engine.members):
         for name, fix in record.fixes.items():
-            if fix.state in failed:
+            if fix.state in BAD:
                 errors[name, fix.state, fix.reason] = None
         if record.problem is not None:
             errors["engine", "stopped", record.problem] = None

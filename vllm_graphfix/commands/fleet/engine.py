@@ -15,7 +15,7 @@ from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.records import FixReport, Liveness, Unreadable
 from vllm_graphfix.text import ranks_named
 
-BAD = frozenset({State.FAILED.value, State.CONFLICT.value, State.INCOMPATIBLE.value})
+BAD = frozenset(each.value for each in (State.FAILED, State.CONFLICT, State.INCOMPATIBLE, State.BYPASSED))
 YOUNG = 120.0
 """Seconds in which a process of vLLM may not have come to its plugins: it imports torch first."""
 _MOST_MISSING = 1024

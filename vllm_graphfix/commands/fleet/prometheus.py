@@ -106,7 +106,7 @@ _TROUBLES = (
         lambda labels, number: f"{_GAUGES[labels['__name__']]} ({number:.0f})",
     ),
     _Trouble(
-        'graphfix_fix_ranks{state=~"failed|conflict|incompatible", $} > 0',
+        'graphfix_fix_ranks{state=~"failed|conflict|incompatible|bypassed", $} > 0',
         lambda labels, number: f"{labels['fix']} is {labels['state']}: {labels['code']} {_ranks(number)}",
     ),
     _Trouble(

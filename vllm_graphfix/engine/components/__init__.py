@@ -6,13 +6,14 @@ Engine, records and comparison of ranks refer to none of them by name.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
-    from vllm_graphfix.patching.applied_fix import FixState, Policy
+    from vllm_graphfix.patching.applied_fix import FixState, Policy, Proof
     from vllm_graphfix.patching.manager import FixManager
+    from vllm_graphfix.patching.sites import Site
     from vllm_graphfix.settings.decision import Decision
     from vllm_graphfix.settings.shadow_rate import Abort
 
@@ -28,6 +29,8 @@ class Services(NamedTuple):
     """Write the reason for which this process ends now."""
     abort_for: Callable[[str], Abort | None]
     """Return the `Abort` for the detector of that name; None if requests are not ended."""
+    proofs: Callable[[], Mapping[str, Sequence[tuple[Site, Proof]]]]
+    """Return the sites of each applied fix at which a call proves that it is on the path of graphs."""
 
 
 class Component:
@@ -68,6 +71,10 @@ class Component:
 
     def states(self, *, diagnose: bool) -> Mapping[str, FixState]:
         """Return its state in the form of a fix's, by its name; nothing if it is off."""
+        return {}
+
+    def overrule(self, states: Mapping[str, FixState]) -> Mapping[str, FixState]:
+        """Return those of the *states* of fixes, by name, about which it knows better, corrected."""
         return {}
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
