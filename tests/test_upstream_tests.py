@@ -45,6 +45,24 @@ def test_outcomes_are_counted_by_kind() -> None:
     assert run({"a": PASSED, "b": PASSED, "c": SKIPPED, "d": ERROR}).counts == "2 passed, 1 skipped, 1 errors"
 
 
+def test_of_a_run_that_was_stopped_the_tests_that_ended_are_compared() -> None:
+    off = Run({"a": PASSED, "b": PASSED, "c": {"setup": "passed"}, "d": PASSED}, {}, {}, ended=False)
+    assert [line[:11] for line in compare(off, run({"a": FAILED, "b": {"setup": "passed"}, "c": PASSED}))] == [
+        "differs: a:"
+    ]
+
+
+def test_processes_of_a_run_are_read_as_one(tmp_path: Path) -> None:
+    (tmp_path / "outcomes").write_text(
+        '["a", "setup", "passed"]\n["b", "collect", "failed"]\n["a", "call", "failed"]\n'
+    )
+    (tmp_path / "1.json").write_text('{"failed": {}, "calls": {"f: g": 2, "f: h": 0}}')
+    (tmp_path / "2.json").write_text('{"failed": {"f": "why"}, "calls": {"f: g": 1}}')
+    assert upstream_tests._read(tmp_path, tmp_path / "output", ended=True) == Run(
+        {"a": {"setup": "passed", "call": "failed"}, "b": {"collect": "failed"}}, {"f": "why"}, {"f: g": 3, "f: h": 0}
+    )
+
+
 def test_paths_that_no_test_has_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="has none of tests/nowhere"):
         upstream_tests.run(tmp_path, tmp_path, ["tests/nowhere/*.py"], {})
