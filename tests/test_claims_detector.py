@@ -35,6 +35,11 @@ def test_vllms_own_captures_and_builders_are_judged_by_what_they_do(release: str
     check_behaviours(release, "claims_detector", {"VLLM_GRAPHFIX": "off"})
 
 
+@pytest.mark.parametrize("release", slow_but_for(("0.25.1",), ("0.24.0", "0.25.1")))
+def test_what_a_draft_of_model_runner_v2_captures_for_itself_is_seen(release: str) -> None:
+    check_behaviours(release, "claims_of_drafts", {"VLLM_GRAPHFIX": "off"})
+
+
 class BuilderDouble:
     """Returns the metadata that it was made with; a capture's come from `build`, as most of vLLM's do."""
 
