@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from vllm_graphfix.deployment.answers import Fact
@@ -44,6 +44,7 @@ _REFUSED = (
 """Words of a line without which V2 serves it."""
 
 
+@lru_cache(maxsize=1)
 def default_runner(source: Source) -> Default:
     """Return the default model runner of *source*. Where it is V2, V1 still serves the features that V2 lacks."""
     if source.release is not None:

@@ -64,6 +64,7 @@ class Source:
         """The folder that holds ``vllm/``; None for a wheel file."""
         self._read = functools.lru_cache(maxsize=None)(read)
         self._tree = functools.lru_cache(maxsize=None)(self._parse)
+        self.digest = functools.lru_cache(maxsize=None)(self._hash)  # most fixes read the runner's file
         self.replaced: list[Function] = []
         """The requested functions that their module decorates or binds again: other code may run under these names."""
         self.imported: list[tuple[str, str, str]] = []
@@ -111,7 +112,7 @@ class Source:
             self._note_import(path, of)
         return contained
 
-    def digest(self, path: str) -> str | None:
+    def _hash(self, path: str) -> str | None:
         """Hash the file's bytes, in 24 hexadecimal digits; None as in `read`. Raises `SourceError`."""
         import hashlib
 
@@ -306,7 +307,7 @@ def _sizes_below(root: Path) -> dict[str, int]:
     while folders:
         folder = folders.pop()
         try:
-            node = Path(folder).stat()
+            node = os.stat(folder)  # noqa: PTH116 - hundreds of folders, and a Path takes longer than the call
             if (node.st_dev, node.st_ino) in seen:  # a link leads back to a folder above it
                 continue
             seen.add((node.st_dev, node.st_ino))
