@@ -54,7 +54,7 @@ def _after_prefix(word: str) -> str | None:
     if word.startswith(PREFIX):
         return word[len(PREFIX) :].removeprefix("_")
     # A mistyped prefix ends where a word does: VLLM_GRAPHICS begins like ours, and is somebody else's.
-    end = word.find("_")
+    end = word.find("_", len(PREFIX) - _EDITS)
     while 0 <= end <= len(PREFIX) + _EDITS:
         if _within(word[:end], PREFIX, _EDITS):
             return word[end + 1 :]

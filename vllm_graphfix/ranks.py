@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import queue
 import re
 import threading
 from collections.abc import Callable
@@ -62,6 +61,8 @@ class BoundedStore:
         loss = _losses.get(self._connection)
         if loss is not None and not loss.is_over():
             raise StoreLostError(loss.message)
+        import queue  # with a store, torch has imported it; `register` goes without
+
         outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
