@@ -57,6 +57,21 @@ def test_arguments_are_corrected_by_position_and_by_name(
     assert of.counts == {"met": int(expected[1] == 1)}
 
 
+@correct_arguments("module", "target", MET)
+def with_an_even_limit(self: str, number: int = 0, limit: int | None = None) -> tuple[Any, ...]:
+    return (self, number, 2 if number else limit)
+
+
+def test_an_argument_that_the_call_leaves_out_is_corrected_too() -> None:
+    def limited(self: str, number: int = 7, limit: int | None = 9) -> tuple[Any, ...]:
+        return (self, number, limit)
+
+    corrected = with_an_even_limit.wrap(limited, activity())
+    assert corrected("s", 3) == ("s", 3, 2)
+    assert corrected("s", number=3) == ("s", 3, 2)
+    assert corrected("s") == ("s", 7, 9), "stock's own defaults stand where nothing is corrected"
+
+
 def test_a_patch_goes_by_the_parameters_that_its_correction_names() -> None:
     assert (at_least_one.leading, filled.leading) == (2, 0)
     assert of_one_argument.leading is None, "it could not be called with one more"

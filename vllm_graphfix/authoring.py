@@ -33,7 +33,7 @@ def correct_arguments(
     """
 
     def decorate(correct: Callable[..., tuple[Any, ...] | None]) -> Patch:
-        names = _named(correct)
+        defaults = _named(correct)
 
         def wrap(stock: StockFunction, activity: Activity) -> StockFunction:
             occurrences, corrects = activity.counter(event), activity.corrects
@@ -45,8 +45,13 @@ def correct_arguments(
                     if corrected is not None:
                         occurrences.count += 1
                         if corrects:
-                            by_name = {n: v for n, v in zip(names, corrected, strict=False) if n in kwargs}
-                            by_position = corrected[: len(args)]
+                            by_position, others = corrected[: len(args)], corrected[len(args) :]
+                            # An argument that the call leaves out, and the correction too, keeps stock's own default.
+                            by_name = {
+                                name: value
+                                for (name, default), value in zip(defaults[len(args) :], others, strict=False)
+                                if name in kwargs or value is not default
+                            }
                             args, kwargs = (*by_position, *args[len(by_position) :]), {**kwargs, **by_name}
                 except Exception as error:
                     activity.failed(error)
@@ -93,8 +98,11 @@ def correct_result(
     return decorate
 
 
-def _named(correct: Callable[..., Any]) -> list[str]:
-    return [each.name for each in inspect.signature(correct).parameters.values() if each.kind in _POSITIONAL]
+def _named(correct: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Return the parameters that *correct* names, with their defaults."""
+    return [
+        (each.name, each.default) for each in inspect.signature(correct).parameters.values() if each.kind in _POSITIONAL
+    ]
 
 
 def _leading(correct: Callable[..., Any], but: int = 0) -> int | None:
