@@ -6,6 +6,7 @@ string, which took half a millisecond for `Fix`.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -210,18 +211,16 @@ class Activity:
         Only the first is logged: an error on the decode path may recur at every step.
         """
         first = self.error is None and not self.graphs
-        try:
-            reason = f"{type(error).__name__}: {error}"
-            if Activity.capturing is not None:
-                # All ranks decide on these graphs together, after the capture: see `CaptureGate`.
-                self.graphs.setdefault(Activity.capturing(), reason)
-            elif self.error is None:
-                self.error = reason
-        except Exception:  # an error without a text, or no file to import from: it has failed all the same
-            if Activity.capturing is not None:
-                self.graphs[None] = type(error).__name__
-            else:
-                self.error = self.error or type(error).__name__
+        reason, capturing, graph = type(error).__name__, Activity.capturing, None
+        # An error without a text, or no file to import from: it has failed all the same.
+        with suppress(Exception):
+            reason = f"{reason}: {error}"
+            graph = capturing() if capturing is not None else None
+        if capturing is None:
+            self.error = self.error or reason
+        else:
+            # All ranks decide on these graphs together, after the capture: see `CaptureGate`.
+            self.graphs.setdefault(graph, reason)
         if first:
             logger.warning("graphfix: a fix failed in use; vLLM runs its own code there", exc_info=error)
 
