@@ -170,7 +170,7 @@ def test_an_idle_step_calls_nothing_and_one_with_a_verdict_no_system(its: Aborts
     scheduler = SchedulerStandIn()
     its._begin(scheduler)
     assert calls(lambda: steps(its, scheduler)) == set()
-    its.of("shadow").tell(["a"], [3], "wrong")
+    its.of("shadow").deliver(["a"], [3], "wrong")
     made = calls(lambda: steps(its, scheduler))
     assert scheduler.ended == ["a"]
     of_the_log = {"posix.fspath", "posix.getpid", "time.time"}
@@ -217,7 +217,7 @@ def test_whoever_listens_in_the_scheduler_s_place_learns_nothing(monkeypatch: py
         listener.bind(abort_channel._address(mine._engine, os.getppid()))
         listener.listen()
         with pytest.raises(OSError, match="cannot be told: another process listens in its place"):
-            mine.tell("shadow", ["a"], [], "wrong")
+            mine.deliver("shadow", ["a"], [], "wrong")
     assert mine.counts()["abort"] == {"delivered": 0, "undelivered": 1}
 
 
@@ -231,7 +231,7 @@ def test_a_rank_that_the_scheduler_has_not_started_is_refused_with_the_reason() 
     assert "was not started by the scheduler's process (Ray, another launcher)" in str(mine.why_not())
     assert state_of(mine) == (State.INCOMPATIBLE, mine.why_not())
     with pytest.raises(OSError, match="Ray"):
-        mine.tell("kv-marks", [], [3], "wrong")
+        mine.deliver("kv-marks", [], [3], "wrong")
     assert state_of(mine)[0] is State.FAILED  # of which there was a verdict
     assert mine.counts()["abort"] == {"delivered": 0, "undelivered": 1}
 
@@ -270,13 +270,13 @@ def test_one_process_needs_no_socket_and_no_thread_and_is_bounded_too(its: Abort
     its._begin(scheduler)
     assert its._receiver is None
     for number in range(MOST):
-        its.tell("shadow", [str(number)], [], "")
+        its.deliver("shadow", [str(number)], [], "")
     with pytest.raises(OSError, match="cannot be told: Resource temporarily unavailable"):
-        its.tell("shadow", ["b"], [], "")
+        its.deliver("shadow", ["b"], [], "")
     assert its.counts()["abort"] == {"delivered": MOST, "undelivered": 1}
     assert state_of(its)[0] is State.FAILED
     steps(its, scheduler)
-    its.tell("shadow", ["b"], [], "")
+    its.deliver("shadow", ["b"], [], "")
     steps(its, scheduler)
     assert scheduler.ended == ["b"]
 
@@ -297,8 +297,8 @@ def test_what_fails_while_requests_end_is_tried_again_and_then_counted(
 
     monkeypatch.setattr(owner, failing, fail)
     its._begin(scheduler)
-    its.tell("shadow", ["a"], [3], "wrong")
-    its.tell("shadow", ["b"], [3], "wrong")
+    its.deliver("shadow", ["a"], [3], "wrong")
+    its.deliver("shadow", ["b"], [3], "wrong")
     handed: list[Any] = []
     monkeypatch.setattr(abort, "hand_out", lambda outputs, ended: handed.extend(ended))
     steps(its, scheduler)
@@ -333,7 +333,7 @@ def test_a_request_whose_end_cannot_be_reported_stops_the_engine_and_does_not_ha
             raise TypeError("unexpected keyword argument")
 
     monkeypatch.setattr(abort, "hand_out", fail)
-    its.tell("shadow", ["a"], [3], "wrong")
+    its.deliver("shadow", ["a"], [3], "wrong")
     with pytest.raises(TypeError):
         steps(its, scheduler)
     assert (scheduler.ended, len(tries)) == (["a"], 2)
@@ -395,7 +395,7 @@ def test_where_the_thread_ends_both_sides_say_so(its: Aborts, monkeypatch: pytes
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=os.getpid()))
     assert mine.why_not() is None
     monkeypatch.setattr(Verdict, "decode", decode)
-    mine.tell("shadow", ["a"], [], "wrong")
+    mine.deliver("shadow", ["a"], [], "wrong")
     until(lambda: not receiver.alive)
     assert state_of(its)[0] is State.FAILED
     assert "the thread that hears of them has ended" in state_of(its)[1]
@@ -456,7 +456,7 @@ def test_verdicts_of_a_rank_that_is_not_admitted_are_counted_without_a_wait(
     begun = time.monotonic()
     for _ in range(10_000):
         with pytest.raises(OSError, match="cannot be told: the process that started it has closed the connection"):
-            mine.tell("shadow", ["a"], [], "wrong")
+            mine.deliver("shadow", ["a"], [], "wrong")
     assert time.monotonic() - begun < 20.0 < 10_000 * abort_channel._PATIENCE
     assert (len(made), mine.counts()["abort"]) == (1, {"delivered": 0, "undelivered": 10_000})
     assert state_of(mine)[0] is State.FAILED
@@ -485,7 +485,7 @@ def test_an_address_in_use_is_a_state_and_the_rank_s_own_scheduler_still_reads(i
         taken.bind(abort_channel._address(its._engine, os.getpid()))
         its._begin(scheduler)
     assert state_of(its) == (State.FAILED, "verdicts of ranks in other processes are not heard: Address already in use")
-    its.tell("shadow", ["a"], [], "wrong")
+    its.deliver("shadow", ["a"], [], "wrong")
     steps(its, scheduler)
     assert scheduler.ended == ["a"]
 
@@ -542,7 +542,7 @@ def test_requests_count_where_they_end(its: Aborts, monkeypatch: pytest.MonkeyPa
     context = process_with(monkeypatch, its)
     scheduler = SchedulerStandIn()
     its._begin(scheduler)
-    its.of("shadow").tell(["a", "gone"], [], "wrong")
+    its.of("shadow").deliver(["a", "gone"], [], "wrong")
     assert context.events()["shadow"]["aborted"] == 0
     assert context.states()["abort"].state is State.ACTIVE
     steps(its, scheduler)
@@ -559,10 +559,10 @@ def test_who_has_ended_somebody_keeps_its_record_up_to_date(its: Aborts) -> None
     its._on_ended = lambda: called.append("kept")
     scheduler = SchedulerStandIn()
     its._begin(scheduler)
-    its.tell("shadow", ["gone"], [3], "wrong")
+    its.deliver("shadow", ["gone"], [3], "wrong")
     steps(its, scheduler)
     assert not called
-    its.tell("shadow", ["a"], [3], "wrong")
+    its.deliver("shadow", ["a"], [3], "wrong")
     steps(its, scheduler)
     assert called == ["kept"]
 
@@ -597,7 +597,7 @@ def test_a_later_engine_of_the_process_does_not_begin_with_lost_verdicts(its: Ab
     first: Any = SchedulerStandIn()
     first.finish_requests = lambda *args: 1 / 0
     its._begin(first)
-    its.tell("shadow", ["a"], [3], "wrong")
+    its.deliver("shadow", ["a"], [3], "wrong")
     steps(its, first)
     assert state_of(its)[0] is State.FAILED
     if decided_again:
@@ -608,7 +608,7 @@ def test_a_later_engine_of_the_process_does_not_begin_with_lost_verdicts(its: Ab
     assert state_of(its)[0] is State.ACTIVE
     assert its.counts()["abort"]["undelivered"] == 1  # of this process, whose counts only rise
     second.finish_requests = first.finish_requests
-    its.tell("shadow", ["a"], [3], "wrong")
+    its.deliver("shadow", ["a"], [3], "wrong")
     steps(its, second)
     assert (state_of(its)[0], its.counts()["abort"]["undelivered"]) == (State.FAILED, 2)
 
@@ -616,9 +616,9 @@ def test_a_later_engine_of_the_process_does_not_begin_with_lost_verdicts(its: Ab
 def test_a_later_engine_begins_without_verdicts_for_which_there_was_no_room(its: Aborts) -> None:
     its._begin(SchedulerStandIn())
     for _ in range(MOST):
-        its.tell("shadow", ["a"], [3], "wrong")
+        its.deliver("shadow", ["a"], [3], "wrong")
     with pytest.raises(OSError, match="Resource temporarily unavailable"):
-        its.tell("shadow", ["a"], [3], "wrong")
+        its.deliver("shadow", ["a"], [3], "wrong")
     assert state_of(its)[0] is State.FAILED
     its._begin(SchedulerStandIn())
     assert state_of(its)[0] is State.ACTIVE

@@ -293,7 +293,7 @@ def test_what_make_would_do_is_there(command: str) -> None:
     named = set(re.findall(r"(?<![\w/*])(?:tools|tests|benchmarks)/[\w/]+\.\w+", done.stdout))
     assert [path for path in sorted(named) if not (PROJECT / path).is_file()] == []
     if command.startswith("make bench-engine"):  # one call of one script
-        parse(shlex.split(done.stdout)[1:])
+        check_parsed(shlex.split(done.stdout)[1:])
 
 
 PARSES = """
@@ -319,7 +319,7 @@ PARSES = """
 """
 
 
-def parse(*calls: list[str]) -> None:
+def check_parsed(*calls: list[str]) -> None:
     """Each script takes its arguments. It goes no further."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PARSES)],
@@ -333,9 +333,9 @@ def test_scripts_understand_the_arguments_in_the_docs() -> None:
     recorded = {command for command in RECORDED if command.startswith("python ")}
     assert recorded
     invocations = [shlex.split(re.sub(r"[][]", "", command)) for command in sorted({*PARSED, *recorded})]
-    parse(*[[values.get(word, word) for word in words[1:]] for words in invocations])
+    check_parsed(*[[values.get(word, word) for word in words[1:]] for words in invocations])
     with pytest.raises(AssertionError, match="unrecognized arguments: --no-such-flag"):
-        parse(["tools/update_docs.py", "--no-such-flag"])
+        check_parsed(["tools/update_docs.py", "--no-such-flag"])
 
 
 ACCEPTED = """

@@ -288,7 +288,7 @@ def stops(outcomes: Mapping[int, Outcome]) -> list[str]:
     return [each.what for each in outcomes.values() if each.what not in ("serves", "is ended", "hangs")]
 
 
-def complaints(
+def check_starts(
     monkeypatch: pytest.MonkeyPatch,
     mode: str,
     scenario: str,
@@ -298,7 +298,7 @@ def complaints(
     each: int = 1,
     world_size: int = 2,
 ) -> Iterator[tuple[str, Point]]:
-    """Complaints about starts of an engine, in which every *each*-th statement that a rank comes to fails."""
+    """Checks starts of an engine, and yields complaints; every *each*-th statement that a rank comes to fails."""
     without = Fault()
     clean = started(monkeypatch, without, mode, scenario, world_size)
     points = list(without.passed[on[0]])
@@ -317,7 +317,7 @@ def complaints(
 def test_a_statement_that_fails_on_a_single_rank_stops_who_insists_or_is_reported(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert list(complaints(monkeypatch, mode, FAILED, (0,), world_size=1)) == []
+    assert list(check_starts(monkeypatch, mode, FAILED, (0,), world_size=1)) == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -325,7 +325,7 @@ def test_a_statement_that_fails_on_a_single_rank_stops_who_insists_or_is_reporte
 def test_some_statements_that_fail_on_one_rank_have_one_outcome_on_both(
     mode: str, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert list(complaints(monkeypatch, mode, FAILED, (rank,), each=11)) == []
+    assert list(check_starts(monkeypatch, mode, FAILED, (rank,), each=11)) == []
 
 
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def test_some_statements_that_fail_on_one_rank_have_one_outcome_on_both(
 def test_every_statement_that_fails_on_one_rank_has_one_outcome_on_both(
     mode: str, scenario: str, rank: int, always: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert list(complaints(monkeypatch, mode, scenario, (rank,), always=always)) == []
+    assert list(check_starts(monkeypatch, mode, scenario, (rank,), always=always)) == []
 
 
 @pytest.mark.slow
@@ -345,7 +345,7 @@ def test_every_statement_that_fails_on_one_rank_has_one_outcome_on_both(
 def test_every_statement_that_fails_on_both_ranks_has_one_outcome_on_both(
     mode: str, scenario: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert list(complaints(monkeypatch, mode, scenario, (1, 0), always=True)) == []
+    assert list(check_starts(monkeypatch, mode, scenario, (1, 0), always=True)) == []
 
 
 def test_a_rank_without_a_report_stops_nobody_and_all_compare_after_the_capture(

@@ -120,7 +120,7 @@ def test_a_rank_tells_the_scheduler_by_its_process(two: Any) -> None:
     assert "does not listen" in rank.why_not()
     its._begin(scheduler)
     assert rank.why_not() is None
-    rank.tell(["b", "gone"], [3, 10**6], "block 3 has changed")
+    rank.deliver(["b", "gone"], [3, 10**6], "block 3 has changed")
     its._take_out(scheduler)
     assert (scheduler.evicted, scheduler.ended) == ({3, 5}, [])
     ended: list[Any] = []
@@ -129,7 +129,7 @@ def test_a_rank_tells_the_scheduler_by_its_process(two: Any) -> None:
     its._end_requests(scheduler, ended)
     assert len(ended) == 1
     names = [f"request-{number}" for number in range(1000)]
-    rank.tell([*names, "a"], [3], "again")
+    rank.deliver([*names, "a"], [3], "again")
     its._end_requests(scheduler, ended)
     assert scheduler.ended == ["b", "a"]
 
@@ -144,7 +144,7 @@ def test_a_request_ends_whatever_a_client_has_called_it(two: Any, name: str) -> 
     its._begin(scheduler)
     scheduler.requests |= {other: SimpleNamespace(is_finished=lambda: False) for other in ("=", name[:300] + "x")}
     scheduler.requests[name] = SimpleNamespace(is_finished=lambda: False)
-    rank.tell([name], [3], "block 3 has changed")
+    rank.deliver([name], [3], "block 3 has changed")
     its._end_requests(scheduler, [])
     assert (scheduler.ended, 3 in scheduler.evicted) == ([name], True)
     assert its.counts()["kv-marks"] == {"aborted": 1}
@@ -153,7 +153,7 @@ def test_a_request_ends_whatever_a_client_has_called_it(two: Any, name: str) -> 
 def test_blocks_that_a_request_gets_before_it_ends_leave_the_cache_too(two: Any) -> None:
     rank, its, scheduler = two
     its._begin(scheduler)
-    rank.tell(["a"], [3], "")
+    rank.deliver(["a"], [3], "")
     its._take_out(scheduler)
     scheduler.kv_cache_manager.get_block_ids = lambda name: ([3, 4, 6],)  # the step that is scheduled now
     its._end_requests(scheduler, [])
@@ -175,7 +175,7 @@ def test_a_verdict_is_for_the_scheduler_that_was_made_last(two: Any) -> None:
     _, its, scheduler = two
     its._begin(SchedulerStandIn())
     its._begin(scheduler)
-    its.of("kv-marks").tell(["a"], [3], "")
+    its.of("kv-marks").deliver(["a"], [3], "")
     its._end_requests(SchedulerStandIn(), [])
     its._end_requests(scheduler, [])
     assert scheduler.ended == ["a"]
@@ -354,7 +354,7 @@ def test_a_rank_that_says_what_is_no_verdict_is_heard_no_more(two: Any, caplog: 
     rank._aborts._sender.send(b"not JSON")
     assert rank._aborts._sender.closed
     assert "is not understood" in caplog.text
-    rank.tell(["a"], [3], "")  # by a new connection
+    rank.deliver(["a"], [3], "")  # by a new connection
     its._end_requests(scheduler, [])
     assert (scheduler.ended, rank._aborts.counts()["abort"]) == (["a"], {"delivered": 1, "undelivered": 1})
 

@@ -101,7 +101,7 @@ def test_a_mark_of_the_last_step_goes_with_its_block() -> None:
 def test_who_gets_a_changed_block_from_the_prefix_cache_is_ended() -> None:
     marks, sums, worker = pausing(**three())
     reported: list[Any] = []
-    marks._abort = SimpleNamespace(why_not=lambda: None, tell=lambda *values: reported.append(values))
+    marks._abort = SimpleNamespace(why_not=lambda: None, deliver=lambda *values: reported.append(values))
     worker.execute_model(step(running=THEIRS))
     worker.execute_model(step(finished_req_ids={"a", "b", "c"}))
     marks._before(None)

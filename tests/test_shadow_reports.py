@@ -146,7 +146,7 @@ def test_abort_ends_whose_rows_are_wrong_and_all_where_that_is_not_known(
     monkeypatch.setattr(
         shadow.consequences,
         "_abort",
-        SimpleNamespace(why_not=lambda: None, tell=lambda *values: ended.append(values[:2])),
+        SimpleNamespace(why_not=lambda: None, deliver=lambda *values: ended.append(values[:2])),
     )
     graph = Graph("target model, 4", 4, ("Metadata",))
     shadow.consequences._end_requests(

@@ -188,19 +188,19 @@ def overwritten(abort: Any) -> ChecksumMonitor:
 
 def test_of_two_requests_the_one_whose_block_was_overwritten_is_ended() -> None:
     ended: list[Any] = []
-    overwritten(SimpleNamespace(why_not=lambda: None, tell=lambda *values: ended.append(values)))
+    overwritten(SimpleNamespace(why_not=lambda: None, deliver=lambda *values: ended.append(values)))
     ((names, blocks, why),) = ended
     assert (names, blocks) == (("first",), [BLOCKS["first"][1][0]])
     assert "has changed although it was finished" in why
 
 
 def test_a_verdict_that_does_not_reach_the_scheduler_is_reported() -> None:
-    def tell(*_: Any) -> None:
+    def deliver(*_: Any) -> None:
         raise OSError("there is no room")
 
-    refused = overwritten(SimpleNamespace(why_not=lambda: "there is nobody", tell=tell))
+    refused = overwritten(SimpleNamespace(why_not=lambda: "there is nobody", deliver=deliver))
     assert refused.cannot_abort == "there is nobody"
-    failed = overwritten(SimpleNamespace(why_not=lambda: None, tell=tell))
+    failed = overwritten(SimpleNamespace(why_not=lambda: None, deliver=deliver))
     assert failed.cannot_abort == "there is no room"
 
 

@@ -141,7 +141,7 @@ def test_abort_ends_the_requests_of_a_wrong_step_and_lets_its_output_be() -> Non
     unwatched, served = Served(Rate(), stale=True), Served(action=Action.ABORT, stale=True)
     reported: list[Any] = []
     served.shadow.consequences._abort = SimpleNamespace(
-        why_not=lambda: None, tell=lambda *arguments: reported.append(arguments)
+        why_not=lambda: None, deliver=lambda *arguments: reported.append(arguments)
     )
     made: dict[str, Any] = {"__name__": "vllm.v1.worker.gpu_model_runner"}
     exec(EXECUTE, made)  # noqa: S102

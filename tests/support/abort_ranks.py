@@ -55,10 +55,11 @@ class AnyRequest(dict[str, Any]):
 
 
 def until(holds: Callable[[], Any], each: Callable[[], object] = lambda: None) -> None:
-    """Waits until it *holds*, and calls *each* meanwhile."""
+    """Waits until it *holds*, and calls *each* meanwhile. Raises TimeoutError."""
     deadline = time.monotonic() + PATIENCE
     while not holds():
-        assert time.monotonic() < deadline
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{holds} does not hold within {PATIENCE:.0f} s")
         each()
         time.sleep(0.001)
 
@@ -86,7 +87,7 @@ def rank(engine: str, ends: Connection) -> None:
         for each in range(first, first + number):
             at = time.monotonic()
             try:
-                aborts.tell("shadow", [f"request-{each}"], [3], "wrong")
+                aborts.deliver("shadow", [f"request-{each}"], [3], "wrong")
             except OSError as error:
                 failed = str(error)
             longest = max(longest, time.monotonic() - at)

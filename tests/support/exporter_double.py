@@ -137,8 +137,8 @@ class EngineDouble:
         for fix, event in self._watcher.checks:
             self._watcher.checks[fix, event] += SHADOW[event]
         if self._exposition is not None:
-            self._exposition.tell_engine(self._watcher.engine)
-            self._exposition.tell(self._watcher.snapshot)
+            self._exposition.publish_engine(self._watcher.engine)
+            self._exposition.publish(self._watcher.snapshot)
 
 
 def main() -> int:

@@ -63,7 +63,7 @@ def exposed(state: str) -> bytes:
     Gauge("vllm:num_requests_running", "Double.", ("model_name", "engine"), registry=registry).labels("m", "0").set(3)
     if state != NO_PLUGIN:
         exposition = Exposition(registry)
-        exposition.tell_engine(
+        exposition.publish_engine(
             ServedEngine(
                 "e" * 16,
                 canary=state not in ("counting", "stock"),
@@ -74,8 +74,8 @@ def exposed(state: str) -> bytes:
                 vllm="0.21.0" if state == "older vLLM" else "0.33.0",
             )
         )
-        exposition.tell_unreadable(0)
-        exposition.tell(_SNAPSHOTS[state])
+        exposition.publish_unreadable(0)
+        exposition.publish(_SNAPSHOTS[state])
     return generate_latest(registry)
 
 

@@ -70,7 +70,7 @@ def markdown(fleet: Fleet) -> str | None:
 
 
 def _of_engine(engine: Engine, mask: Mask) -> Iterator[str]:
-    ranks = [(mask.whole_text(engine.name_of(member)), member.record) for member in engine.tellers]
+    ranks = [(mask.whole_text(engine.name_of(member)), member.record) for member in engine.reporting_members]
     if wrong := [(rank, each) for rank, record in ranks for each in record.wrong]:
         graphs = [
             _GRAPH.format(

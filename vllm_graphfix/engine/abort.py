@@ -23,7 +23,7 @@ from typing import Any
 
 from vllm_graphfix.engine import abort_channel
 from vllm_graphfix.engine.ended_requests import evict, finished_error, hand_out, names_of
-from vllm_graphfix.engine.verdict import DETECTORS, LONGEST_NAME, CannotTellError, Verdict, failure_text, reference
+from vllm_graphfix.engine.verdict import DETECTORS, LONGEST_NAME, CannotDeliverError, Verdict, failure_text, reference
 from vllm_graphfix.fix import Code, Mode, State
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.applied_fix import FixState
@@ -188,8 +188,8 @@ class Aborts:
             self._why_not = None
         return self._why_not
 
-    def tell(self, detector: str, requests: Collection[str], blocks: Collection[int], why: str) -> None:
-        """Deliver a verdict to the scheduler. Raises CannotTellError if it cannot be told; lost parts are counted.
+    def deliver(self, detector: str, requests: Collection[str], blocks: Collection[int], why: str) -> None:
+        """Deliver a verdict to the scheduler. Raises CannotDeliverError if it cannot be told; lost parts are counted.
 
         Does not wait for room, and a quarter of a second at most for the answer of the scheduler's process.
         """
@@ -202,7 +202,7 @@ class Aborts:
                 self._undelivered += 1
                 failed = error
         if failed is not None:
-            raise CannotTellError(failure_text(failed)) from None
+            raise CannotDeliverError(failure_text(failed)) from None
 
     def _deliver(self, verdict: Verdict) -> None:
         if self._scheduled_here:
@@ -219,7 +219,7 @@ class Aborts:
     def _connect(self) -> abort_channel.Sender | None:
         """Return the connection to the scheduler's process; None if that is this one. Raises OSError."""
         if self._refused is not None:
-            raise CannotTellError(self._refused)
+            raise CannotDeliverError(self._refused)
         if self._scheduled_here:
             return None
         if self._sender is not None:
@@ -230,15 +230,15 @@ class Aborts:
                 self._reconnect_at = time.monotonic() + abort_channel.UNANSWERED
             self._disconnect()
         if time.monotonic() < self._reconnect_at:
-            raise CannotTellError(_NOT_ADMITTED)
+            raise CannotDeliverError(_NOT_ADMITTED)
         # Not getppid, which may be a fork server.
         parent = multiprocessing.parent_process()
         if parent is None or parent.pid is None:
-            raise CannotTellError("it was not started by the scheduler's process (Ray, another launcher)")
+            raise CannotDeliverError("it was not started by the scheduler's process (Ray, another launcher)")
         try:
             self._sender = abort_channel.Sender(self._engine, parent.pid)
         except ConnectionRefusedError:
-            raise CannotTellError(
+            raise CannotDeliverError(
                 "the process that started it does not listen: it cannot end requests, has no scheduler, or is in "
                 "another network namespace"
             ) from None
@@ -403,6 +403,6 @@ class DetectorAborts:
     def why_not(self) -> str | None:
         return self._aborts.why_not()
 
-    def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None:
+    def deliver(self, requests: Collection[str], blocks: Collection[int], why: str) -> None:
         """Deliver a verdict. Raises OSError if the scheduler cannot be told."""
-        self._aborts.tell(self._detector, requests, blocks, why)
+        self._aborts.deliver(self._detector, requests, blocks, why)

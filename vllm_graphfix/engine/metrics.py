@@ -160,7 +160,7 @@ class Exposition:
             gauge.set(float("nan"))
             self._registry.unregister(gauge)
 
-    def tell_engine(self, engine: ServedEngine) -> None:
+    def publish_engine(self, engine: ServedEngine) -> None:
         if engine is not self._engine:  # a later one may be equal to it
             self._engine = engine
             self._end_numbers()
@@ -175,7 +175,7 @@ class Exposition:
             self._expected = self._expected or self._gauge("ranks_expected", "Ranks of this engine.")
             self._expected.set(engine.ranks)
 
-    def tell_unreadable(self, records: int) -> None:
+    def publish_unreadable(self, records: int) -> None:
         """Expose the number of *records* of this engine that cannot be read; there may be no other one."""
         self._set_trouble("records_unreadable", records)
 
@@ -183,7 +183,7 @@ class Exposition:
         gauge = self._troubles[name] = self._troubles.get(name) or self._gauge(name, _TROUBLES[name])
         gauge.set(number)
 
-    def tell(self, snapshot: Snapshot) -> None:
+    def publish(self, snapshot: Snapshot) -> None:
         self._read_at.set(snapshot.read_at)
         if snapshot.agreeing is not None:
             # Not before it is known: 0 would say that the ranks disagree.
@@ -240,20 +240,20 @@ class Watcher:
 
     def look(self) -> None:
         """Read the records now. Where no rank's can be read, the last values stay, with their time."""
-        self._exposition.tell_engine(self.engine)
+        self._exposition.publish_engine(self.engine)
         now, here = time.time(), records.identity()
         stored, unreadable = self._read(now)
         others = {each.record.engine for each in stored if each.record.serves_metrics} - {self.engine.id}
         of_ours_alone = [each for each in unreadable if each.engine not in others and records.may_run(each, here)]
         if stored or unreadable:  # else the folder may be gone, which is another number
-            self._exposition.tell_unreadable(len(of_ours_alone))
+            self._exposition.publish_unreadable(len(of_ours_alone))
         snapshot = survey(stored, self.engine, now, here, alone=not others, unreadable=len(of_ours_alone))
         if snapshot is not None:
-            self._exposition.tell(snapshot)
+            self._exposition.publish(snapshot)
 
     def _read(self, now: float) -> tuple[tuple[StoredRecord, ...], tuple[Unreadable, ...]]:
         """Return the records of this engine and of its followers, dated by this host's clock, and unreadable ones."""
-        # Our own user's: what others write is not ours to tell.
+        # Our own user's: what others write is not ours to publish.
         stored, _, _, unreadable = records.read(self._base, own=True, engines={self.engine.id})
         # By name: on shared storage there are those of a whole fleet, and this process serves requests.
         self._followers = self._followers.union(*(each.record.followers for each in stored)) - {self.engine.id}

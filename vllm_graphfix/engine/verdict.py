@@ -67,11 +67,11 @@ def digest(name: str) -> str:
     return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-class CannotTellError(OSError):
+class CannotDeliverError(OSError):
     """The scheduler cannot be told of a verdict, for the reason in the text."""
 
 
 def failure_text(error: OSError) -> str:
     """Return the reason for which a verdict was not delivered, from the *error* of its delivery."""
-    why = str(error) if isinstance(error, CannotTellError) else error.strerror or type(error).__name__
+    why = str(error) if isinstance(error, CannotDeliverError) else error.strerror or type(error).__name__
     return f"the scheduler of this rank cannot be told: {why}"

@@ -379,7 +379,7 @@ class ChecksumMonitor:
             return
         why = f"a cache block that it has was overwritten by somebody else ({fresh[0].sentence()})"
         try:
-            self._abort.tell(users, [each.block.number for each in fresh], why)
+            self._abort.deliver(users, [each.block.number for each in fresh], why)
         except OSError as error:
             self._cannot_abort(str(error))
 

@@ -39,7 +39,7 @@ class Abort(Protocol):
     def why_not(self) -> str | None:
         """Return the reason why this engine cannot abort, None if it can; known only once steps run."""
 
-    def tell(self, requests: Collection[str], blocks: Collection[int], why: str) -> None: ...
+    def deliver(self, requests: Collection[str], blocks: Collection[int], why: str) -> None: ...
 
 
 class Rate(NamedTuple):

@@ -82,7 +82,7 @@ class Consequences:
         wrong = [not error <= tolerance for error in mismatch.errors]  # not `>`: NaN is wrong, too
         # If the step failed, or only a state is wrong, it is not known whose: all requests of the step end.
         names = requests_of_rows(wrong if mismatch.failure is None and any(wrong) else ())
-        self._abort.tell(names, (), f"its tokens came of a wrong replay of a CUDA graph ({mismatch.sentence()})")
+        self._abort.deliver(names, (), f"its tokens came of a wrong replay of a CUDA graph ({mismatch.sentence()})")
 
     def _report_only(self, why: str) -> None:
         if self.cannot_abort is None:

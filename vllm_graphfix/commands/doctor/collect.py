@@ -293,7 +293,7 @@ _COUNTING = frozenset({State.ACTIVE.value, State.OBSERVING.value})
 
 def _settings(engine: Engine) -> dict[str, str]:
     """Return the settings of an engine from its records, not from the environment of this process."""
-    record = engine.tellers[0].record
+    record = engine.reporting_members[0].record
     decided = record.decision
     modes: dict[str, list[str]] = {}
     for name, fix in record.fixes.items():

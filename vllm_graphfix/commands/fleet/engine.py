@@ -79,7 +79,7 @@ class Engine:
         return tuple([member for member in ranked if member.live] or ranked)
 
     @property
-    def tellers(self) -> tuple[Member, ...]:
+    def reporting_members(self) -> tuple[Member, ...]:
         """The processes whose fixes count: the ranks, or before there are any, all."""
         return self.ranked or tuple([member for member in self.members if member.live] or self.members)
 
@@ -114,19 +114,19 @@ class Engine:
     @property
     def misconfigured(self) -> dict[str, str]:
         """Variables whose value means nothing, each with that value; of living processes, if there are any."""
-        tellers = [member for member in self.members if member.live] or self.members
-        return {name: value for member in tellers for name, value in member.record.misconfigured.items()}
+        members = [member for member in self.members if member.live] or self.members
+        return {name: value for member in members for name, value in member.record.misconfigured.items()}
 
     @property
     def graphs(self) -> bool | None:
         """True if its ranks capture CUDA graphs; None if none of them has reported it."""
-        values = [member.record.graphs for member in self.tellers if member.record.graphs is not None]
+        values = [member.record.graphs for member in self.reporting_members if member.record.graphs is not None]
         return any(values) if values else None
 
     def states(self, fix: str) -> dict[str, list[Member]]:
         """Return the processes in each state of *fix*."""
         states: dict[str, list[Member]] = {}
-        for member in self.tellers:
+        for member in self.reporting_members:
             if fix in member.record.fixes:
                 states.setdefault(member.record.fixes[fix].state, []).append(member)
         return states
@@ -145,7 +145,7 @@ class Engine:
     def counts(self, fix: str) -> dict[str, int]:
         """Add up each event of *fix* over the ranks; aborted requests are counted by the scheduler's process."""
         counts: dict[str, int] = {}
-        for member in self.tellers:
+        for member in self.reporting_members:
             for event, count in member.record.events.get(fix, {}).items():
                 counts[event] = counts.get(event, 0) + count
         schedulers = [member for member in self.members if self.ranked and member.record.rank is None]
@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for member in self.tellers for name in member.record.fixes))
+        return tuple(dict.fromkeys(name for member in self.reporting_members for name in member.record.fixes))
 
     @property
     def expected(self) -> int:

@@ -50,7 +50,7 @@ def _of_either(engine: Engine | SeriesEngine) -> dict[str, Any]:
 
 def _engine_json(engine: Engine) -> dict[str, Any]:
     starting = engine.starting
-    decided = engine.tellers[0].record.decision
+    decided = engine.reporting_members[0].record.decision
     return {
         **_of_either(engine),
         "canary": decided.canary,

@@ -205,14 +205,14 @@ def _detected(engine: Engine) -> Iterator[Finding]:
             f"checks{stopped}. `vllm-graphfix report` writes the bug report for vLLM"
         )
     if elsewhere := [
-        moved for member in engine.tellers for moved in member.record.moved if moved.outcome != "repaired"
+        moved for member in engine.reporting_members for moved in member.record.moved if moved.outcome != "repaired"
     ]:
         first = elsewhere[0]
         yield Finding(
             f"tensors lie elsewhere than CUDA graphs have them, {engine.counts('addresses').get('moved', 0)} times: "
             f"{first.name} ({first.kind}; after {first.after}; {first.outcome}). See docs/addresses.md"
         )
-    if claims := [claim for member in engine.tellers for claim in member.record.claims]:
+    if claims := [claim for member in engine.reporting_members for claim in member.record.claims]:
         of_builders = {claim.builder: claim for claim in reversed(claims)}
         what_to_do = "; ".join(
             f"{claim.builder} (first in {claim.graph}): {claim.advice}" for claim in reversed(of_builders.values())
@@ -220,7 +220,7 @@ def _detected(engine: Engine) -> Iterator[Finding]:
         yield Finding(
             f"full graphs hold decodes with drafts as prompts, and may answer wrongly. {what_to_do}. See docs/claims.md"
         )
-    if overwritten := [block for member in engine.tellers for block in member.record.overwritten]:
+    if overwritten := [block for member in engine.reporting_members for block in member.record.overwritten]:
         block = overwritten[0]
         yield Finding(
             f"finished cache blocks have changed, {engine.counts('kv-marks').get('changed', 0)} times: block "

@@ -56,7 +56,7 @@ Labels = dict[str, str]
 
 
 class Source(NamedTuple):
-    """Whom to ask."""
+    """A Prometheus, and what it is asked for."""
 
     url: str
     selector: str = ""

@@ -225,7 +225,7 @@ def _engine_details(engine: Engine) -> list[RenderableType]:
 
     if isinstance(engine, SeriesEngine):
         return _series_details(engine)
-    decided = engine.tellers[0].record.decision
+    decided = engine.reporting_members[0].record.decision
     model = escape(next(iter(engine.values_of("model")), "model not known yet"))
     dim = "" if engine.live else "dim"
     rollout = "in the rollout" if decided.canary else "[yellow]not in the rollout[/]"
