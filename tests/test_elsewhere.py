@@ -243,6 +243,18 @@ FORKS: dict[str, tuple[str, str, str, Change]] = {
         "vllm/model_executor/layers/fused_moe/modular_kernel.py",
         before(r"common_workspace, workspace2 = current_workspace_manager", "current_workspace_manager().unlock()"),
     ),
+    "a condition of a module undoes it": (
+        "workspace-growth",
+        "0.30.0",
+        "vllm/model_executor/layers/fused_moe/modular_kernel.py",
+        appended("if current_workspace_manager().unlock():\n    CHOICE = 1"),
+    ),
+    "a context of a module undoes it": (
+        "workspace-growth",
+        "0.30.0",
+        "vllm/model_executor/layers/fused_moe/modular_kernel.py",
+        appended("with current_workspace_manager().unlock():\n    CHOICE = 1"),
+    ),
     "a function that it calls does something else": (
         "encoder-padding",
         "0.31.0",

@@ -289,8 +289,11 @@ def _may_reach(reach: Reach, names: Names, words: frozenset[str]) -> bool:
 
 
 def _units(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the functions and methods of a file, each with its class, and the other statements of classes and file."""
-    rest: dict[str, list[ast.stmt]] = {"": []}
+    """Yield the functions and methods of a file, each with its class, and the other statements of classes and file.
+
+    Of a condition or context around statements of the file only its expressions: the statements come by themselves.
+    """
+    rest: dict[str, list[ast.AST]] = {"": []}
     for statement in executed_statements(tree.body):
         if isinstance(statement, ast.ClassDef):
             within = rest.setdefault(statement.name, [])
@@ -301,7 +304,11 @@ def _units(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
                     within.append(each)
         elif isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield "", statement
-        elif not isinstance(statement, (ast.If, ast.Try, ast.With, ast.Import, ast.ImportFrom)):
+        elif isinstance(statement, ast.If):
+            rest[""].append(statement.test)
+        elif isinstance(statement, ast.With):
+            rest[""] += [item.context_expr for item in statement.items]
+        elif not isinstance(statement, (ast.Try, ast.Import, ast.ImportFrom)):
             rest[""].append(statement)
     for owner, statements in rest.items():
         yield from ((owner, statement) for statement in statements if not _is_text(statement))
@@ -317,7 +324,7 @@ def _digest(owner: str, node: ast.AST) -> bytes:
     return value
 
 
-def _is_text(node: ast.stmt) -> bool:
+def _is_text(node: ast.AST) -> bool:
     """Tell if *node* is a docstring of a class or an attribute."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
