@@ -30,7 +30,15 @@ from vllm_graphfix.fix import Fix, Verdict
 from vllm_graphfix.fixes import BY_NAME, FIXES, module_of
 from vllm_graphfix.source.elsewhere import Reach, Search, reach_of
 from vllm_graphfix.source.files import Source, SourceError, open_source
-from vllm_graphfix.source.known_code import KNOWN_CODE, KNOWN_FILES, KNOWN_FUNCTIONS, code_digest, known, module_path
+from vllm_graphfix.source.known_code import (
+    KNOWN_CODE,
+    KNOWN_FILES,
+    KNOWN_FUNCTIONS,
+    code_digest,
+    known,
+    module_path,
+    packed,
+)
 from vllm_graphfix.source.known_code import digest as digest_of
 from vllm_graphfix.source.replacements import family
 
@@ -95,7 +103,8 @@ def search_all(
     """Search *sources* for everything that `source.elsewhere` compares; *older* is a manifest of other releases.
 
     Returns the replacements in all files, by fix: their values, each with the first release that has it; the subclasses
-    of each class with a slice; the reach of each fix; and the digests of all functions and of the code of all files.
+    of each class with a slice; the reach of each fix; and the digests of the functions that a verdict may depend on and
+    of the code of all files.
     """
     full = {fix.name: module_of(fix.name).FIX for fix in FIXES}
     owners = {part.function.rpartition(".")[0] for fix in full.values() for part in fix.surroundings} - {""}
@@ -122,8 +131,8 @@ def search_all(
         for fix in fixes:
             for _, each in search.replacements(*parts[fix.name], subclasses):
                 first[fix.name].setdefault(each.value, version)
-        if len(fixes) == len(FIXES):  # they are of the releases, whatever the fixes are
-            units.update(value for path in search.paths for _, _, value in search.units(path))
+        units.update(deciding_code(search, [full[fix.name] for fix in fixes], reach))
+        if len(fixes) == len(FIXES):  # it is of the releases, whatever the fixes are
             code.update(code_digest(path, sources[version].read(path) or b"") for path in search.paths)
         search.forget()
     return (
@@ -132,6 +141,22 @@ def search_all(
         {name: [" ".join(sorted(names)) for names in of_it] for name, of_it in reach.items()},
         {KNOWN_FUNCTIONS: units, KNOWN_CODE: code},
     )
+
+
+def deciding_code(search: Search, fixes: Sequence[Fix], reach: Mapping[str, Reach]) -> Iterator[bytes]:
+    """Yield the digest of each function, and other statement, for which a verdict on a fork asks if it is known.
+
+    These are all of the files that `manifest` examines for edits, and whatever is in reach of one of *fixes*: one
+    search for all of them together yields at least what one for each would. They are a third of all functions.
+    """
+    inspected = {path for fix in fixes for path in fix.inspected_files}
+    for path in search.paths:
+        if path in inspected or path.startswith(manifest.ENGINE):
+            yield from (value for *_, value in search.units(path))
+    data = [part for fix in fixes for part in fix.surroundings]
+    distant = " ".join(fix.distant_code for fix in fixes)
+    every = _together(reach.get(fix.name, NOTHING) for fix in fixes)
+    yield from (value for *_, value in search.in_reach(every, (), data, distant) if value)
 
 
 def reaches_of(
@@ -240,7 +265,7 @@ def make(versions: list[str], root: Path | None = None, *, afresh: bool = False,
     digests[KNOWN_FILES] = {digest_of(path, size) for source in sources.values() for path, size in source.sizes.items()}
     digests[KNOWN_FILES] |= {digest_of(each, 0) for folder in folders.values() for each in extension_modules(folder)}
     for path, new in digests.items():
-        path.write_bytes(b"".join(sorted(new | (frozenset() if afresh else known(path)))))
+        path.write_bytes(packed(new | (frozenset() if afresh else known(path))))
     write_flags(sources, afresh=afresh)
     print(f"wrote {manifest.PATH.name}: {manifest.PATH.stat().st_size / 1024:.0f} KiB")
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 2
 PATH = Path(__file__).with_name("manifest.json")
-_ENGINE = ("vllm/v1/", "vllm/compilation/", "vllm/forward_context.py")
+ENGINE = ("vllm/v1/", "vllm/compilation/", "vllm/forward_context.py")
 """Paths of the code that decides which graphs are captured, and with what they are replayed."""
 
 
@@ -160,7 +160,7 @@ def _acted_on_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) ->
 def _is_edited(fix: Patchable, source: Source) -> bool:
     """Tell if a file that *fix* reads, or one of the engine, is of no known release or may not be what is imported."""
     search = _search(source)
-    relevant = (path for path in search.paths if path in fix.inspected_files or path.startswith(_ENGINE))
+    relevant = (path for path in search.paths if path in fix.inspected_files or path.startswith(ENGINE))
     return search.without_source is not None or any(map(search.has_new_code, relevant))
 
 

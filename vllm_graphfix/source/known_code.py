@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import struct
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 KNOWN_FILES = Path(__file__).parents[1] / "known_files.bin"
@@ -13,9 +16,12 @@ unnoticed. Also of each extension module, without suffix, by size 0."""
 KNOWN_CODE = KNOWN_FILES.with_name("known_code.bin")
 """Digests of path and code without comments. Read where many sizes are new, as with a licence in each file."""
 KNOWN_FUNCTIONS = KNOWN_FILES.with_name("known_functions.bin")
-"""Digests of each function of the known releases, sorted. Nine times as many: read for a fork only."""
+"""Digests of each function of the known releases that a verdict on a fork may depend on: read for a fork only."""
 DIGEST = 5
-"""Bytes."""
+"""Bytes. A new function or file passes for a known one by a chance of n / 2**40: 3e-8 for 30,000 digests. Nobody who
+edits a vLLM means to deceive, so that only this chance counts, and it has to meet the one edit that matters. Four bytes
+would make it 7e-6."""
+_COUNTS = struct.Struct("<256H")
 _BLANK_LINES = re.compile(rb"\n+")
 _USUAL_EXTENSION = re.compile(r"(?:\w*_)?C(?:_\w+)?")
 """Names of extension modules of vLLM's builds, other platforms' included: ``_C``, ``_rocm_C``."""
@@ -49,5 +55,21 @@ def code_digest(path: str, content: bytes) -> bytes:
 @functools.cache
 def known(path: Path) -> frozenset[bytes]:
     """Return the digests in *path*, one of the three files. Raises OSError."""
-    content = path.read_bytes()
-    return frozenset(content[start : start + DIGEST] for start in range(0, len(content), DIGEST))
+    content, rest = path.read_bytes(), DIGEST - 1
+    digests: list[bytes] = []
+    start = _COUNTS.size
+    for first, number in enumerate(_COUNTS.unpack_from(content)):
+        head, end = bytes([first]), start + number * rest
+        digests += [head + content[at : at + rest] for at in range(start, end, rest)]
+        start = end
+    return frozenset(digests)
+
+
+def packed(digests: Iterable[bytes]) -> bytes:
+    """Return the content of a file with *digests*, sorted: how many begin with each byte, and then their other bytes.
+
+    Digests do not compress; without their first bytes they take a fifth less.
+    """
+    ordered = sorted(digests)
+    numbers = Counter(each[0] for each in ordered)
+    return _COUNTS.pack(*(numbers[first] for first in range(256))) + b"".join(each[1:] for each in ordered)
