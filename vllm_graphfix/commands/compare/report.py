@@ -14,7 +14,6 @@ from vllm_graphfix.commands.compare.twin import FittedTwin
 from vllm_graphfix.verify.comparison import Comparison, Kind, finite_or_none
 from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import EngineResult
-from vllm_graphfix.verify.engine.liveness import FREED_INPUTS
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
 from vllm_graphfix.verify.engine.processes import CRASH
 
@@ -207,11 +206,6 @@ def show(report: Report, console: Console) -> None:
         return
     _show_differences(report.comparison, console)
     _show_drafts(report, console)
-    if report.graphs is not None and (freed := report.graphs.observed.get(FREED_INPUTS)):
-        text = (
-            f"{FREED_INPUTS}: {sum(freed):.0f}, by PyTorch's check_input_liveness; what they read there may not matter"
-        )
-        console.print(text, highlight=False, soft_wrap=True)
     if report.gaps:
         _show_gaps(report.gaps, console)
     _show_verdict(report, report.comparison, console)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
-
-from vllm_graphfix.verify.engine import liveness
-
-if "vllm.v1.worker.worker_base" in sys.modules:  # which imports this in each rank, before it captures
-    liveness.watch_captures()
 
 
 class GraphfixStates:
@@ -22,9 +16,6 @@ class GraphfixStates:
     def graphfix_cudagraph_mode(self) -> str:
         config: Any = getattr(self, "vllm_config")  # noqa: B009 - an attribute of the worker class
         return str(config.compilation_config.cudagraph_mode.name)
-
-    def graphfix_freed_inputs(self) -> dict[str, int]:
-        return dict(liveness.freed)
 
     def graphfix_poison(self, kinds: list[str], buffers: list[str] | None, finite: bool) -> None:
         """Start to poison the steps of this rank. No request may be running."""

@@ -29,7 +29,6 @@ from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.engine import llm as llms
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.job import EngineResult, Job, PoisonPass
-from vllm_graphfix.verify.engine.liveness import FREED_INPUTS
 from vllm_graphfix.verify.engine.poisoned import Session, ask_last_with_poison, ask_with_poison
 from vllm_graphfix.verify.engine.questions import SEED, ask, batch_sizes, made_up_prompts
 
@@ -126,7 +125,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
         poisoned = ask_with_poison(session)
     for probe in probes:
         probe.after_the_answers()
-    observed |= _events() | _freed_inputs(llm)
+    observed |= _events()
     engine_result = EngineResult(
         passes=tuple(passes),
         states=_states(llm, job),
@@ -199,15 +198,6 @@ def _events() -> dict[str, list[float]]:
     if wrong := process.wrong():
         counted[f"{process.NAME}: first mismatch in check"] = [float(wrong[0].check)]
     return counted
-
-
-def _freed_inputs(llm: LLM) -> dict[str, list[float]]:
-    """Return, of each rank that has some, the graphs whose inputs were freed before a replay, as an observation."""
-    try:
-        numbers = [float(sum(freed.values())) for freed in llm.collective_rpc("graphfix_freed_inputs")]
-    except Exception:  # the user has a worker extension of their own
-        return {}
-    return {FREED_INPUTS: numbers} if any(numbers) else {}
 
 
 def _cudagraph_mode(llm: LLM) -> str:
