@@ -42,8 +42,9 @@ def train(folder: Path, config: dict[str, Any], seconds: float) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     own = {key: value for key, value in config.items() if key not in ("architectures", "model_type", "torch_dtype")}
-    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**own)).to(device)
-    processor = AutoImageProcessor.from_pretrained(str(folder))
+    kind: Any = Qwen3VLForConditionalGeneration
+    model = kind(Qwen3VLConfig(**own)).to(device)
+    processor: Any = AutoImageProcessor.from_pretrained(str(folder))  # type: ignore[no-untyped-call]
 
     def prepared(seed: int, count: int) -> tuple[Any, Any, Any]:
         pictures, answers = images(np.random.default_rng(seed), count)
@@ -86,7 +87,7 @@ def train(folder: Path, config: dict[str, Any], seconds: float) -> None:
     @torch.no_grad()
     def right() -> float:
         rows, patches, grid = prepared(2, ASKED)
-        return (answered(rows, patches, grid).argmax(-1) == rows[:, -_FIELDS:]).all(1).float().mean().item()
+        return float((answered(rows, patches, grid).argmax(-1) == rows[:, -_FIELDS:]).all(1).float().mean())
 
     figures = {"steps": step, "loss": loss.item(), "right": right()}
     for merger in model.model.visual.deepstack_merger_list:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 
 from vllm_graphfix.engine.claims import ClaimCheck
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
@@ -18,7 +19,7 @@ from vllm_graphfix.verify.double.scenarios import draft_non_causal as scenario
 def test_drafts_that_are_not_causal_are_reported_and_causal_ones_are_not(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check, stock = ClaimCheck(), scenario.dflash.DFlashSpeculator.capture
+    check, stock = ClaimCheck(), dflash.DFlashSpeculator.capture
     check.begin(is_on=True)
 
     @functools.wraps(stock)
@@ -28,7 +29,7 @@ def test_drafts_that_are_not_causal_are_reported_and_causal_ones_are_not(
         stock(speculator, *args, **kwargs)
         check.end_capture()
 
-    monkeypatch.setattr(scenario.dflash.DFlashSpeculator, "capture", watched)
+    monkeypatch.setattr(dflash.DFlashSpeculator, "capture", watched)
     with cpu_cuda_graphs(), scenario._on_a_blackwell():
         scenario._speculator(CUDAGraphMode.FULL_DECODE_ONLY, causal=causal)
     assert [each.builder for each in check.not_true()] == ([] if causal else ["FlashInferMetadataBuilder"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from vllm_graphfix.verify.engine.job import GRAPHS, Job
@@ -44,10 +45,11 @@ def plant() -> None:
 
 def _running_jobs() -> Iterator[Job]:
     """Yield the job of this process from the frames in which it runs, as a forked engine has no command line."""
-    frame = sys._getframe()
-    while frame := frame.f_back:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
         if isinstance(job := frame.f_locals.get("job"), Job):
             yield job
+        frame = frame.f_back
 
 
 def _name_sizes() -> None:
