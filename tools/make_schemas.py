@@ -154,10 +154,11 @@ EXACT = record(
     error=TEXT_OR_NULL,
     ranks=array(
         record(
-            compared=of("integer", "replays that were compared"),
+            compared=of("integer", "replays of full graphs that were compared"),
+            pieces=of("integer", "replays of pieces that were compared"),
             wrong=COUNT,
             skipped=of("integer", "replays that could not be judged"),
-            unseen=of("integer", "replays of pieces and other graphs, which are not compared"),
+            unseen=of("integer", "replays of other graphs, which are not compared"),
             noise=of("number", "largest relative difference of two runs of one step without its graph"),
             rounding=of("number", "largest one of a replay and such a run that counts as rounding"),
             graphs=table(COUNT, "replays by graph"),
