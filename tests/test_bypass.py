@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import fetch_cpu_engine
 from behaviours import check_behaviours
 from edited import both, edited, stock_source, swap
 from records import record
@@ -116,6 +123,10 @@ def site(owner: type, attribute: str) -> Any:
     return SimpleNamespace(owner=owner, attribute=attribute, name=f"{name}.{attribute}")
 
 
+class Worker(SimpleNamespace):
+    """A plain namespace takes no weak reference."""
+
+
 class Engine:
     """A rank with one builder and two full graphs, and the watch of a fix of that builder."""
 
@@ -124,10 +135,10 @@ class Engine:
         self.graphs = list(manager.graphs.values())
         groups = [[SimpleNamespace(metadata_builders=[self.builder])]]
         self.runner = SimpleNamespace(attn_groups=groups, cudagraph_manager=manager)
-        self.worker = SimpleNamespace(model_runner=self.runner)
+        self.worker = Worker(model_runner=self.runner)
         self.published = 0
-        proofs = {"fix": list(sites or [(site(BuilderDouble, "build"), Proof.STEP)])}
-        self.watch = BypassWatch(lambda: proofs, lambda fix, worker: concerns, self.publish)
+        self.proofs = {"fix": list(sites or [(site(BuilderDouble, "build"), Proof.STEP)])}
+        self.watch = BypassWatch(lambda: self.proofs, lambda fix, worker: concerns, self.publish)
 
     def publish(self) -> None:
         self.published += 1
@@ -253,6 +264,102 @@ def test_an_error_ends_the_watch_with_one_warning(warnings: list[str]) -> None:
     (text,) = warnings
     assert "is not watched: AttributeError" in text
     assert engine.untouched()
+
+
+def test_methods_of_classes_may_be_replaced_while_they_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine().capture()
+    monkeypatch.setattr(BuilderDouble, "build", lambda builder: "stock, since the fix was reverted")
+    replayed: list[GraphDouble] = []
+    monkeypatch.setattr(GraphDouble, "replay", replayed.append)  # as `compare --exact` counts replays
+    engine.graphs[0].replay()
+    assert engine.builder.build() == "stock, since the fix was reverted"
+    assert replayed == [engine.graphs[0]]
+
+
+def test_a_fix_that_was_reverted_meanwhile_is_not_bypassed(warnings: list[str]) -> None:
+    engine = Engine().capture()
+    engine.replay(REPLAYS)
+    engine.proofs.clear()
+    engine.watch.poll()
+    assert (engine.watch.bypassed, warnings) == ({}, [])
+    assert engine.untouched()
+
+
+def test_builders_that_are_gone_were_not_to_be_called() -> None:
+    engine = Engine().capture()
+    (group,) = engine.runner.attn_groups[0]
+    group.metadata_builders = [BuilderDouble()]
+    del engine.builder
+    engine.replay(REPLAYS)
+    engine.watch.poll()
+    assert not engine.watch.bypassed
+
+
+def test_attributes_that_others_put_around_those_of_the_watch_stay() -> None:
+    engine = Engine().capture()
+    calls: list[str] = []
+
+    def around(name: str, ours: Callable[[], Any]) -> Any:
+        calls.append(name)
+        return ours()
+
+    for owned, name in ((engine.builder, "build"), (engine.graphs[0], "replay")):
+        setattr(owned, name, functools.partial(around, name, getattr(owned, name)))
+    for _ in range(2):
+        engine.replay(1, builds=True)
+        engine.watch.poll()
+    assert calls == ["build", "replay"] * 2
+    assert vars(engine.builder).keys() == {"build"}
+    assert not engine.watch.bypassed
+
+
+def test_what_vllm_discards_goes_at_once() -> None:
+    engine = Engine().capture()
+    weak: list[Any] = [weakref.ref(each) for each in (engine.worker, engine.builder, *engine.graphs)]
+    watch = engine.watch
+    watch._provable, watch._publish = dict, lambda: None  # without a reference to the engine of this test
+    gc.disable()  # a graph that only a collection frees may be freed while another is captured
+    try:
+        del engine
+        assert [each() for each in weak] == [None] * 4
+    finally:
+        gc.enable()
+    watch.poll()
+    assert not watch.bypassed
+
+
+def test_the_heartbeat_leaves_a_capture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_graphfix.engine.bypass._REWATCH_AFTER", 1)
+    engine = Engine((site(ManagerDouble, "capture"), Proof.CAPTURE)).capture()
+    engine.watch.begin_capture(engine.worker)
+    for _ in range(3):
+        engine.watch.poll()
+    engine.runner.cudagraph_manager.capture()
+    engine.watch.end_capture()
+    engine.watch.on_captured(engine.worker)
+    assert not engine.watch.bypassed
+
+
+@pytest.mark.xdist_group("examples")
+def test_an_attribute_can_be_put_on_a_graph_of_torch_for_cuda() -> None:
+    """The torch that the tests install has a stand-in for the class. No GPU: the graph is not initialised."""
+    script = (
+        "from torch.cuda import CUDAGraph\n"
+        "from vllm_graphfix.engine.bypass import Watched\n"
+        "graph, replayed = CUDAGraph.__new__(CUDAGraph), []\n"
+        "CUDAGraph.replay = replayed.append\n"
+        "watched = Watched(graph, 'replay', lambda call: replayed.append(call))\n"
+        "graph.replay()\n"
+        "assert replayed == [watched, graph]\n"
+        "watched.remove()\n"
+        "assert 'replay' not in vars(graph)\n"
+        "print([kind.__module__ for kind in CUDAGraph.__mro__])"
+    )
+    root = fetch_cpu_engine.engine(version=fetch_cpu_engine.AFFECTED)
+    around = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent.parent}"}
+    command = (sys.executable, "-c", script)
+    ran = subprocess.run(command, check=False, env=around, capture_output=True, text=True, timeout=300)
+    assert "pybind11" in ran.stdout, ran.stderr
 
 
 def test_a_forked_child_watches_nothing() -> None:

@@ -36,6 +36,10 @@ class LengthsOfRows(torch.nn.Module):
         return lengths[:, None].float()
 
 
+class Worker(SimpleNamespace):
+    """A plain namespace takes no weak reference."""
+
+
 class Engine:
     """Model runner V2's buffers, model state and manager of graphs, FlashAttention's builder, and the watch."""
 
@@ -56,7 +60,7 @@ class Engine:
         vars(self.runner)["cudagraph_manager"] = self.manager
         sites = [(site, Proof.STEP) for site in _sites.values() if FIX in site.layers]
         self.watch = BypassWatch(lambda: {FIX: sites})
-        self.worker = SimpleNamespace(model_runner=self.runner, vllm_config=self.config)
+        self.worker = Worker(model_runner=self.runner, vllm_config=self.config)
 
     def capture(self) -> None:
         self.watch.begin_capture(self.worker)
@@ -93,11 +97,8 @@ def test_stock_builds_before_each_replay_and_no_fix_is_bypassed() -> None:
     with engine() as one:
         own = vars(one.builder).keys() - {"build"}
         with counted_builds() as build:
-            assert one.step((5, 9, 3)) == LENGTHS
-        assert build.call_count == 0, "the watch's attribute holds the wrapper from before the mock"
-        with counted_builds() as build:
             for _ in range(REPLAYS):
-                one.step((5, 9, 3))
+                assert one.step((5, 9, 3)) == LENGTHS
         assert build.call_count == REPLAYS
         one.watch.poll()
         assert one.watch.bypassed == {}

@@ -4,17 +4,17 @@ A wrapper around code that vLLM runs before each replay corrects nothing once th
 upstream means to make the build of attention metadata (57632). What proves that a fix is on the path follows from the
 names of its targets: `patching.applied_fix.proof_of`.
 
-In a step nothing is counted. After a capture, and every hour, each object whose calls prove something gets an attribute
-of its own in place of the method, which is gone at the first call; so does each full graph, until the next heartbeat
-after `REPLAYS` replays of them all.
+It is off by default. In a step nothing is counted. After a capture, and every hour, each object whose calls prove
+something gets an attribute of its own in place of the method, which is gone at the first call; so does each full graph,
+until the next heartbeat after `REPLAYS` replays of them all.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.engine.claims import builders_of
 from vllm_graphfix.engine.graph_dispatch import managers_of
@@ -37,17 +37,36 @@ _OUTSIDE_OF_REQUESTS = frozenset({"execute_dummy_batch", "_dummy_run", "compile_
 _MAX_FRAMES = 64
 
 
-class Call(NamedTuple):
-    """A method of a live object. Objects are compared by identity, for some cannot be hashed."""
+class Watched:
+    """A method of an object, in whose place the object has an attribute of ours: a function that notes the call.
 
-    owned: Any
-    method: str
+    It holds the object weakly. Where vLLM discards a graph, a cycle would keep it until a garbage collection, which may
+    come in another capture, where CUDA refuses to free it. It looks the method up at each call: fixes, the marks and
+    `compare --exact` replace methods of classes, and a fix that was reverted must not run.
+    """
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Call) and self.owned is other.owned and self.method == other.method
+    def __init__(self, owned: Any, method: str, note: Callable[[Watched], None]) -> None:
+        self.called = False
+        self.owned: Callable[[], Any] = weakref.ref(owned)
+        self.method = method
 
-    def __hash__(self) -> int:
-        return hash((id(self.owned), self.method))
+        def call(*args: Any, **kwargs: Any) -> Any:
+            note(self)
+            owned = self.owned()
+            return getattr(type(owned), method)(owned, *args, **kwargs)
+
+        self._attribute = call
+        setattr(owned, method, call)
+
+    def is_on(self, owned: Any, method: str) -> bool:
+        """Tell if this is the attribute *method* of *owned*."""
+        return vars(owned).get(method) is self._attribute
+
+    def remove(self) -> None:
+        """Remove the attribute, unless it is under somebody else's, which calls it: it does nothing from then on."""
+        owned = self.owned()
+        if owned is not None and self.is_on(owned, self.method):
+            vars(owned).pop(self.method, None)  # with a default: a step may remove it now
 
 
 class BypassWatch:
@@ -64,12 +83,11 @@ class BypassWatch:
         *concerns* tells if a worker's engine can have the defect of a fix; *publish* is called when one is bypassed.
         """
         self._provable, self._concerns, self._publish = provable, concerns, publish
-        self._worker: Any = None
-        """The worker that serves; None before it has captured graphs."""
-        self._attributes: set[Call] = set()
-        self._pending: dict[str, list[Call]] = {}
+        self._worker: Callable[[], Any] = lambda: None
+        """Returns the worker that serves; None before it has captured graphs, while it does, and when it is gone."""
+        self._watched: list[Watched] = []
+        self._pending: dict[str, list[Watched]] = {}
         """The calls that would prove each fix, while they are watched."""
-        self._called: set[Call] = set()
         self._replays = 0
         self._heartbeats = 0
         self._failed = False
@@ -78,7 +96,8 @@ class BypassWatch:
 
     def begin_capture(self, worker: Any) -> None:
         """Watch the calls of *worker*'s capture, which begins now."""
-        self._try(self._watch, worker.model_runner, Proof.CAPTURE)
+        self._worker = lambda: None  # until it has captured, the heartbeat's thread must not touch what this one makes
+        self._try(self._watch, worker, Proof.CAPTURE)
 
     def end_capture(self) -> None:
         """Leave no attribute behind, also after a capture that has failed."""
@@ -86,13 +105,12 @@ class BypassWatch:
 
     def on_captured(self, worker: Any) -> None:
         """Judge the capture that has ended, and watch replays from now on."""
-        self._worker = worker
-        self._try(self._judge_capture)
+        self._try(self._judge_capture, worker)
 
     def poll(self) -> None:
         """Judge, once there were enough replays; called by the heartbeat's thread."""
-        if self._worker is not None:
-            self._try(self._judge_replays)
+        if (worker := self._worker()) is not None:
+            self._try(self._judge_replays, worker)
 
     def _try(self, function: Callable[..., None], *args: Any) -> None:
         if self._failed:
@@ -105,49 +123,49 @@ class BypassWatch:
             self.bypassed = {}
             logger.warning("graphfix: whether graphs go past fixes is not watched: %s: %s", type(error).__name__, error)
 
-    def _judge_capture(self) -> None:
-        self._judge("it has captured graphs without a call of {}")
-        self._watch(self._worker.model_runner, Proof.STEP)
+    def _judge_capture(self, worker: Any) -> None:
+        self._judge(worker, "it has captured graphs without a call of {}")
+        self._watch(worker, Proof.STEP)
+        self._worker = weakref.ref(worker)  # last: from here on the heartbeat judges
 
-    def _judge_replays(self) -> None:
+    def _judge_replays(self, worker: Any) -> None:
         self._heartbeats += 1
-        if not self._attributes:
+        if not self._watched:
             if self._heartbeats >= _REWATCH_AFTER:
-                self._watch(self._worker.model_runner, Proof.STEP)
-        elif self._replays >= REPLAYS or all(map(self._is_proven, self._pending)):
-            self._judge(f"it has replayed full graphs {REPLAYS} times without a call of {{}}")
+                self._watch(worker, Proof.STEP)
+        elif self._replays >= REPLAYS or all(map(_is_proven, self._pending.values())):
+            self._judge(worker, f"it has replayed full graphs {REPLAYS} times without a call of {{}}")
 
-    def _is_proven(self, fix: str) -> bool:
-        return any(call in self._called for call in self._pending[fix])
-
-    def _judge(self, reason: str) -> None:
+    def _judge(self, worker: Any, reason: str) -> None:
         """End the watch, and judge the fixes that it was for."""
         self._unwatch()
         pending, self._pending = self._pending, {}
+        applied = self._provable()  # one may have failed since, and been reverted
         new: dict[str, str] = {}
         for fix, calls in pending.items():
-            if any(call in self._called for call in calls):
-                self.bypassed.pop(fix, None)
-            # A manager without graphs had nothing to capture.
-            elif any(getattr(owned, "graphs", True) for owned, _ in calls) and self._concerns(fix, self._worker):
-                methods = ", ".join(sorted({method for _, method in calls}))
+            if _is_proven(calls) or fix not in applied or not any(map(_is_expected, calls)):
+                continue
+            if self._concerns(fix, worker):
+                methods = ", ".join(sorted({call.method for call in calls}))
                 new[fix] = f"the engine goes past it: {reason.format(methods)}"
-        if worse := sorted(new.keys() - self.bypassed.keys()):
+        before = self.bypassed
+        still = {fix: why for fix, why in before.items() if not _is_proven(pending.get(fix, ()))}
+        self.bypassed = still | new  # one assignment: other threads read it
+        if worse := sorted(new.keys() - before.keys()):
             logger.warning(
                 "graphfix: %s: bypassed, since %s. The defect may be back. See %s/alerts.md#graphfixfixbypassed",
                 ", ".join(worse),
                 new[worse[0]],
                 PAGES,
             )
-        self.bypassed = self.bypassed | new
-        if worse:
             self._publish()
 
     # -- attributes of the watch -----------------------------------------------------------------------------------
 
-    def _watch(self, runner: Any, proof: Proof) -> None:
+    def _watch(self, worker: Any, proof: Proof) -> None:
         self._unwatch()
-        self._pending, self._called, self._replays, self._heartbeats = {}, set(), 0, 0
+        runner = worker.model_runner
+        self._pending, self._replays, self._heartbeats = {}, 0, 0
         graphs = list(full_graphs(runner)) if proof is Proof.STEP else []
         if proof is Proof.STEP and not graphs:
             return
@@ -158,53 +176,52 @@ class BypassWatch:
         }
         if self._pending:  # after the objects: a replay in between must not count against them
             for graph in graphs:
-                self._put(graph, "replay", self._counting(graph.replay))
+                self._put(graph, "replay", self._count)
 
-    def _calls_of(self, runner: Any, site: Site) -> Iterator[Call]:
+    def _calls_of(self, runner: Any, site: Site) -> Iterator[Watched]:
         """Yield the calls on objects of *runner* that would reach *site*, and watch them."""
         method = "build" if is_of_builder(site.name) else site.attribute
         for owned in (runner, *builders_of(runner), *managers_of(runner)):
             # A subclass with a method of its own may call the patched one or not, and proves nothing.
-            if _definer(owned, site.attribute) is site.owner:
-                call = Call(owned, method)
-                if call in self._attributes or self._put(owned, method, self._noting(call)):
-                    yield call
+            if _definer(owned, site.attribute) is site.owner and (call := self._put(owned, method, _note)):
+                yield call
 
-    def _put(self, owned: Any, name: str, function: Callable[..., Any]) -> bool:
-        if name in vars(owned):  # somebody else's
-            return False
-        setattr(owned, name, function)
-        self._attributes.add(Call(owned, name))
-        return True
+    def _put(self, owned: Any, method: str, note: Callable[[Watched], None]) -> Watched | None:
+        """Watch *method* of *owned*; None if it has an attribute of somebody else's there."""
+        if method in vars(owned):
+            return next((each for each in self._watched if each.is_on(owned, method)), None)
+        watched = Watched(owned, method, note)
+        self._watched.append(watched)
+        return watched
 
-    def _noting(self, call: Call) -> Callable[..., Any]:
-        stock = getattr(*call)
-
-        @functools.wraps(stock)
-        def note(*args: Any, **kwargs: Any) -> Any:
-            self._called.add(call)
-            vars(call.owned).pop(call.method, None)
-            return stock(*args, **kwargs)
-
-        return note
-
-    def _counting(self, replay: Callable[[], Any]) -> Callable[[], Any]:
-        def count() -> Any:
-            if self._replays < REPLAYS and _serves_requests(sys._getframe(1)):
-                self._replays += 1
-            return replay()
-
-        return count
+    def _count(self, replay: Watched) -> None:
+        if self._replays < REPLAYS and _serves_requests(sys._getframe(2)):
+            self._replays += 1
 
     def _unwatch(self) -> None:
-        attributes, self._attributes = self._attributes, set()
-        for owned, name in attributes:
-            vars(owned).pop(name, None)
+        watched, self._watched = self._watched, []
+        for each in watched:
+            each.remove()
 
     def forked(self) -> None:
         """Discard the parent's watch; called in a forked child, which has no graphs yet."""
         self._unwatch()
-        self._worker, self._failed, self.bypassed, self._pending = None, False, {}, {}
+        self._worker, self._failed, self.bypassed, self._pending = lambda: None, False, {}, {}
+
+
+def _note(call: Watched) -> None:
+    call.called = True
+    call.remove()
+
+
+def _is_expected(call: Watched) -> bool:
+    """Tell if vLLM had to make *call*: a manager without graphs has nothing to capture, and an object may be gone."""
+    owned = call.owned()
+    return owned is not None and bool(getattr(owned, "graphs", True))
+
+
+def _is_proven(calls: Sequence[Watched]) -> bool:
+    return any(call.called for call in calls)
 
 
 def full_graphs(runner: Any) -> Iterator[Any]:
@@ -213,7 +230,8 @@ def full_graphs(runner: Any) -> Iterator[Any]:
     wrapper = vars(wrapper).get("cudagraph_wrapper", wrapper) if hasattr(wrapper, "__dict__") else None
     own = vars(wrapper) if wrapper is not None else {}
     if getattr(own.get("runtime_mode"), "name", None) == "FULL":
-        graphs = [entry.cudagraph for entry in own.get("concrete_cudagraph_entries", {}).values()]
+        # A copy, made by one call in C: a step may add an entry meanwhile.
+        graphs = [entry.cudagraph for entry in [*own.get("concrete_cudagraph_entries", {}).values()]]
     else:
         graphs = [*getattr(vars(runner).get("cudagraph_manager"), "graphs", {}).values()]
     yield from (graph for graph in graphs if hasattr(graph, "replay"))

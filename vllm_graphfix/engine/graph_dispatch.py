@@ -116,7 +116,8 @@ def _managers(runner: Any) -> Iterator[tuple[str, Any]]:
         ("drafter.", getattr(runner, "drafter", None)),
         ("speculator.", getattr(runner, "speculator", None)),
     ):
-        for name, value in getattr(owner, "__dict__", {}).items():
+        # A copy, made by one call in C: the heartbeat's thread asks, too, while a step may add an attribute.
+        for name, value in [*getattr(owner, "__dict__", {}).items()]:
             if _is_v1(value) or (
                 hasattr(value, "graphs") and (hasattr(value, "_candidates") or hasattr(value, "cudagraph_sizes"))
             ):
