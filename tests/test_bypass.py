@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -32,6 +32,8 @@ from vllm_graphfix.fix import Code, Mode, State
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import FixState, Proof, proof_of
 from vllm_graphfix.records import FixReport, write
+from vllm_graphfix.settings.decision import decide, decode
+from vllm_graphfix.settings.environment import BYPASS, Bypass, read
 from vllm_graphfix.source import files
 
 RELEASES = ("0.21.0", "0.25.1", "0.28.0", "0.31.0", "0.33.0")
@@ -394,6 +396,39 @@ def test_older_readers_read_failed_and_fleet_says_bypassed(tmp_path: Path) -> No
     assert '"state": "failed"' in text or '"state":"failed"' in text
     (engine,) = look(tmp_path).engines
     assert any("flashmla-fp8 is bypassed" in each and reason in each for each in engine.wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "watches"),
+    [
+        ({}, False),
+        ({BYPASS: "off"}, False),
+        ({BYPASS: "on"}, False),
+        ({BYPASS: "report"}, True),
+        ({BYPASS: "report", "VLLM_GRAPHFIX": "off"}, False),
+        ({BYPASS: "report", "VLLM_GRAPHFIX_ROLLOUT": "0"}, False),
+    ],
+)
+def test_nothing_is_watched_by_default(settings: dict[str, str], watches: bool) -> None:
+    nothing: Any = lambda *_: None  # noqa: E731 - for four fields
+    engine, policy = Engine(), cast("Any", None)
+    component = BypassComponent(Services(nothing, nothing, nothing, nothing, lambda: engine.proofs))
+    component.start(decide(read(settings, ()), "0.33.0"), policy)
+    component.begin_capture(engine.worker)
+    component.end_capture()
+    component.on_captured(engine.worker, graphs=True)
+    component.poll()
+    assert (component.watch is not None, not engine.untouched()) == (watches, watches)
+    component.start(decide(read({}, ()), "0.33.0"), policy)  # the next engine of the process
+    component.poll()
+    assert engine.untouched()
+
+
+def test_a_decision_holds_the_setting() -> None:
+    decision = decide(read({BYPASS: "report"}, ()), "0.33.0")
+    assert decision.bypass is Bypass.REPORT
+    assert decode(decision.encode()) == decision
+    assert not decision.same_choice(decision._replace(bypass=Bypass.OFF))
 
 
 CONFIG = SimpleNamespace(

@@ -101,6 +101,7 @@ class Decision(NamedTuple):
     """Seconds that ranks wait for each other before a capture."""
     addresses: environment.Addresses = environment.Addresses.REPORT
     claims: environment.Claims = environment.Claims.REPORT
+    bypass: environment.Bypass = environment.Bypass.OFF
     kv_marks: str = shadow_rate.OFF
     """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: shadow_rate.MarksAction = shadow_rate.MarksAction.REPORT
@@ -132,6 +133,11 @@ class Decision(NamedTuple):
         return self.claims if self._is_watched else environment.Claims.OFF
 
     @property
+    def watches_calls(self) -> bool:
+        """True if this engine watches for fixes that its graphs go past: in the rollout, with the master switch on."""
+        return self._is_watched and self.bypass is environment.Bypass.REPORT
+
+    @property
     def marks(self) -> str:
         """The rate of marked blocks in this engine; off outside the rollout, or with the master switch off."""
         return self.kv_marks if self._is_watched else shadow_rate.OFF
@@ -159,8 +165,9 @@ class Decision(NamedTuple):
             shadow = decision.shadow, decision.shadow_action
             fixes = decision.withheld, decision.master, dict(decision.modes)
             marks = decision.kv_marks, decision.kv_marks_action
-            others = decision.agreement_timeout, decision.addresses, decision.claims, dict(decision.misconfigured)
-            return (*fixes, *shadow, *marks, *others, dict(decision.trees))
+            watches = decision.addresses, decision.claims, decision.bypass
+            others = decision.agreement_timeout, dict(decision.misconfigured), dict(decision.trees)
+            return (*fixes, *shadow, *marks, *watches, *others)
 
         return choice(self) == choice(other)
 
@@ -202,7 +209,7 @@ class Decision(NamedTuple):
             {"schema": _SCHEMA}
             | self._asdict()
             | {"master": self.master.value, "shadow_action": self.shadow_action.value}
-            | {"addresses": self.addresses.value, "claims": self.claims.value}
+            | {"addresses": self.addresses.value, "claims": self.claims.value, "bypass": self.bypass.value}
             | {"kv_marks_action": self.kv_marks_action.value}
         )
         fields["modes"] = {name: mode.value for name, mode in self.modes.items()}
@@ -248,6 +255,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
         agreement_timeout=wanted.agreement_timeout,
         addresses=wanted.addresses,
         claims=wanted.claims,
+        bypass=wanted.bypass,
         kv_marks=wanted.kv_marks,
         kv_marks_action=wanted.kv_marks_action,
         misconfigured=misconfigured,
@@ -299,6 +307,7 @@ _ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
     "agreement_timeout": _timeout,
     "addresses": lambda fields, key: environment.Addresses(fields.get(key)),
     "claims": lambda fields, key: environment.Claims(fields.get(key)),
+    "bypass": lambda fields, key: environment.Bypass(fields.get(key)),
     "kv_marks": lambda fields, key: shadow_rate.normal_fraction(fields.text(key)),
     "kv_marks_action": lambda fields, key: shadow_rate.MarksAction(fields.get(key)),
     "misconfigured": lambda fields, key: fields.table(key, environment.is_brief),

@@ -31,6 +31,7 @@ SHADOW = "VLLM_GRAPHFIX_SHADOW"
 SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
 ADDRESSES = "VLLM_GRAPHFIX_ADDRESSES"
 CLAIMS = "VLLM_GRAPHFIX_CLAIMS"
+BYPASS = "VLLM_GRAPHFIX_BYPASS"
 KV_MARKS = "VLLM_GRAPHFIX_KV_MARKS"
 KV_MARKS_ACTION = "VLLM_GRAPHFIX_KV_MARKS_ACTION"
 AGREEMENT_TIMEOUT = "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"
@@ -82,6 +83,14 @@ class Claims(str, Enum):
     """Watch no capture."""
 
 
+class Bypass(str, Enum):
+    """The response to a fix that is in place and that full graphs go past."""
+
+    OFF = "off"
+    """Watch no calls."""
+    REPORT = "report"
+
+
 class Settings(NamedTuple):
     master: Master
     modes: Mapping[str, Mode]
@@ -103,6 +112,7 @@ class Settings(NamedTuple):
     """Seconds that ranks wait for each other before a capture."""
     addresses: Addresses = Addresses.REPORT
     claims: Claims = Claims.REPORT
+    bypass: Bypass = Bypass.OFF
     kv_marks: str = shadow_rate.OFF
     """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: MarksAction = MarksAction.REPORT
@@ -113,8 +123,9 @@ class Settings(NamedTuple):
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Return every variable of this package, for vLLM's registry of variables."""
-    rollout, watches = (ROLLOUT, ROLLOUT_KEY), (SHADOW, SHADOW_ACTION, ADDRESSES, CLAIMS, KV_MARKS, KV_MARKS_ACTION)
-    return (PREFIX, FIXES, *map(variable, fixes), *rollout, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
+    watches = (SHADOW, SHADOW_ACTION, ADDRESSES, CLAIMS, BYPASS, KV_MARKS, KV_MARKS_ACTION)
+    others = (ROLLOUT, ROLLOUT_KEY, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
+    return (PREFIX, FIXES, *map(variable, fixes), *others)
 
 
 def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -151,6 +162,7 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
         shadow_action=values.one_of(SHADOW_ACTION, Action, Action.REPORT, Action.REPORT, "It counts as report"),
         addresses=values.one_of(ADDRESSES, Addresses, Addresses.REPORT, Addresses.OFF, "No address is watched"),
         claims=values.one_of(CLAIMS, Claims, Claims.REPORT, Claims.OFF, "No capture is watched"),
+        bypass=values.one_of(BYPASS, Bypass, Bypass.OFF, Bypass.OFF, "No call of a fix is watched"),
         kv_marks=values.parsed(
             KV_MARKS,
             shadow_rate.normal_fraction,

@@ -210,6 +210,7 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     choices = {settings.PREFIX: [master.value for master in settings.Master], **modes}
     choices |= {settings.SHADOW_ACTION: actions, settings.ADDRESSES: watches}
     choices[settings.CLAIMS] = [check.value for check in settings.Claims]
+    choices[settings.BYPASS] = [watch.value for watch in settings.Bypass]
     choices[settings.KV_MARKS_ACTION] = [action.value for action in shadow_rate.MarksAction]
     switches = ("1", "0", "true", "false", "yes", "no")
     for name, values in choices.items():

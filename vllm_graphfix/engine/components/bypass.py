@@ -26,7 +26,7 @@ class BypassComponent(Component):
         self._is_on = False
 
     def start(self, decision: Decision, policy: Policy) -> None:
-        self._is_on = not decision.is_off
+        self._is_on = decision.watches_calls
         if self.watch is not None:
             self.watch.forked()
 
