@@ -19,6 +19,7 @@ from stock import release_root
 from vllm_graphfix import manifest
 from vllm_graphfix.commands import running
 from vllm_graphfix.commands.cli import app
+from vllm_graphfix.commands.look_alikes import LOOK_ALIKES
 from vllm_graphfix.commands.status import status as judge
 from vllm_graphfix.deployment import known_flags, read_deployment
 from vllm_graphfix.deployment.line import FlagsError, parse
@@ -170,7 +171,7 @@ def test_a_deployment_that_is_not_hit_learns_what_would_matter() -> None:
         "NOT HIT by a known defect of vLLM 0.18.1 (LlamaForCausalLM, NVIDIA H100 80GB HBM3). You do not "
     )
     assert "\nIt would matter with: recurrent layers; speculative decoding; " in out
-    compared = "Wrong all the same? vllm-graphfix compare MODEL FLAGS shows if graphs are the cause\n"
+    compared = "\nWrong all the same? First one pod with --enforce-eager: still wrong is no matter of graphs "
     assert compared in out
     assert compared not in status("--for", "./llama --enforce-eager", "--gpu", HOPPER)
 
@@ -405,3 +406,49 @@ def test_a_flag_that_a_stock_release_lacks_is_refused_also_without_its_files() -
 @pytest.mark.release
 def test_the_recorded_flags_are_those_of_each_stock_release(release: str) -> None:
     assert known_flags.flags_of(stock_release(release)) == known_flags.flags_of(open_source(release_root(release)))
+
+
+DRAFTS = "--speculative-config.num_speculative_tokens=4 --speculative-config.method"
+
+
+@pytest.mark.parametrize(
+    ("line", "release", "beginning"),
+    [
+        (f"./qwen3-next {DRAFTS}=ngram", "0.21.0", "Not corrected by this plugin: answers corrupted by n-gram drafts"),
+        (f"org/unknown {DRAFTS}=ngram", "0.21.0", "Not corrected by this plugin if the model has gated delta nets: "),
+        (f"./qwen3-next {DRAFTS}=ngram --enforce-eager", "0.31.0", "Not corrected by this plugin: answers corrupted"),
+        (f"./qwen3-next {DRAFTS}=ngram", "0.17.1", ""),
+        (f"./qwen3-next {DRAFTS}=ngram", "0.32.0", ""),
+        (f"./qwen3-next {DRAFTS}=mtp", "0.21.0", ""),
+        (f"./llama {DRAFTS}=ngram", "0.21.0", ""),
+        ("org/unknown", "0.21.0", ""),
+        ("./llama --kv-transfer-config.kv_connector=SimpleCPUOffloadConnector", "0.33.0", "Not corrected by this plug"),
+        ("./llama --kv-transfer-config.kv_connector=OffloadingConnector", "0.33.0", ""),
+        (
+            "./llama --kv-cache-dtype fp8 --enable-sleep-mode",
+            "0.21.0",
+            "Not corrected by this plugin: answers less acc",
+        ),
+        ("./llama --enable-sleep-mode", "0.21.0", ""),
+        ("./llama --kv-cache-dtype fp8 --enable-sleep-mode", "0.29.0", ""),
+    ],
+)
+def test_defects_that_no_fix_corrects_are_named(line: str, release: str, beginning: str) -> None:
+    """Under the verdict, whatever it is, and in the JSON: installing the plugin leaves these as they are."""
+    under = status("--for", line, "--gpu", HOPPER, vllm=release).splitlines()[1]
+    assert under.startswith(beginning or "vLLM "), under
+    listed = json.loads(status("--for", line, "--gpu", HOPPER, "--json", vllm=release))["not_corrected"]
+    assert len(listed) == bool(beginning)
+
+
+def test_each_look_alike_is_a_section_of_the_page_with_its_releases() -> None:
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    verdicts = json.loads((docs / "looked-at.json").read_text())["verdicts"]
+    for each in LOOK_ALIKES:
+        assert f"\n### {each.title}\n" in (docs / "looked-at.md").read_text()
+        anchor = f"(#{each.page.partition('#')[2]})"
+        at = next(at for at, row in enumerate(verdicts) if anchor in row["candidate"])
+        rows = [verdicts[at], *(row for row in verdicts[at + 1 : at + 2] if row["candidate"].startswith("the same"))]
+        assert all(row["verdict"].startswith("established") for row in rows)
+        ends = {end for pair in each.releases for end in pair}
+        assert any(ends <= set(re.findall(r"\d+\.\d+\.\d+", row["releases"])) for row in rows), each.title

@@ -87,9 +87,17 @@ ROW = record(
     notes=TEXTS,
     concern=record("with `--for` or `--running`", answer=one_of(Concern), reason=TEXT),
 )
+LOOK_ALIKE = record(
+    name=of("string", "heading in docs/looked-at.md"),
+    seen=TEXT,
+    answer=of("string", "`concerns you`, or `cannot tell without` what stands in `reason`"),
+    reason=TEXT,
+    remedy=TEXT,
+    page=TEXT,
+)
 STATUS = record(
     "",
-    ("process",),
+    ("process", "not_corrected"),
     process=record("with `--running`: the server; `command` is without secrets", pid=COUNT, command=TEXT),
     schema=of("integer"),
     **VERSIONS,
@@ -98,6 +106,7 @@ STATUS = record(
     misconfigured=MISCONFIGURED,
     notes=array(TEXT, "messages that call for action"),
     fixes=array(ROW),
+    not_corrected=array(LOOK_ALIKE, "with `--for` or `--running`: defects of this release that no fix corrects"),
 )
 WATCH = record(
     "the shadow check on each replay",

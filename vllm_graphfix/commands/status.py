@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix import manifest
 from vllm_graphfix._version import __version__
+from vllm_graphfix.commands.look_alikes import LookAlike, look_alikes_of
 from vllm_graphfix.commands.next_step import answer_to
 from vllm_graphfix.deployment import Answer, Concern, Deployment, hardware
 from vllm_graphfix.deployment.runner import Default, default_runner
@@ -104,6 +105,11 @@ class Status(NamedTuple):
         return tuple(row for row in self.rows if row.answer and row.answer.concern is Concern.UNKNOWN)
 
     @property
+    def look_alikes(self) -> Sequence[tuple[LookAlike, Answer]]:
+        """Defects that the deployment has or may have and that no fix corrects."""
+        return () if self.deployment is None else look_alikes_of(self.source, self.deployment)
+
+    @property
     def default_runner(self) -> Default:
         """The model runner that this vLLM uses by default."""
         return default_runner(self.source)
@@ -176,6 +182,11 @@ class Status(NamedTuple):
                 }
                 for row in self.rows
             ],
+            **(
+                {}
+                if self.deployment is None
+                else {"not_corrected": [each.as_json(to) for each, to in self.look_alikes]}
+            ),
         }
 
 

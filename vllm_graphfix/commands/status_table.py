@@ -14,7 +14,7 @@ from vllm_graphfix.deployment import Concern
 from vllm_graphfix.deployment.needs import DRAFTS, briefly_here, by_choice, has_chosen
 from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.fixes import about
-from vllm_graphfix.text import printable
+from vllm_graphfix.text import PAGES, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -86,6 +86,8 @@ class _Output:
         runner = f"; model runner {status.default_runner} by default" if needed and status.default_runner else ""
         if status.deployment is not None:
             self._line(_sentence_on_deployment(status, status.deployment), "bold")
+        for look_alike, answer in status.look_alikes:
+            self._line(look_alike.sentence(answer), "bold")
         self._line(f"vLLM {status.source.version or '(version unknown)'}{where}, {origin}{runner}")
         self._line(verdict(status), "" if self._has_deployment else "bold")
         if not self._has_deployment and (
@@ -108,7 +110,10 @@ class _Output:
             if not status.undecided and (conditions := _would_matter_with(self._needed, deployment)):
                 self._line(f"It would matter with: {conditions}")
             if not status.undecided and deployment.graphs().holds:
-                self._line("Wrong all the same? vllm-graphfix compare MODEL FLAGS shows if graphs are the cause")
+                self._line(
+                    "Wrong all the same? First one pod with --enforce-eager: still wrong is no matter of graphs "
+                    f"({PAGES}/am-i-hit.md#look-alikes); right: vllm-graphfix compare MODEL FLAGS"
+                )
             return
         if status.elsewhere:
             plugin = "pip install vllm-graphfix there, in a container into its image; restart"
@@ -288,7 +293,7 @@ def _sentence_on_deployment(status: Status, deployment: Deployment) -> str:
     # One reason often rules out most of them, such as eager mode. The model runner is named only if there is no other
     # reason, since it says least about the deployment.
     others = {each: number for each, number in reasons.items() if "MODEL_RUNNER" not in each} or reasons
-    why = f" Most often since {Counter(others).most_common(1)[0][0]}." if others else ""
+    why = f" What rules out most: {Counter(others).most_common(1)[0][0]}." if others else ""
     return f"NOT HIT by a known defect of {vllm}. You do not need the plugin for these flags.{why}"
 
 

@@ -37,7 +37,7 @@ _NAMES: Mapping[str, str] = {
 """Short names of vLLM's flags."""
 _SWITCHES = frozenset(
     """--enforce-eager --enable-expert-parallel --trust-remote-code --data-parallel-hybrid-lb
-    --data-parallel-external-lb --data-parallel-multi-port-external-lb --headless""".split()
+    --data-parallel-external-lb --data-parallel-multi-port-external-lb --headless --enable-sleep-mode""".split()
 )
 _VALUES = frozenset(
     """--model --config --kv-cache-dtype --attention-backend --attention-config --speculative-config

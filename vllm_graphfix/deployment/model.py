@@ -36,10 +36,14 @@ MAMBA = frozenset(
     NemotronHPuzzleForCausalLM NemotronH_Nano_VL_V2 Plamo2ForCausalLM Zamba2ForCausalLM""".split()
 )
 """Architectures with Mamba, Mamba-2 or short-convolution layers."""
-OTHER_RECURRENT = frozenset(
+GATED_DELTA_NETS = frozenset(
+    """Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3_5ForConditionalGeneration
+    Qwen3_5MoeForConditionalGeneration""".split()
+)
+"""Architectures of Qwen with gated delta nets."""
+OTHER_RECURRENT = GATED_DELTA_NETS.union(
     """BailingMoeV2_5ForCausalLM KimiLinearForCausalLM MiniMaxM1ForCausalLM MiniMaxText01ForCausalLM
-    OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
-    Qwen3_5ForConditionalGeneration Qwen3_5MoeForConditionalGeneration""".split()
+    OlmoHybridForCausalLM""".split()
 )
 """Architectures with gated delta nets or linear attention, which split batches into decodes and prefills otherwise."""
 _RECURRENT_WORDS = re.compile(r"mamba|ssm|conv|recurrent|linear_|hybrid|delta|rwkv|retention", re.IGNORECASE)
