@@ -158,7 +158,7 @@ def test_a_vllm_that_chooses_otherwise_is_not_known(tmp_path: Path) -> None:
             "8 of these 10 apply only if you changed a default.",
             {
                 "prefill-dispatch": "model runner V1 (not the default here), recurrent layers",
-                "prompt-logprobs": "model runner V1 (not the default here), speculative decoding",
+                "prompt-logprobs": "model runner V1 (not the default here), speculative decoding other than n-grams",
                 "idle-rank": "model runner V1 (not the default here), data parallelism",
                 "triton-mla-padding": "Triton MLA, full graphs",
                 "flash-mixed-schedule": "cudagraph_mode FULL (not the default here), FlashAttention 3",

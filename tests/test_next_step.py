@@ -170,7 +170,7 @@ def test_a_deployment_that_is_not_hit_learns_what_would_matter() -> None:
     assert out.startswith(
         "NOT HIT by a known defect of vLLM 0.18.1 (LlamaForCausalLM, NVIDIA H100 80GB HBM3). You do not "
     )
-    assert "\nIt would matter with: recurrent layers; speculative decoding; " in out
+    assert "\nIt would matter with: recurrent layers; speculative decoding other than n-grams; " in out
     compared = "\nWrong all the same? First one pod with --enforce-eager: still wrong is no matter of graphs "
     assert compared in out
     assert compared not in status("--for", "./llama --enforce-eager", "--gpu", HOPPER)
@@ -178,7 +178,7 @@ def test_a_deployment_that_is_not_hit_learns_what_would_matter() -> None:
 
 def test_what_is_one_flag_away_comes_first() -> None:
     out = status("--for", "./llama --enable-lora", "--gpu", HOPPER)
-    assert "\nIt would matter with: --specialize-active-lora; recurrent layers; speculative decoding; " in out.replace(
+    assert "\nIt would matter with: --specialize-active-lora; recurrent layers; speculative decoding other than n-grams; " in out.replace(
         " (not the default here)", ""
     )
 
@@ -186,7 +186,7 @@ def test_what_is_one_flag_away_comes_first() -> None:
 def test_drafts_that_are_not_hit_leave_other_methods() -> None:
     drafts = "--speculative-config.method=ngram --speculative-config.num_speculative_tokens=4"
     out = status("--for", f"./llama {drafts}", "--gpu", HOPPER, vllm="0.31.0")
-    assert "; speculative decoding by another method; " in out
+    assert "; speculative decoding other than n-grams; " in out
 
 
 def test_a_single_fix_has_run_on_this_gpu() -> None:

@@ -202,7 +202,12 @@ def needs() -> tuple[Need, ...]:
     drafters = "eagle, eagle3, mtp, dflash, dspark, extract_hidden_states, or from 0.26.0 on a draft model"
     return (
         needs.RUNNER_V1,
-        Need("speculative decoding", _may_draft_in_graphs, drafters, clause="speculative decoding is on"),
+        Need(
+            "speculative decoding other than n-grams",
+            _may_draft_in_graphs,
+            drafters,
+            clause="speculative decoding is on",
+        ),
         needs.PROMPTS_IN_GRAPHS,
         unseen("requests with prompt_logprobs"),
     )
