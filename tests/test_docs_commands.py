@@ -40,12 +40,13 @@ NOT_RUN = {
     "kubectl delete pod POD...": "needs a cluster",
     **dict.fromkeys(
         (
-            "kubectl argo rollouts abort vllm",
-            "kubectl argo rollouts get rollout vllm --watch",
-            "kubectl argo rollouts promote vllm",
-            "kubectl argo rollouts promote vllm --full",
-            "kubectl apply -f deploy/argo-rollouts/analysis-template.yaml",
-            "kubectl delete pod -l vllm-graphfix/mode=on",
+            "kubectl argo rollouts abort vllm -n llm",
+            "kubectl argo rollouts get rollout vllm -n llm",
+            "kubectl argo rollouts get rollout vllm -n llm --watch",
+            "kubectl argo rollouts promote vllm -n llm",
+            "kubectl argo rollouts promote vllm -n llm --full",
+            "kubectl -n llm apply -f deploy/argo-rollouts/analysis-template.yaml",
+            "kubectl -n llm delete pod -l vllm-graphfix/mode=on",
         ),
         "needs a cluster with Argo Rollouts",
     ),
@@ -146,7 +147,7 @@ PATCHED = {
         """{"vllm-graphfix/rollout": "5"}}}}}'"""
     ),
     *(
-        """kubectl patch rollout vllm --type merge --patch '{"spec": {"template": {"metadata": {"labels": """
+        """kubectl -n llm patch rollout vllm --type merge --patch '{"spec": {"template": {"metadata": {"labels": """
         f"""{{"vllm-graphfix/mode": "{mode}"}}}}}}}}}}'"""
         for mode in ("on", "off")
     ),
