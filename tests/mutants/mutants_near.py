@@ -29,6 +29,7 @@ FUNCTIONS = 16
 _GENERAL = (
     "vllm/config",
     "vllm/distributed",
+    "vllm/env_override",
     "vllm/envs",
     "vllm/forward_context",
     "vllm/ir",
