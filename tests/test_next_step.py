@@ -178,9 +178,8 @@ def test_a_deployment_that_is_not_hit_learns_what_would_matter() -> None:
 
 def test_what_is_one_flag_away_comes_first() -> None:
     out = status("--for", "./llama --enable-lora", "--gpu", HOPPER)
-    assert "\nIt would matter with: --specialize-active-lora; recurrent layers; speculative decoding other than n-grams; " in out.replace(
-        " (not the default here)", ""
-    )
+    others = "recurrent layers; speculative decoding other than n-grams; "
+    assert f"\nIt would matter with: --specialize-active-lora; {others}" in out.replace(" (not the default here)", "")
 
 
 def test_drafts_that_are_not_hit_leave_other_methods() -> None:
