@@ -92,20 +92,23 @@ QUERIES = {
 
 
 def runbook() -> dict[str, list[str]]:
-    """Return the queries of docs/alerts.md by alert."""
+    """Return the queries of docs/alerts.md by alert, those for any included."""
     table = (PROJECT / "docs" / "alerts.md").read_text().partition("\n## ")[0]
     queries: dict[str, list[str]] = {}
     for alerts, query in re.findall(r"^\| (\w[\w, ]*) \| `(.*?)` \| ", table, re.MULTILINE):
-        for alert in alerts.split(", "):
-            queries.setdefault(f"Graphfix{alert}", []).append(query)
+        for alert in ALERTS if alerts == "any" else [f"Graphfix{each}" for each in alerts.split(", ")]:
+            queries.setdefault(alert, []).append(query)
     return queries
 
 
 def about(query: str, labels: Mapping[str, str]) -> str:
     """Return *query* of the runbook for an alert with *labels*, restricted to what it says about that alert."""
-    engine = ", ".join(f'{name}="{labels[name]}"' for name in (*sorted(TARGET_LABELS), "model_name") if name in labels)
+    model = ["model_name"] if "vllm:" in query else []
+    engine = ", ".join(
+        f'{name}="{labels[name]}"' for name in (*sorted(TARGET_LABELS - {"pod"}), *model) if name in labels
+    )
     keys = re.search(r"\bby \(([^)]*)\)", query)
-    names = [name.strip() for name in keys[1].split(",")] if keys else [*TARGET_LABELS, "fix", "model_name"]
+    names = [name.strip() for name in keys[1].split(",")] if keys else [*TARGET_LABELS, "fix", *model]
     here = "vector(1)"
     for name in (known := [name for name in names if name in labels]):
         here = f'label_replace({here}, "{name}", "{labels[name]}", "", "")'
