@@ -25,7 +25,7 @@ from vllm_graphfix.settings.decision import decide, decode
 from vllm_graphfix.settings.environment import CLAIMS, Claims, read
 from vllm_graphfix.text import PAGES
 
-RELEASES = ("0.17.1", "0.19.1", "0.21.0", "0.25.1", "0.29.0", "0.33.0")
+RELEASES = ("0.18.1", "0.19.1", "0.21.0", "0.25.1", "0.29.0", "0.33.0")
 DRAFTS = 3
 PROMPTS, DECODES = SimpleNamespace(num_prefills=2, num_decodes=0), SimpleNamespace(num_prefills=0, num_decodes=2)
 
