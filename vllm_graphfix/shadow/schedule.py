@@ -72,6 +72,10 @@ class Schedule:
         self._every, self.share, self._has_all = 1, None, True
         self.move(self.step + 1)
 
+    def check_no_more(self) -> None:
+        """Make no replay due any more."""
+        self._every, self.share, self._has_all, self.due = None, None, False, NEVER
+
     def move(self, step: int, *, planned: bool = False) -> None:
         """Make *step* the one that is due: the target model's replay in it, or in turns one of a drafter's.
 

@@ -85,12 +85,27 @@ class ExactReplays:
             stock(graph)
 
         self._replace(torch.cuda.CUDAGraph, "replay", replay)
+        self._count_breakable()
         self._compare_pieces()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         stock = getattr(owner, name)
         setattr(owner, name, function)
         self._undo.append(lambda: setattr(owner, name, stock))
+
+    def _count_breakable(self) -> None:
+        """Count the graphs of a breakable one: it holds their methods since the capture, not the one set here."""
+        try:
+            from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+        except ImportError:
+            return
+        stock = BreakableCUDAGraphCapture.replay
+
+        def replay(capture: Any) -> None:
+            self._replays += self._counted * capture.num_graphs
+            stock(capture)
+
+        self._replace(BreakableCUDAGraphCapture, "replay", replay)
 
     def _compare_caches(self, shadow: Shadow) -> None:
         """Compare what a replay has written to caches with what the step without its graph writes there."""
@@ -170,6 +185,7 @@ class ExactReplays:
         if shadow is None:
             reason = "the shadow check did not start in this engine"
             return ExactRank(0, 0, 0, self._replays, 0.0, 0.0, {}, (), 0, reason)
+        shadow.schedule.check_no_more()  # what comes next may be poisoned
         results = shadow.results
         return ExactRank(
             results.checks,
