@@ -19,6 +19,20 @@ from vllm_graphfix.source.files import Source
 
 _REGISTRY = "vllm/model_executor/models/registry.py"
 _MODELS = "_TEXT_GENERATION_MODELS"
+VOCABULARY = 512
+"""So small that a prompt can have every token: an n-gram drafter then has drafts for each."""
+_OTHERWISE: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},  # vLLM always routes by groups
+    "Glm4MoeForCausalLM": {"head_dim": 128},  # as published, which vLLM needs
+    # As published; the class derives the sizes of attention from the hidden size, if they are absent.
+    "Zamba2ForCausalLM": {
+        "n_mamba_heads": 80,
+        "mamba_headdim": 64,
+        "attention_hidden_size": None,
+        "attention_head_dim": None,
+    },
+}
+"""What the config of an architecture has in place of its class's default; a key with None is left out."""
 
 
 class Made(NamedTuple):
@@ -79,8 +93,20 @@ def default_config(name: str) -> dict[str, Any] | str:
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}".partition("\n")[0])
             continue
-        return config | {"architectures": [name], "model_type": kind.model_type}
+        config |= {"architectures": [name], "model_type": kind.model_type} | _OTHERWISE.get(name, {})
+        absent = [key for key, value in _OTHERWISE.get(name, {}).items() if value is None]
+        return _with_few_tokens({key: value for key, value in config.items() if key not in absent})
     return f"its class makes no config of defaults: {errors[-1]}"
+
+
+def _with_few_tokens(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("vocab_size", 0) <= VOCABULARY:
+        return config
+    last = VOCABULARY - 1
+    for key, value in config.items():
+        if key.endswith("_token_id") and value is not None:
+            config[key] = [min(each, last) for each in value] if isinstance(value, list) else min(value, last)
+    return config | {"vocab_size": VOCABULARY}
 
 
 def _number(section: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ _STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 _EXPANSIONS = ("expand", "mamba_expand")
 _WIDTHS = (
     "intermediate_size moe_intermediate_size intermediate_size_mlp shared_expert_intermediate_size n_inner ffn_dim "
-    "moe_shared_expert_intermediate_size shared_intermediate_size ffn_hidden_size expert_ffn_hidden_size"
+    "moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size"
 ).split()
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
@@ -127,6 +127,14 @@ class Plan:
             return min(before, self.head_counts[0] * self.head_size)
         return narrowed(before, _HIDDEN)
 
+    def first_layers(self, before: int) -> int:
+        """Return 1, or, where a list has the kind of each layer, too, as many as it has: the two must agree."""
+        return before if self.section.get("mlp_layer_types") else min(before, 1)
+
+    def falcon_width(self, before: int) -> int:
+        """Return 4 times the hidden size where the model has that: vLLM's Falcon reads no width."""
+        return 4 * self.hidden if before == 4 * self.first(_HIDDEN_SIZES) else self.width(before)
+
     def width(self, before: int) -> int:
         expansion = self.first(_EXPANSIONS)
         if "state_size" in self.section and before == expansion * self.first(_HIDDEN_SIZES):
@@ -166,12 +174,13 @@ _SCHEDULES = ("flash-mixed-schedule", "adaptive-schedule")
 _AT_OTHER_LENGTHS = "the number of heads decides where FlashAttention 3 splits: these may show at other lengths"
 REDUCTIONS = (
     Reduction(_LAYERS, lambda plan, _: plan.layers, (), "each kind of layer is there, in the model's order"),
-    Reduction(_FIRST_LAYERS, lambda _, before: min(before, 1), (), "one layer of the kind in front is there"),
+    Reduction(_FIRST_LAYERS, Plan.first_layers, (), "a layer of the kind in front is there"),
     Reduction(_MTP_LAYERS, lambda _, before: min(before, 1), (), "one draft layer is asked for each draft token"),
     Reduction(_HEADS, lambda plan, _: plan.head_counts[0], _SCHEDULES, _AT_OTHER_LENGTHS),
     Reduction(_KV_HEADS, lambda plan, _: plan.head_counts[1], _SCHEDULES, _AT_OTHER_LENGTHS),
     Reduction(_HIDDEN_SIZES, lambda plan, _: plan.hidden, (), "no fix depends on the width of a token's state"),
     Reduction(tuple(_WIDTHS), Plan.width, (), "no fix depends on it, and its alignment is the same"),
+    Reduction(("ffn_hidden_size",), Plan.falcon_width, (), "no fix depends on it"),
     Reduction(_EXPERTS, Plan.experts, (), "no fix depends on their number; a token has as many, of as many groups"),
     Reduction(_STATE_HEADS, Plan.state_heads, (), "a head's state has the model's size, so blocks are as large a head"),
     Reduction(
@@ -234,7 +243,8 @@ def _reduce(config: Section, plan: Plan, reductions: Iterable[Reduction], path: 
 def _cut(key: str, value: Any, plan: Plan) -> Any:
     """Return *value* without the layers that the twin lacks."""
     if isinstance(value, dict):
-        return {name: _cut(name, inner, plan) for name, inner in value.items()}
+        kept = {name: inner for name, inner in value.items() if key != "per_layer_config" or int(name) < plan.layers}
+        return {name: _cut(name, inner, plan) for name, inner in kept.items()}
     if key in _INDICES and isinstance(value, list):
         return [number for number in value if number - _INDICES[key] < plan.layers]
     return value[: plan.layers] if _is_per_layer(value, plan.layers_before) else value
