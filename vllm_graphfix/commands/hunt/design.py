@@ -61,6 +61,8 @@ DIMENSIONS: dict[str, dict[str, Setting]] = {
 """Values of each dimension by name; names are unique among all dimensions."""
 NAMES = tuple(name for values in DIMENSIONS.values() for name in values)
 _OF_STATES = ("mamba", "ssm", "state_size", "linear_num_value_heads", "linear_attn_config", "conv_L_cache")
+_WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2")
+"""Beginnings of model types whose attention has sinks, which no key of a config says."""
 _ATTEMPTS = 20
 """Random completions of a pair: of those, the one with most new pairs becomes a case; none: the pair cannot be."""
 
@@ -91,10 +93,14 @@ class Architecture(NamedTuple):
         """Return False if vLLM is sure to refuse *chosen*, values of some dimensions, or if they make no difference."""
         attention, cache = chosen.get("attention", "chosen"), chosen.get("cache", "auto")
         pieces = "PIECEWISE" in chosen.get("graphs", "")
-        names = _LATENT if self._is_latent and not self.config.get("index_topk") else _GROUPED
+        has_sinks = str(self.config.get("model_type")).startswith(_WITH_SINKS)
         refused = (
-            attention not in ("chosen", *names),
-            attention != "chosen" and (not self._has_attention or (self._is_latent and names is _GROUPED)),
+            attention not in ("chosen", *(_LATENT if self._is_latent else _GROUPED)),
+            # Sparse attention has a backend of its own.
+            attention != "chosen" and (not self._has_attention or bool(self.config.get("index_topk"))),
+            # Pages as large as a state are no power of 2, which FlexAttention needs.
+            attention == "FLEX_ATTENTION" and (self._has_states or has_sinks),
+            attention == "FLASHINFER" and has_sinks,  # but on Blackwell
             cache != "auto" and not self._has_attention,
             cache == "fp8" and attention in ("FLEX_ATTENTION", "FLASH_ATTN_MLA"),
             cache.startswith("turboquant") and (attention != "chosen" or self._is_latent or self._has_states),
@@ -103,6 +109,10 @@ class Architecture(NamedTuple):
             chosen.get("breaks") == "breakable"
             and (chosen.get("compile") == "compiled" or chosen.get("runner") == "V1"),
             chosen.get("drafts") == "mtp" and not self._has_draft_layers,
+            # V1 schedules in step with n-grams: asynchronous scheduling is switched off.
+            (chosen.get("drafts"), chosen.get("runner"), chosen.get("scheduling")) == ("ngram", "V1", "async"),
+            # Adapters are added to attention's matrices.
+            chosen.get("adapters") == "adapters" and (not self._has_attention or "o_lora_rank" in self.config),
             chosen.get("states") == "states-aligned" and not self._has_states,
             chosen.get("states") == "states-aligned" and chosen.get("prefixes") == "no-prefixes",
         )

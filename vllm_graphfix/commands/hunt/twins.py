@@ -24,6 +24,8 @@ VOCABULARY = 512
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},  # vLLM always routes by groups
     "Glm4MoeForCausalLM": {"head_dim": 128},  # as published, which vLLM needs
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "NemotronForCausalLM": {"num_key_value_heads": 8},
     # As published; the class derives the sizes of attention from the hidden size, if they are absent.
     "Zamba2ForCausalLM": {
         "n_mamba_heads": 80,
