@@ -381,9 +381,6 @@ def hunt(
     parallel: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Engines at a time. Default: as many as the machine takes.")
     ] = None,
-    poison: Annotated[
-        bool, typer.Option("--poison", help="Also as compare --poison does: one more engine for each case.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Which architectures are wrong with CUDA graphs, under which flags? Small models of all, compared one by one.
@@ -404,7 +401,7 @@ def hunt(
     if unknown := set(without) - set(NAMES):
         stop(f"--leave-out {', '.join(sorted(unknown))}: there are {', '.join(NAMES)}")
     chosen = [name for name in architectures.split(",") if name]
-    options = Hunt(out, cases, (int(part[1]), int(part[2])), chosen, without, seed, minutes, timeout, parallel, poison)
+    options = Hunt(out, cases, (int(part[1]), int(part[2])), chosen, without, seed, minutes, timeout, parallel)
     try:
         hunted = run(open_source(None), options, console(stderr=True))
     except (SourceError, CompareError, OSError) as error:

@@ -213,6 +213,9 @@ def judge(
         error = f"{graphed.error} (log: {graphed.log})"
         return Report(model, tuple(flags), reference.result, None, None, error, logs=str(graphed.log.parent))
     poisoned, exact = None, ExactReport(graphed.result.exact) if graphs.exact else None
+    if graphs.poison_last:
+        why = graphed.result.poison_error
+        poisoned = report_of(None if why else graphed.result, why, graphed.observed)
     for job in further:
         ended = run(job)
         why = f"{ended.error} (log: {ended.log})" if ended.error else None

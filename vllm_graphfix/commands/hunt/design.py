@@ -217,7 +217,7 @@ def _completed(
         fitting = [name for name in values[key] if architecture.allows({**chosen, key: name})]
         if not fitting:
             return None
-        chosen[key] = chance.choice(fitting)
+        chosen[key] = chance.choice(fitting + ["uncompiled"] * fitting.count("uncompiled"))  # starts in half the time
     return chosen
 
 

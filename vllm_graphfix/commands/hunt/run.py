@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import threading
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import NO_GRAPHS, Report
 from vllm_graphfix.commands.compare.report import as_json as compared_as_json
-from vllm_graphfix.commands.compare.run import ALONE, POISON, Options, jobs_for, judge, refuse_settings
+from vllm_graphfix.commands.compare.run import ALONE, Options, jobs_for, judge, refuse_settings
 from vllm_graphfix.commands.hunt import twins
 from vllm_graphfix.commands.hunt.design import Architecture, Case, design
 from vllm_graphfix.source.files import Source
@@ -38,23 +39,33 @@ if TYPE_CHECKING:
 
 RIGHT, WRONG, UNCLEAR, REFUSED, NO_TWIN = "right", "wrong", "inconclusive", "refused", "no twin"
 """Verdicts on a case. vLLM refuses flags with which the engine does not run without graphs either."""
-RESULTS, PROMPTS, CONFIGS = "results.jsonl", "prompts.jsonl", "configs"
-"""Files and a folder in the hunt's folder."""
+RESULTS, CONFIGS = "results.jsonl", "configs"
+"""A file and a folder in the hunt's folder."""
 MIN_REPLAYS = 100
 """A case with fewer replays is not covered."""
 _MOST_ENGINES, _MAKERS = 12, 4
-_TOKENS = {False: 128, True: 320}
+_TOKENS = {False: 192, True: 320}
 """Tokens of the longest answer, without drafts and with them, which make steps fewer."""
-_PREFIX, _WORDS = 96, range(10, 250)
-"""Tokens that every other prompt begins with, and the token ids of prompts, which any vocabulary has."""
 _SIZES = {False: (1, 2, 4, 8, 16, 48, 128), True: (4, 8, 16, 32, 64, 128)}
 """Sizes of graphs, without drafts and with them; the last is a step of nothing but a long prompt's tokens."""
 _COMMON = (
-    *("--max-model-len", "1024", "--max-num-seqs", "16", "--seed", "0"),
+    *("--max-model-len", "1024", "--max-num-seqs", "16", "--seed", "0", "--skip-tokenizer-init"),
     # Keeps vLLM's memory profiling out of a GPU that several engines share.
     *("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05"),
 )
+_UNTIMED = {
+    # FlashInfer's takes minutes; 20 s go into Triton's kernels that nothing here uses.
+    "--no-enable-flashinfer-autotune": ("vllm/engine/arg_utils.py", "enable_flashinfer_autotune"),
+    "--kernel-config.enable_jit_warmup=False": ("vllm/config/kernel.py", "enable_jit_warmup"),
+}
+"""Flags against preparations that take long, each with a file of vLLM and the word by which it is known there."""
+_NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""As in `verify`: functions beside the model, whose compilation takes longer than all answers."""
 _OUT_OF_MEMORY = "out of memory"
+_OTHER_WEIGHTS = re.compile(
+    r"not initialized from checkpoint|no module or parameter named|KeyError: '[\w.]+\.(weight|bias)'"
+)
+"""Errors of a vLLM that names an architecture's weights otherwise than transformers does."""
 
 
 class Hunt(NamedTuple):
@@ -69,8 +80,6 @@ class Hunt(NamedTuple):
     minutes: float | None = None
     timeout: float = 300.0
     parallel: int | None = None
-    poison: bool = False
-    """One more engine a case, with poison in memory that belongs to no request."""
 
 
 class Hunted(NamedTuple):
@@ -126,22 +135,37 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
 
 
 def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
-    """Write what commands that reproduce a case need: configs, and the prompts."""
+    """Write what commands that reproduce a case need: configs, and the prompts without drafts and with them."""
     (folder / CONFIGS).mkdir(exist_ok=True)
     for each in architectures:
         (folder / CONFIGS / f"{each.name}.json").write_text(json.dumps(each.config, indent=2))
-    (folder / PROMPTS).write_text("".join(json.dumps(prompt) + "\n" for prompt in made_prompts()))
+    for drafts in (False, True):
+        lines = (json.dumps(prompt) + "\n" for prompt in made_prompts(drafts=drafts))
+        _prompts(folder, drafts=drafts).write_text("".join(lines))
 
 
-def made_prompts() -> tuple[tuple[int, ...], ...]:
-    """Return 16 prompts of up to 400 tokens; every other one begins alike, for the prefix cache."""
+def made_prompts(*, drafts: bool) -> tuple[tuple[int, ...], ...]:
+    """Return 16 prompts of up to 472 tokens; every other one begins alike, for the prefix cache.
+
+    With *drafts* each begins with every token: what n-grams draft is then as long for each request, and only where it
+    is does the runner V1 replay a full graph.
+    """
     chance = random.Random(0)  # noqa: S311 - the same prompts in every hunt
-    shared = tuple(chance.choices(_WORDS, k=_PREFIX))
+    words = range(10, 250)
+    shared = tuple(chance.choices(words, k=96))
     lengths = [5 + 25 * number for number in range(16)]
     chance.shuffle(lengths)
+    if drafts:
+        shared = tuple(chance.sample(range(twins.VOCABULARY), twins.VOCABULARY))
+        lengths = [length // 4 for length in lengths]
+    other = tuple(chance.sample(shared, len(shared))) if drafts else ()
     return tuple(
-        (*(shared if number % 2 else ()), *chance.choices(_WORDS, k=length)) for number, length in enumerate(lengths)
+        (*(shared if number % 2 else other), *chance.choices(words, k=length)) for number, length in enumerate(lengths)
     )
+
+
+def _prompts(folder: Path, *, drafts: bool) -> Path:
+    return folder / ("prompts-for-drafts.jsonl" if drafts else "prompts.jsonl")
 
 
 def read_results(folder: Path, version: str | None) -> dict[str, dict[str, Any]]:
@@ -191,11 +215,13 @@ def _run_cases(
 
 def _common(source: Source, case: Case) -> tuple[str, ...]:
     """Return the flags that every case has, those of them that this vLLM knows."""
-    sizes = map(str, _SIZES[case.settings["drafts"] != "no-drafts"])
-    untuned = "enable_flashinfer_autotune"  # takes minutes
-    known = source.contains_word("vllm/engine/arg_utils.py", untuned)
-    tuned = (f"--no-{untuned.replace('_', '-')}",) if known else ()
-    return (*_COMMON, "--cudagraph-capture-sizes", *sizes, *tuned)
+    sizes = map(str, _SIZES[_has_drafts(case)])
+    untimed = (flag for flag, (file, word) in _UNTIMED.items() if source.contains_word(file, word))
+    return (*_COMMON, "--cudagraph-capture-sizes", *sizes, *untimed)
+
+
+def _has_drafts(case: Case) -> bool:
+    return case.settings["drafts"] != "no-drafts"
 
 
 def run_case(
@@ -223,16 +249,27 @@ def run_case(
 
 
 def _jobs(case: Case, twin: twins.Made, hunt: Hunt) -> list[Job]:
-    options = Options(made_prompts(), max_tokens=_TOKENS[case.settings["drafts"] != "no-drafts"])
-    # A cache for each case: vLLM may write that of one hash from two engines at the same time.
-    own: dict[str, str | None] = {"VLLM_CACHE_ROOT": str(hunt.folder / "caches" / case.stem)}
-    environment = ENVIRONMENT | ALONE | case.environment | own
+    drafts = _has_drafts(case)
+    options = Options(made_prompts(drafts=drafts), max_tokens=_TOKENS[drafts])
+    # A cache for each case: vLLM may write that of one hash from two engines at the same time. Triton may not, and
+    # its kernels are the same in most cases.
+    caches = hunt.folder / "caches"
+    own: dict[str, str | None] = {
+        "VLLM_CACHE_ROOT": str(caches / case.stem),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+    }
+    environment = ENVIRONMENT | ALONE | _environment(case) | own
     eager, graphs, compiled = (
         replace(job, name=f"{case.stem} {job.name}", environment=environment, untuned=True)
         for job in jobs_for(twin.folder, twin.flags, options, twin.adapters)
     )
-    poisoned = [replace(graphs, name=f"{graphs.name} {POISON}", extra_passes=1, poison=True)] * hunt.poison
-    return [eager, replace(graphs, exact=True, environment=environment | EXACT), compiled, *poisoned]
+    # Poison comes after the comparison, in the same engine: to start another one would take longer.
+    return [eager, replace(graphs, exact=True, poison_last=True, environment=environment | EXACT), compiled]
+
+
+def _environment(case: Case) -> dict[str, str | None]:
+    is_compiled = case.settings["compile"] == "compiled" or case.settings["attention"] == "FLEX_ATTENTION"
+    return case.environment | ({} if is_compiled else _NOTHING_COMPILED)
 
 
 def _judged(case: Case, jobs: list[Job], run: Callable[[Job], JobResult], ended: list[JobResult]) -> dict[str, Any]:
@@ -253,15 +290,17 @@ def _judged(case: Case, jobs: list[Job], run: Callable[[Job], JobResult], ended:
     except CompareError as error:
         failed = ended[-1].error or ""
         unclear = ended[-1].result is not None or HANG.search(failed) or _OUT_OF_MEMORY in failed
-        return {"verdict": UNCLEAR if unclear else REFUSED, "why": str(error)}
+        verdict = UNCLEAR if unclear else NO_TWIN if _OTHER_WEIGHTS.search(failed) else REFUSED
+        return {"verdict": verdict, "why": str(error)}
     return _row_of(report)
 
 
 def _row_of(report: Report) -> dict[str, Any]:
-    replays = max((rank.compared + rank.skipped + rank.unseen for rank in _ranks(report)), default=0)
-    compared = max((rank.compared for rank in _ranks(report)), default=0)
-    if report.exact and not report.exact.error and not any(rank.graphs or rank.reason for rank in report.exact.ranks):
-        report = replace(report, exact=None)  # pieces alone: answers decide
+    compared = max((rank.compared + rank.pieces for rank in _ranks(report)), default=0)
+    replays = compared + max((rank.skipped + rank.unseen for rank in _ranks(report)), default=0)
+    exact = report.exact
+    if exact and exact.inconclusive and not (exact.error or any(rank.graphs or rank.reason for rank in exact.ranks)):
+        report = replace(report, exact=None)  # pieces that cannot be judged, or breakable graphs: answers decide
     why = report.inconclusive
     if why is None and not report.wrong and replays < MIN_REPLAYS:
         why = f"only {replays} replays; {MIN_REPLAYS} are needed"
@@ -299,9 +338,10 @@ def _finding(report: Report) -> str:
 
 def _about(case: Case, folder: Path, flags: Sequence[str]) -> dict[str, Any]:
     """Return what a result has on its case: also the command line that compares the same without a hunt."""
-    variables = [f"{name}={value}" for name, value in case.environment.items()]
-    tokens = str(_TOKENS[case.settings["drafts"] != "no-drafts"])
-    ours = ("--twin", "--exact", "--prompts", str(folder / PROMPTS), "--max-tokens", tokens)
+    variables = [f"{name}={value}" for name, value in _environment(case).items()]
+    drafts = _has_drafts(case)
+    prompts = ("--prompts", str(_prompts(folder, drafts=drafts)), "--max-tokens", str(_TOKENS[drafts]))
+    ours = ("--twin", "--exact", "--poison", *prompts)
     return {
         "case": case.name,
         "architecture": case.architecture,
