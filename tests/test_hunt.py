@@ -19,6 +19,7 @@ from vllm_graphfix.commands.compare.report import Report
 from vllm_graphfix.commands.hunt import run as hunting
 from vllm_graphfix.commands.hunt import twins
 from vllm_graphfix.commands.hunt.design import DIMENSIONS, NAMES, Architecture, Case, design
+from vllm_graphfix.commands.hunt.smaller import Size
 from vllm_graphfix.shadow.verdict import TARGET
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify.comparison import Comparison, Judgement, Kind
@@ -26,10 +27,13 @@ from vllm_graphfix.verify.engine import device
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.exact_report import ExactReport
-from vllm_graphfix.verify.engine.job import EngineResult
+from vllm_graphfix.verify.engine.job import EngineResult, Job, PoisonPass
+from vllm_graphfix.verify.engine.processes import JobResult
 
 RESULT = EngineResult((), {}, {}, None, {"vllm": "0.33.0"}, 1.0, cudagraph_mode="FULL")
 EQUAL = Comparison((Judgement(Kind.EQUAL, 64, None),), 0.0, 0.0625)
+STEPS = {"steps": 9, "most": {}, "findings": [], "notes": [], "padded": None, "error": None}
+POISONED = PoisonPass(("rows",), None, False, (), 0.0, (STEPS,))
 DENSE = Architecture("LlamaForCausalLM", {"num_attention_heads": 8})
 LATENT = Architecture(
     "DeepseekV3ForCausalLM", {"num_attention_heads": 8, "kv_lora_rank": 512, "num_nextn_predict_layers": 1}
@@ -116,7 +120,7 @@ def hunt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
 
         def run_case(case: Case, hunt: hunting.Hunt, *_: object) -> dict[str, Any]:
             ran.append(case.name)
-            return hunting._about(case, hunt.folder, ()) | {"verdict": hunting.RIGHT, "why": None}
+            return hunting._about(case, hunt.folder, (), Size(16, 192)) | {"verdict": hunting.RIGHT, "why": None}
 
         monkeypatch.setattr(hunting, "run_case", run_case)
         return ran, hunting.run(SOURCE, hunting.Hunt(tmp_path, **options), Console(file=io.StringIO()))
@@ -162,6 +166,7 @@ def rank(**fields: Any) -> ExactRank:
         ({"compared": 0, "graphs": {}, "unseen": 300}, hunting.RIGHT, None),
         ({"compared": 0, "graphs": {}, "unseen": 300, "reason": "it ended"}, hunting.UNCLEAR, "it ended"),
         ({"wrong": 1, "findings": ("rows differ",)}, hunting.WRONG, "rows differ"),
+        ({"compared": 0, "graphs": {}, "pieces": 150}, hunting.RIGHT, None),
         ({"skipped": 2}, hunting.UNCLEAR, "2 replays could not be judged"),
     ],
 )
@@ -170,6 +175,37 @@ def test_verdict(fields: dict[str, Any], verdict: str, why: str | None) -> None:
     assert row["verdict"] == verdict
     assert (why or "") in (row["why"] or "")
     json.dumps(row, allow_nan=False)
+
+
+def test_prompts_for_drafts_have_each_token() -> None:
+    prompts = hunting.made_prompts(drafts=True)
+    assert all(set(prompt) == set(range(twins.VOCABULARY)) for prompt in prompts)
+    assert max(map(len, prompts)) + hunting._TOKENS[True] < 1024
+
+
+def test_a_finding_is_reduced_to_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines are doubles: replays are wrong with an fp8 cache, of at least 3 requests with 50 tokens."""
+    monkeypatch.setattr(twins, "make", lambda config, flags, folder: twins.Made(str(folder), tuple(flags), ()))
+    hunting.write_inputs(tmp_path, [DENSE])
+    jobs: list[Job] = []
+
+    def run_engine(job: Job) -> JobResult:
+        jobs.append(job)
+        is_wrong = "fp8" in job.flags and len(job.prompts) >= 3 and max(job.max_tokens) >= 50
+        exact = (rank(wrong=1, findings=("rows differ",)) if is_wrong else rank(),)
+        result = replace(RESULT, passes=((), ()), exact=exact if job.exact else (), poisoned=(POISONED,))
+        return JobResult(job, result, None, tmp_path / "log", 1.0)
+
+    case = next(case for case in design([DENSE]) if "fp8" in case.flags and "ngram" in case.settings.values())
+    with ThreadPoolExecutor(1) as makers:
+        row = hunting.run_case(case, hunting.Hunt(tmp_path), makers, run_engine, lambda case: ("--seed", "0"))
+    reduced = row["reduced"]
+    assert (row["verdict"], reduced["requests"], reduced["tokens"]) == (hunting.WRONG, 4, 80)
+    needed = {key: next(iter(values)) for key, values in DIMENSIONS.items()} | {"cache": "fp8"}
+    assert reduced["case"] == Case("LlamaForCausalLM", needed).name
+    assert all(part in reduced["command"] for part in ("4-prompts.jsonl", "--max-tokens 80", "--kv-cache-dtype fp8"))
+    assert len(jobs) < 50
+    assert all(job.poison_last for job in jobs if job.exact)
 
 
 def test_configs_of_defaults_become_twins(tmp_path: Path) -> None:

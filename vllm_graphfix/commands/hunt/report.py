@@ -40,7 +40,7 @@ def show(hunted: Hunted, console: Console) -> None:
         if row["verdict"] != RIGHT:
             console.print(line_of(row), highlight=False, markup=False, soft_wrap=True)
         if row["verdict"] == WRONG:
-            console.print(f"  {row['command']}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"  {(row.get('reduced') or row)['command']}", highlight=False, markup=False, soft_wrap=True)
     if hunted.without_twin:
         names = ", ".join(f"{name} ({why})" for name, why in hunted.without_twin.items())
         console.print(f"without a twin: {names}", highlight=False, markup=False, soft_wrap=True)

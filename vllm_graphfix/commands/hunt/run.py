@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +25,7 @@ from vllm_graphfix.commands.compare.report import as_json as compared_as_json
 from vllm_graphfix.commands.compare.run import ALONE, Options, jobs_for, judge, refuse_settings
 from vllm_graphfix.commands.hunt import twins
 from vllm_graphfix.commands.hunt.design import Architecture, Case, design
+from vllm_graphfix.commands.hunt.smaller import Size, smaller
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.comparison import comparison_lines, finite_or_none
@@ -44,6 +46,8 @@ RESULTS, CONFIGS = "results.jsonl", "configs"
 MIN_REPLAYS = 100
 """A case with fewer replays is not covered."""
 _MOST_ENGINES, _MAKERS = 12, 4
+_REQUESTS = (16, 8, 4, 2, 1)
+"""Requests of a case, and what reducing a finding may leave of them."""
 _TOKENS = {False: 192, True: 320}
 """Tokens of the longest answer, without drafts and with them, which make steps fewer."""
 _SIZES = {False: (1, 2, 4, 8, 16, 48, 128), True: (4, 8, 16, 32, 64, 128)}
@@ -140,8 +144,9 @@ def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
     for each in architectures:
         (folder / CONFIGS / f"{each.name}.json").write_text(json.dumps(each.config, indent=2))
     for drafts in (False, True):
-        lines = (json.dumps(prompt) + "\n" for prompt in made_prompts(drafts=drafts))
-        _prompts(folder, drafts=drafts).write_text("".join(lines))
+        lines = [json.dumps(prompt) + "\n" for prompt in made_prompts(drafts=drafts)]
+        for requests in _REQUESTS:
+            _prompts(folder, requests, drafts=drafts).write_text("".join(lines[:requests]))
 
 
 def made_prompts(*, drafts: bool) -> tuple[tuple[int, ...], ...]:
@@ -164,8 +169,8 @@ def made_prompts(*, drafts: bool) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _prompts(folder: Path, *, drafts: bool) -> Path:
-    return folder / ("prompts-for-drafts.jsonl" if drafts else "prompts.jsonl")
+def _prompts(folder: Path, requests: int, *, drafts: bool) -> Path:
+    return folder / f"{requests}-prompts{'-for-drafts' if drafts else ''}.jsonl"
 
 
 def read_results(folder: Path, version: str | None) -> dict[str, dict[str, Any]]:
@@ -190,13 +195,17 @@ def _run_cases(
     engines = Engines(folder, hunt.timeout, preload=True, retry=False)
     stopped = threading.Event()
 
+    def is_over() -> bool:
+        return stopped.is_set() or (hunt.minutes is not None and time.monotonic() - began > 60 * hunt.minutes)
+
     def task(case: Case) -> dict[str, Any] | None:
-        if stopped.is_set() or (hunt.minutes is not None and time.monotonic() - began > 60 * hunt.minutes):
+        if is_over():
             return None
         try:
-            row = run_case(case, hunt, makers, lambda job: submit(job).result(), _common(source, case))
+            row = run_case(case, hunt, makers, lambda job: submit(job).result(), partial(_common, source), is_over)
         except Exception as error:  # one case must not end the hunt
-            row = _about(case, hunt.folder, ()) | {"verdict": UNCLEAR, "why": f"{type(error).__name__}: {error}"}
+            failed = {"verdict": UNCLEAR, "why": f"{type(error).__name__}: {error}"}
+            row = _about(case, hunt.folder, (), Size(_REQUESTS[0], 0)) | failed
         return None if stopped.is_set() else row | {"vllm": source.version, "ended": round(time.monotonic() - began)}
 
     # The pool of cases around the engines: an interrupt ends the engines first, and so each case.
@@ -225,42 +234,78 @@ def _has_drafts(case: Case) -> bool:
 
 
 def run_case(
-    case: Case, hunt: Hunt, makers: ProcessPoolExecutor, run: Callable[[Job], JobResult], common: Sequence[str]
+    case: Case,
+    hunt: Hunt,
+    makers: ProcessPoolExecutor,
+    run: Callable[[Job], JobResult],
+    common_of: Callable[[Case], Sequence[str]],
+    is_over: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Make the twin of *case*, run its engines by *run*, and return its result as JSON."""
+    """Make the twin of *case*, run its engines by *run*, and return its result as JSON.
+
+    A wrong one is reduced, until *is_over*.
+    """
+
+    def run_one(case: Case, size: Size, stem: str) -> dict[str, Any]:
+        return _run_one(case, size, stem, hunt, makers, run, common_of(case))
+
+    whole = Size(_REQUESTS[0], _TOKENS[_has_drafts(case)])
+    row = run_one(case, whole, case.stem)
+    if row["verdict"] != WRONG:
+        return row
+
+    def is_wrong(other: Case, size: Size) -> bool:
+        # A stem of its own: the other case may be one of the hunt, and run now.
+        return not is_over() and run_one(other, size, f"{case.stem}-reduced")["verdict"] == WRONG
+
+    try:
+        architecture = Architecture(case.architecture, json.loads(_config(case, hunt.folder).read_text()))
+        least, size = smaller(case, whole, architecture, is_wrong)
+    except Exception as error:  # the finding stays one
+        return row | {"reduced": None, "why_not_reduced": f"{type(error).__name__}: {error}"}
+    command = _about(least, hunt.folder, (*common_of(least), *least.flags), size)["command"]
+    return row | {"reduced": {"case": least.name, **size._asdict(), "command": command}}
+
+
+def _run_one(
+    case: Case,
+    size: Size,
+    stem: str,
+    hunt: Hunt,
+    makers: ProcessPoolExecutor,
+    run: Callable[[Job], JobResult],
+    common: Sequence[str],
+) -> dict[str, Any]:
     began, flags, folder = time.monotonic(), (*common, *case.flags), hunt.folder
-    place = folder / "twins" / case.stem
-    row = _about(case, folder, flags)
+    place = folder / "twins" / stem
+    row = _about(case, folder, flags, size)
     try:
         twin = makers.submit(twins.make, _config(case, folder), flags, place).result()
         if twin.why_not is not None:
             return row | {"verdict": NO_TWIN, "why": twin.why_not, "seconds": round(time.monotonic() - began, 1)}
         row["twin_seconds"] = round(time.monotonic() - began, 1)
         ended: list[JobResult] = []
-        judged = _judged(case, _jobs(case, twin, hunt), run, ended)
+        judged = _judged(case, _jobs(case, size, stem, twin, hunt), run, ended)
         row |= judged | {"seconds": round(time.monotonic() - began, 1), "engines": [each.times for each in ended]}
         if row["verdict"] == RIGHT:
-            for log in (folder / "engines").glob(f"{case.stem}-*"):
+            for log in (folder / "engines").glob(f"{stem}-*"):
                 log.unlink()
         return row
     finally:
         shutil.rmtree(place, ignore_errors=True)
-        shutil.rmtree(folder / "caches" / case.stem, ignore_errors=True)
+        shutil.rmtree(folder / "caches" / stem, ignore_errors=True)
 
 
-def _jobs(case: Case, twin: twins.Made, hunt: Hunt) -> list[Job]:
-    drafts = _has_drafts(case)
-    options = Options(made_prompts(drafts=drafts), max_tokens=_TOKENS[drafts])
-    # A cache for each case: vLLM may write that of one hash from two engines at the same time. Triton may not, and
-    # its kernels are the same in most cases.
+def _jobs(case: Case, size: Size, stem: str, twin: twins.Made, hunt: Hunt) -> list[Job]:
+    prompts = made_prompts(drafts=_has_drafts(case))[: size.requests]
+    options = Options(prompts, max_tokens=size.tokens)
+    # A cache for each case: vLLM may write that of one hash from two engines at the same time. Triton's is made
+    # for that, and its kernels are the same in most cases.
     caches = hunt.folder / "caches"
-    own: dict[str, str | None] = {
-        "VLLM_CACHE_ROOT": str(caches / case.stem),
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-    }
+    own: dict[str, str | None] = {"VLLM_CACHE_ROOT": str(caches / stem), "TRITON_CACHE_DIR": str(caches / "triton")}
     environment = ENVIRONMENT | ALONE | _environment(case) | own
     eager, graphs, compiled = (
-        replace(job, name=f"{case.stem} {job.name}", environment=environment, untuned=True)
+        replace(job, name=f"{stem} {job.name}", environment=environment, untuned=True)
         for job in jobs_for(twin.folder, twin.flags, options, twin.adapters)
     )
     # Poison comes after the comparison, in the same engine: to start another one would take longer.
@@ -336,12 +381,11 @@ def _finding(report: Report) -> str:
     return "drafts are lost: the target rejects those of the draft model's graphs"
 
 
-def _about(case: Case, folder: Path, flags: Sequence[str]) -> dict[str, Any]:
+def _about(case: Case, folder: Path, flags: Sequence[str], size: Size) -> dict[str, Any]:
     """Return what a result has on its case: also the command line that compares the same without a hunt."""
     variables = [f"{name}={value}" for name, value in _environment(case).items()]
-    drafts = _has_drafts(case)
-    prompts = ("--prompts", str(_prompts(folder, drafts=drafts)), "--max-tokens", str(_TOKENS[drafts]))
-    ours = ("--twin", "--exact", "--poison", *prompts)
+    prompts = _prompts(folder, size.requests, drafts=_has_drafts(case))
+    ours = ("--twin", "--exact", "--poison", "--prompts", str(prompts), "--max-tokens", str(size.tokens))
     return {
         "case": case.name,
         "architecture": case.architecture,

@@ -1,0 +1,37 @@
+"""Reduces a wrong case, as long as it stays wrong: fewer flags, then fewer requests, then fewer tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, Architecture, Case
+
+_TOGETHER = ("compile", "breaks")
+"""Dimensions of which neither value may be changed alone: breaks switch torch.compile off."""
+
+
+class Size(NamedTuple):
+    """How much a case asks."""
+
+    requests: int
+    tokens: int
+    """Tokens of the longest answer."""
+
+
+def smaller(
+    case: Case, size: Size, architecture: Architecture, is_wrong: Callable[[Case, Size], bool]
+) -> tuple[Case, Size]:
+    """Return the smallest case that is wrong, too: each flag is left out once, and each number halved."""
+    for dimensions in (_TOGETHER, *((each,) for each in DIMENSIONS)):
+        settings = {**case.settings} | {each: next(iter(DIMENSIONS[each])) for each in dimensions}
+        other = case._replace(settings=settings)
+        if other != case and architecture.allows(settings) and is_wrong(other, size):
+            case = other
+    for number in Size._fields:
+        while getattr(size, number) > 1:
+            half = size._replace(**{number: getattr(size, number) // 2})
+            if not is_wrong(case, half):
+                break
+            size = half
+    return case, size
