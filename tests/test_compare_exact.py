@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from dataclasses import replace
 from math import nan
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,28 @@ def test_requests_that_fill_a_batch_fit_beside_prompts_as_long_as_the_context() 
     assert len(filled.prompts) == len(filled.lengths) == len(filled.adapters) == 8
     assert all(len(other) < config.max_model_len and set(other) <= set(range(50)) for other in others)
     assert len(set(others)) == len(others)  # else they are one in the prefix cache
+
+
+def test_graphs_of_a_breakable_one_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its segments are methods that were bound at the capture, so no replacement on the class of graphs sees them."""
+
+    class BreakableCUDAGraphCapture:
+        num_graphs = 3
+
+        def replay(self) -> None:
+            pass
+
+    monkeypatch.setattr(process, "SHADOW", None)
+    for name in ("vllm", "vllm.compilation", "vllm.compilation.breakable_cudagraph"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    made: Any = sys.modules["vllm.compilation.breakable_cudagraph"]
+    made.BreakableCUDAGraphCapture = BreakableCUDAGraphCapture
+    exact = ExactReplays()
+    exact._count_breakable()
+    BreakableCUDAGraphCapture().replay()
+    assert exact.end().unseen == 3
+    BreakableCUDAGraphCapture().replay()
+    assert exact.end().unseen == 3
 
 
 @pytest.mark.parametrize(

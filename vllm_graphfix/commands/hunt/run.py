@@ -60,7 +60,7 @@ _COMMON = (
 _UNTIMED = {
     # FlashInfer's takes minutes; 20 s go into Triton's kernels that nothing here uses.
     "--no-enable-flashinfer-autotune": ("vllm/engine/arg_utils.py", "enable_flashinfer_autotune"),
-    "--kernel-config.enable_jit_warmup=False": ("vllm/config/kernel.py", "enable_jit_warmup"),
+    "--kernel-config.enable_jit_warmup=false": ("vllm/config/kernel.py", "enable_jit_warmup"),
 }
 """Flags against preparations that take long, each with a file of vLLM and the word by which it is known there."""
 _NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
