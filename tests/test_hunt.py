@@ -38,7 +38,7 @@ DENSE = Architecture("LlamaForCausalLM", {"num_attention_heads": 8})
 LATENT = Architecture(
     "DeepseekV3ForCausalLM", {"num_attention_heads": 8, "kv_lora_rank": 512, "num_nextn_predict_layers": 1}
 )
-STATES = Architecture("Mamba2ForCausalLM", {"state_size": 64, "model_type": "mamba2"})
+STATES = Architecture("Mamba2ForCausalLM", {"state_size": 64, "model_type": "mamba2"}, takes_adapters=False)
 HYBRID = Architecture("JambaForCausalLM", {"num_attention_heads": 8, "mamba_d_state": 16})
 ALL = (DENSE, LATENT, STATES, HYBRID)
 

@@ -72,6 +72,7 @@ class Architecture(NamedTuple):
 
     name: str
     config: Section
+    takes_adapters: bool = True
 
     @property
     def _is_latent(self) -> bool:
@@ -111,8 +112,7 @@ class Architecture(NamedTuple):
             chosen.get("drafts") == "mtp" and not self._has_draft_layers,
             # V1 schedules in step with n-grams: asynchronous scheduling is switched off.
             (chosen.get("drafts"), chosen.get("runner"), chosen.get("scheduling")) == ("ngram", "V1", "async"),
-            # Adapters are added to attention's matrices.
-            chosen.get("adapters") == "adapters" and (not self._has_attention or "o_lora_rank" in self.config),
+            chosen.get("adapters") == "adapters" and not self.takes_adapters,
             chosen.get("states") == "states-aligned" and not self._has_states,
             chosen.get("states") == "states-aligned" and chosen.get("prefixes") == "no-prefixes",
         )

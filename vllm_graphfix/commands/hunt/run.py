@@ -100,17 +100,21 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
     """Run the cases of *hunt* that its folder has no result of. Raises CompareError."""
     refuse_settings(os.environ, exact=True)
     began = time.monotonic()
-    names = twins.architectures_of(source)
-    if unknown := set(hunt.architectures) - set(names):
+    adaptable = twins.architectures_of(source)
+    if unknown := set(hunt.architectures) - set(adaptable):
         raise CompareError(f"this vLLM has no text-generation architecture {', '.join(sorted(unknown))}")
-    names = [name for name in names if name in hunt.architectures or not hunt.architectures]
+    names = [name for name in adaptable if name in hunt.architectures or not hunt.architectures]
     hunt = hunt._replace(folder=hunt.folder.absolute())  # engines run in another working directory
     hunt.folder.mkdir(parents=True, exist_ok=True)
     with twins.pool(min(_MAKERS, os.cpu_count() or 1)) as makers, ThreadPoolExecutor(1) as beside:
         device = beside.submit(devices.find)
         configs = dict(zip(names, makers.map(twins.default_config, names), strict=True))
         without = {name: config for name, config in configs.items() if isinstance(config, str)}
-        known = [Architecture(name, config) for name, config in configs.items() if not isinstance(config, str)]
+        known = [
+            Architecture(name, config, adaptable[name])
+            for name, config in configs.items()
+            if not isinstance(config, str)
+        ]
         whole = list(islice(design(known, hunt.seed, hunt.leave_out), hunt.cases))
         cases = whole[hunt.shard[0] - 1 :: hunt.shard[1]]
         done = read_results(hunt.folder, source.version)

@@ -46,14 +46,27 @@ class Made(NamedTuple):
     why_not: str | None = None
 
 
-def architectures_of(source: Source) -> list[str]:
-    """Return the names of the text-generation architectures in the registry of *source*. Raises CompareError."""
+_OWN_ADAPTERS = ("SupportsLoRA", "LlamaForCausalLM")
+"""Words in the file of a class that takes adapters, by itself or as Llama's."""
+
+
+def architectures_of(source: Source) -> dict[str, bool]:
+    """Return the text-generation architectures in the registry of *source*, and which take adapters.
+
+    Raises CompareError.
+    """
     for node in ast.parse(source.read(_REGISTRY) or b"").body:
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)):
             continue
         if any(isinstance(target, ast.Name) and target.id == _MODELS for target in node.targets):
-            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            named = {key.value: ast.literal_eval(value) for key, value in pairs if isinstance(key, ast.Constant)}
+            return {str(name): _takes_adapters(source, *place) for name, place in named.items()}
     raise CompareError(f"{_REGISTRY} of this vLLM has no {_MODELS}, so its architectures are not known")
+
+
+def _takes_adapters(source: Source, module: str = "", _: str = "") -> bool:
+    return any(source.contains_word(f"vllm/model_executor/models/{module}.py", word) for word in _OWN_ADAPTERS)
 
 
 def pool(processes: int) -> ProcessPoolExecutor:
