@@ -34,12 +34,12 @@ RESULT = EngineResult((), {}, {}, None, {"vllm": "0.33.0"}, 1.0, cudagraph_mode=
 EQUAL = Comparison((Judgement(Kind.EQUAL, 64, None),), 0.0, 0.0625)
 STEPS = {"steps": 9, "most": {}, "findings": [], "notes": [], "padded": None, "error": None}
 POISONED = PoisonPass(("rows",), None, False, (), 0.0, (STEPS,))
-DENSE = Architecture("LlamaForCausalLM", {"num_attention_heads": 8})
+DENSE = Architecture("LlamaForCausalLM", {"num_attention_heads": 8, "head_dim": 64})
 LATENT = Architecture(
     "DeepseekV3ForCausalLM", {"num_attention_heads": 8, "kv_lora_rank": 512, "num_nextn_predict_layers": 1}
 )
 STATES = Architecture("Mamba2ForCausalLM", {"state_size": 64, "model_type": "mamba2"}, takes_adapters=False)
-HYBRID = Architecture("JambaForCausalLM", {"num_attention_heads": 8, "mamba_d_state": 16})
+HYBRID = Architecture("JambaForCausalLM", {"num_attention_heads": 8, "head_dim": 64, "mamba_d_state": 16})
 ALL = (DENSE, LATENT, STATES, HYBRID)
 
 

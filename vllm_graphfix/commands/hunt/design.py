@@ -63,6 +63,7 @@ NAMES = tuple(name for values in DIMENSIONS.values() for name in values)
 _OF_STATES = ("mamba", "ssm", "state_size", "linear_num_value_heads", "linear_attn_config", "conv_L_cache")
 _WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2")
 """Beginnings of model types whose attention has sinks, which no key of a config says."""
+_FLASHINFER_SIZES = (64, 128, 256, 512)
 _ATTEMPTS = 20
 """Random completions of a pair: of those, the one with most new pairs becomes a case; none: the pair cannot be."""
 
@@ -90,6 +91,11 @@ class Architecture(NamedTuple):
         heads = any(self.config.get(key) for key in ("num_attention_heads", "n_head", "n_heads"))
         return heads and not str(self.config.get("model_type", "")).endswith(("mamba", "mamba2"))
 
+    @property
+    def _head_size(self) -> int:
+        size, heads = self.config.get("head_dim"), self.config.get("num_attention_heads") or self.config.get("n_head")
+        return int(size or (self.config.get("hidden_size") or self.config.get("n_embd") or 0) // (heads or 1))
+
     def allows(self, chosen: Mapping[str, str]) -> bool:
         """Return False if vLLM is sure to refuse *chosen*, values of some dimensions, or if they make no difference."""
         attention, cache = chosen.get("attention", "chosen"), chosen.get("cache", "auto")
@@ -101,7 +107,7 @@ class Architecture(NamedTuple):
             attention != "chosen" and (not self._has_attention or bool(self.config.get("index_topk"))),
             # Pages as large as a state are no power of 2, which FlexAttention needs.
             attention == "FLEX_ATTENTION" and (self._has_states or has_sinks),
-            attention == "FLASHINFER" and has_sinks,  # but on Blackwell
+            attention == "FLASHINFER" and (has_sinks or self._head_size not in _FLASHINFER_SIZES),
             cache != "auto" and not self._has_attention,
             cache == "fp8" and attention in ("FLEX_ATTENTION", "FLASH_ATTN_MLA"),
             cache.startswith("turboquant") and (attention != "chosen" or self._is_latent or self._has_states),
