@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -194,7 +194,7 @@ def read_results(folder: Path, version: str | None) -> dict[str, dict[str, Any]]
 
 
 def _run_cases(
-    source: Source, hunt: Hunt, cases: Sequence[Case], makers: ProcessPoolExecutor, parallel: int, began: float
+    source: Source, hunt: Hunt, cases: Sequence[Case], makers: Executor, parallel: int, began: float
 ) -> Generator[dict[str, Any], None, None]:
     folder = hunt.folder / "engines"
     folder.mkdir(exist_ok=True)
@@ -242,7 +242,7 @@ def _has_drafts(case: Case) -> bool:
 def run_case(
     case: Case,
     hunt: Hunt,
-    makers: ProcessPoolExecutor,
+    makers: Executor,
     run: Callable[[Job], JobResult],
     common_of: Callable[[Case], Sequence[str]],
     is_over: Callable[[], bool] = lambda: False,
@@ -278,7 +278,7 @@ def _run_one(
     size: Size,
     stem: str,
     hunt: Hunt,
-    makers: ProcessPoolExecutor,
+    makers: Executor,
     run: Callable[[Job], JobResult],
     common: Sequence[str],
 ) -> dict[str, Any]:
