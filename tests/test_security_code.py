@@ -69,6 +69,11 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "httpx": "asks the Prometheus that the user names with `fleet --prometheus`",
         "ssl": "reads the certificates that the user names",
     },
+    "commands/hunt/twins.py": {
+        "ProcessPoolExecutor": "makes twins, several at a time",
+        "multiprocessing": "of its processes: a server without threads forks them",
+        "multiprocessing.connection": "of its processes: each waits for the end of the one that it works for",
+    },
     "fixes/__init__.py": {"import_module": "loads them: one a fix"},
     "verify/engine/twin.py": {"import_module": "the module in which this transformers keeps a function"},
     "engine/metrics.py": {"multiprocessing": "the name of this process, which vLLM gives to its API servers"},
