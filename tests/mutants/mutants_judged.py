@@ -151,7 +151,7 @@ class Stage:
     ) -> dict[str, Any]:
         self._put(files)
         env = {"VLLM_GRAPHFIX": "on" if on else "off", variable(fix): "auto", "TQDM_DISABLE": "1"}
-        done = self._warm.run(f"{WORKER}\nmain({fix!r}, {renamed!r}, {shape!r}, {traced!r})\n", env)
+        done = self._warm.run(f"{WORKER}\nmain({fix!r}, {renamed!r}, {shape!r}, {traced!r})\n", env, limit=120)
         return _answer(done, (done.stdout.strip().splitlines() or [""])[-1])
 
     def run_both(
@@ -252,7 +252,7 @@ class Judge:
     def _not_applied(self, mutant: Mutant) -> tuple[str, str]:
         stock = self._run(mutant, on=True)
         if stock["state"] != "not-needed":
-            return WRONG, f"{stock['state']}: {stock['reason']}"
+            return WRONG, _summary(stock) if "raised" in stock else f"{stock['state']}: {stock['reason']}"
         if is_right(stock):
             return RIGHT, ""
         if "raised" in stock or not stock["eager"]:
