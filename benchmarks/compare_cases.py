@@ -106,7 +106,7 @@ def of_models(out: Path, twins: Path | None, models: Path | None) -> Iterator[Co
     prompts = out / "prompts.jsonl"
     made = (chance.choices(range(3, _WORDS), k=length) for length in LENGTHS)
     prompts.write_text("".join(f"{json.dumps(prompt)}\n" for prompt in made))
-    asked = ("--prompts", str(prompts), "--max-tokens", str(TOKENS))
+    requests = ("--prompts", str(prompts), "--max-tokens", str(TOKENS))
     for config in sorted(twins.glob("*.json")) if twins else ():
         # Bytes are the tokens of a twin: its prompts are made up by `compare`.
         yield Comparison(
@@ -114,7 +114,7 @@ def of_models(out: Path, twins: Path | None, models: Path | None) -> Iterator[Co
         )
     for model in sorted(models.iterdir()) if models else ():
         if (model / "config.json").exists():
-            yield Comparison(model.name, (str(model), *shlex.split(SMALL), "--skip-tokenizer-init", *asked), {})
+            yield Comparison(model.name, (str(model), *shlex.split(SMALL), "--skip-tokenizer-init", *requests), {})
 
 
 def run(comparison: Comparison, out: Path, timeout: float) -> dict[str, Any]:

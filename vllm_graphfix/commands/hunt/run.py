@@ -64,7 +64,7 @@ _UNTIMED = {
 }
 """Flags against preparations that take long, each with a file of vLLM and the word by which it is known there."""
 _NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
-"""As in `verify`: functions beside the model, whose compilation takes longer than all answers."""
+"""Turns torch.compile off for functions beside the model too: compiling them takes longer than all answers."""
 _OUT_OF_MEMORY = "out of memory"
 _OTHER_WEIGHTS = re.compile(
     r"not initialized from checkpoint|no module or parameter named|KeyError: '[\w.]+\.(weight|bias)'"

@@ -12,7 +12,7 @@ _TOGETHER = ("compile", "breaks")
 
 
 class Size(NamedTuple):
-    """How much a case asks."""
+    """Number of requests of a case, and the length of their answers."""
 
     requests: int
     tokens: int

@@ -34,7 +34,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
         "attention_head_dim": None,
     },
 }
-"""What the config of an architecture has in place of its class's default; a key with None is left out."""
+"""Values of an architecture's config that replace the defaults of its class; a key with None is left out."""
 
 
 class Made(NamedTuple):

@@ -22,7 +22,7 @@ _FILLS = (0x55, 0x2A)
 
 
 class PieceError(NamedTuple):
-    """How far a replay is from the same piece without its graph, and two such runs from each other, relatively."""
+    """Relative differences: of a replay from the piece without its graph, and of two runs without it (*noise*)."""
 
     error: float
     noise: float
