@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from dataclasses import replace
 from math import nan
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import vllm_graphfix
+from behaviours import check_behaviours
 from test_compare_report import RESULT, UNHARMED, judgement, report
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
@@ -25,6 +25,7 @@ from vllm_graphfix.commands.compare.report import as_json, show
 from vllm_graphfix.commands.compare.upstream_report import of_comparison
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
+from vllm_graphfix.settings.environment import SHADOW
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
@@ -66,28 +67,6 @@ def test_requests_that_fill_a_batch_fit_beside_prompts_as_long_as_the_context() 
     assert len(filled.prompts) == len(filled.lengths) == len(filled.adapters) == 8
     assert all(len(other) < config.max_model_len and set(other) <= set(range(50)) for other in others)
     assert len(set(others)) == len(others)  # else they are one in the prefix cache
-
-
-def test_graphs_of_a_breakable_one_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its segments are methods that were bound at the capture, so no replacement on the class of graphs sees them."""
-
-    class BreakableCUDAGraphCapture:
-        num_graphs = 3
-
-        def replay(self) -> None:
-            pass
-
-    monkeypatch.setattr(process, "SHADOW", None)
-    for name in ("vllm", "vllm.compilation", "vllm.compilation.breakable_cudagraph"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    made: Any = sys.modules["vllm.compilation.breakable_cudagraph"]
-    made.BreakableCUDAGraphCapture = BreakableCUDAGraphCapture
-    exact = ExactReplays()
-    exact._count_breakable()
-    BreakableCUDAGraphCapture().replay()
-    assert exact.end().unseen == 3
-    BreakableCUDAGraphCapture().replay()
-    assert exact.end().unseen == 3
 
 
 @pytest.mark.parametrize(
@@ -278,3 +257,8 @@ def test_a_gap_that_is_no_number_has_no_share() -> None:
         "diverging": 0,
         "share": None,
     }
+
+
+@pytest.mark.parametrize("release", ["0.29.0", "0.33.0"])
+def test_breakable_graphs_of_mixed_batches_are_compared(release: str) -> None:
+    check_behaviours(release, "exact_breakable", {SHADOW: "1/1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"})

@@ -228,7 +228,7 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
     if call is None or not together:
         return replay()
     key, context = call
-    return shadow.run(key, lambda: _step(shadow, wrapper, context, args, kwargs), replay)
+    return shadow.run(key, lambda: step(shadow, wrapper, context, args, kwargs), replay)
 
 
 def _replays(wrapper: Any, context: Any) -> bool:
@@ -253,7 +253,8 @@ def _full(wrapper: Any) -> dict[Any, Any] | None:
     return captured
 
 
-def _step(shadow: Shadow, wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+def step(shadow: Shadow, wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    """Return the replay that *wrapper* is about to make in vLLM's forward *context*, with the model's arguments."""
     forward = Pass(
         *(wrapper.vllm_config, context.attn_metadata, context.slot_mapping, (args, kwargs), context.additional_kwargs),
         dummy=shadow.lockstep is not None and not has_requests(),

@@ -351,7 +351,7 @@ def _row_of(report: Report) -> dict[str, Any]:
     replays = compared + max((rank.skipped + rank.unseen for rank in _ranks(report)), default=0)
     exact = report.exact
     if exact and exact.inconclusive and not (exact.error or any(rank.graphs or rank.reason for rank in exact.ranks)):
-        report = replace(report, exact=None)  # pieces that cannot be judged, or breakable graphs: answers decide
+        report = replace(report, exact=None)  # pieces that cannot be judged: answers decide
     why = report.inconclusive
     if why is None and not report.wrong and replays < MIN_REPLAYS:
         why = f"only {replays} replays; {MIN_REPLAYS} are needed"

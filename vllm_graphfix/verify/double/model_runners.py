@@ -51,6 +51,7 @@ def breakable_graphs() -> Iterator[None]:
     with (
         mock.patch.object(torch.cuda, "CUDAGraph", _SegmentStandIn),
         mock.patch.object(breakable_cudagraph, "weak_ref_tensors", lambda output: output),
+        mock.patch.object(breakable_cudagraph, "weak_ref_tensor", lambda tensor: tensor),
         mock.patch.object(torch.accelerator, "empty_cache", return_value=None),
     ):
         yield

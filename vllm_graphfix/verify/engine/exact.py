@@ -2,7 +2,7 @@
 
 The shadow check does the comparison of full graphs: same inputs, same padding, same state, to the last bit unless two
 runs without the graph differ, too. Here what both write to caches is compared as well, and each piece of a mixed batch
-with the same piece without its graph. A replay of any other graph is counted.
+with the same piece without its graph; of a breakable graph the whole step. A replay of any other graph is counted.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm_graphfix.fix import State
 from vllm_graphfix.settings import environment as settings
-from vllm_graphfix.shadow import process
+from vllm_graphfix.shadow import process, runner_v1
 from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.forward import unsafe
 from vllm_graphfix.shadow.layers import first_difference
 from vllm_graphfix.verify.engine import pieces
 
@@ -44,7 +45,7 @@ class ExactRank:
     skipped: int
     """Replays that were to be compared and could not be judged."""
     unseen: int
-    """Replays of graphs that are neither full graphs of a model nor pieces, and so were not compared."""
+    """Replays of graphs that are neither full graphs of a model nor pieces nor breakable, and so were not compared."""
     noise: float
     """Largest relative difference of two runs of one step without its graph."""
     rounding: float
@@ -85,7 +86,7 @@ class ExactReplays:
             stock(graph)
 
         self._replace(torch.cuda.CUDAGraph, "replay", replay)
-        self._count_breakable()
+        self._compare_breakable()
         self._compare_pieces()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -93,19 +94,35 @@ class ExactReplays:
         setattr(owner, name, function)
         self._undo.append(lambda: setattr(owner, name, stock))
 
-    def _count_breakable(self) -> None:
-        """Count the graphs of a breakable one: it holds their methods since the capture, not the one set here."""
+    def _compare_breakable(self) -> None:
+        """Compare replays of breakable graphs, which hold the methods of their segments since the capture.
+
+        A full graph that is a breakable one is the shadow check's own.
+        """
         try:
-            from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
+            from vllm import forward_context
+            from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
         except ImportError:
             return
-        stock = BreakableCUDAGraphCapture.replay
+        stock, stock_replay = BreakableCUDAGraphCapture.replay, BreakableCUDAGraphWrapper._replay
 
-        def replay(capture: Any) -> None:
+        def count(capture: Any) -> None:
             self._replays += self._counted * capture.num_graphs
             stock(capture)
 
-        self._replace(BreakableCUDAGraphCapture, "replay", replay)
+        def replay(wrapper: Any, entry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            run = functools.partial(stock_replay, wrapper, entry, args, kwargs)
+            shadow, context = process.SHADOW, forward_context._forward_context
+            if not self._counted or not _can_check(shadow, wrapper) or not context or not context.attn_metadata:
+                return run()
+            tokens = context.batch_descriptor.num_tokens
+            # Warm-ups of these graphs are not measured, and more than one rank checks no step that was not.
+            shadow.memory.needs.setdefault((id(wrapper), tokens), 0)
+            describe = functools.partial(runner_v1.step, shadow, wrapper, context, args, kwargs)
+            return shadow.check((id(wrapper), context.batch_descriptor), describe, run)
+
+        self._replace(BreakableCUDAGraphCapture, "replay", count)
+        self._replace(BreakableCUDAGraphWrapper, "_replay", replay)
 
     def _compare_caches(self, shadow: Shadow) -> None:
         """Compare what a replay has written to caches with what the step without its graph writes there."""
@@ -199,6 +216,17 @@ class ExactReplays:
             self._pieces,
             process.REFUSED or shadow.stopped or _why_unwatched(),
         )
+
+
+def _can_check(shadow: Shadow | None, wrapper: Any) -> TypeGuard[Shadow]:
+    """Tell whether steps of *wrapper*'s model may run twice; ranks in lockstep do not replay the same ones."""
+    return (
+        shadow is not None
+        and shadow.stopped is None
+        and process.REFUSED is None
+        and shadow.lockstep is None
+        and unsafe(wrapper.vllm_config) is None
+    )
 
 
 def _why_unwatched() -> str | None:
