@@ -7,7 +7,7 @@ BIN := .venv/bin
 DEMO_STAMP := .venv/installed-for-demo
 STAMP := .venv/installed
 DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
-NEED_A_GPU := compare_cases engine_cost image_features rank_faults shadow_check trained
+NEED_A_GPU := compare_cases engine_cost exact_replays image_features rank_faults shadow_check trained
 
 .PHONY: help venv releases demo test test-all lint check fix upstream-tests docs site-check build install-check packages reproduce pins audit manifest generated new-release release mutation bench bench-engine clean
 .DELETE_ON_ERROR:
