@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_graphfix.shadow import ranks
 from vllm_graphfix.shadow.comparison import row_errors, tensors, threshold
 from vllm_graphfix.shadow.judge import MAX_BASELINE_NOISE
 from vllm_graphfix.shadow.snapshot import same_bits
@@ -75,7 +76,7 @@ def compare_piece(
             for number, (one, other) in enumerate(zip(after, first, strict=True))
             if one.shape != other.shape or not same_bits(one, other)
         ]
-        if not differing:
+        if not _on_any_rank(differing):
             return output, PieceError(0.0, 0.0)
         copies = [_copy(first[number]) for number in differing]
         again = [_copy(each) for number, each in enumerate(run()) if number in differing]
@@ -92,6 +93,14 @@ def compare_piece(
         error = max(error, _error(actual, one))
         noise = max(noise, _error(two, one))
     return output, PieceError(error, noise)
+
+
+def _on_any_rank(differing: Sequence[int]) -> bool:
+    """Return True if a rank has to run the piece again: then all do, since a piece has collectives."""
+    if ranks.is_single_rank():
+        return bool(differing)
+    with ranks.deadline(ranks.step_timeout()):
+        return ranks.all_reduce_max(float(bool(differing)))[0] > 0
 
 
 def _unwritten(
