@@ -137,6 +137,11 @@ def test_ranks_are_as_many_as_gpus_and_the_flags_before_them_stay(fit: Callable[
     assert "idle-rank" in next(line for line in made.lines() if "--data-parallel-size" in line)
 
 
+def test_stages_stay_where_there_are_gpus_for_them(fit: Callable[..., fitting.FittedTwin]) -> None:
+    assert not any("pipeline" in flag for flag in fit("llama-3.1-8b", "-pp", "2").flags)
+    assert after(fit("llama-3.1-8b", "-tp", "2", "-pp", "2"), "--pipeline-parallel-size") == "1"
+
+
 def test_overrides_of_the_config_come_before_the_reduction(fit: Callable[..., fitting.FittedTwin]) -> None:
     made = fit("llama-3.1-8b", "--hf-overrides", '{"vocab_size": 1000}')
     assert after(made, "--hf-overrides") == "{}"

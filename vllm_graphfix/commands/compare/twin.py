@@ -20,6 +20,7 @@ from vllm_graphfix.verify.engine.reduction import Change, Plan, Section
 
 _LARGEST_CONFIG = 1024 * 1024
 _TENSOR_PARALLEL = "--tensor-parallel-size"
+_PIPELINE_PARALLEL = "--pipeline-parallel-size"
 _CONTEXT_PARALLEL = "--decode-context-parallel-size"
 _DRAFTS = "--speculative-config"
 _OVERRIDES = "--hf-overrides"
@@ -27,7 +28,7 @@ _OF_RANKS = "one rank has all of it: collectives between ranks, and what comes o
 _FITTED: dict[str, tuple[str, tuple[str, ...], str]] = {
     _TENSOR_PARALLEL: ("", (), _OF_RANKS),
     _CONTEXT_PARALLEL: ("", ("dcp-context-lens", "draft-graph-support"), "these need ranks that share a context"),
-    "--pipeline-parallel-size": ("1", (), _OF_RANKS),
+    _PIPELINE_PARALLEL: ("", (), _OF_RANKS),
     "--prefill-context-parallel-size": ("1", (), _OF_RANKS),
     "--data-parallel-size": (
         "1",
@@ -85,8 +86,11 @@ def fit(model: str, flags: Sequence[str], folder: Path) -> FittedTwin:
         config |= _json(overrides, _OVERRIDES)
     ranks = _ranks(parsed, _TENSOR_PARALLEL)
     fitted = max(count for count in range(1, _devices() + 1) if ranks % count == 0)
+    stages = _ranks(parsed, _PIPELINE_PARALLEL)
+    fitted_stages = stages if fitted * stages <= _devices() else 1
     whole = "--enable-expert-parallel" in parsed
     more = _MORE_LAYERS if (_value(parsed, "--kv-cache-dtype") or "").startswith("turboquant") else 0
+    more = max(more, fitted_stages - 2)  # a layer for each stage
 
     def plan(section: Section) -> Plan:
         return Plan(section, (ranks, fitted), whole, more)
@@ -94,7 +98,7 @@ def fit(model: str, flags: Sequence[str], folder: Path) -> FittedTwin:
     try:
         made = twin.make(config, folder / "model", plan)
         changes = list(made.changes)
-        fitting = _fitted_flags(parsed, made.folder, fitted, changes)
+        fitting = _fitted_flags(parsed, made.folder, fitted, fitted_stages, changes)
         if drafts := _value(parsed, _DRAFTS):
             fitting += _fitted_drafts(_json(drafts, _DRAFTS), model, made, folder / "draft", plan, changes)
         adapters = twin.make_adapters(made) if "--enable-lora" in parsed else ()
@@ -154,12 +158,18 @@ def _devices() -> int:
     return torch.cuda.device_count() or 1
 
 
-def _fitted_flags(parsed: dict[str, line.FlagValue], folder: Path, ranks: int, changes: list[Change]) -> list[str]:
+def _fitted_flags(
+    parsed: dict[str, line.FlagValue], folder: Path, ranks: int, stages: int, changes: list[Change]
+) -> list[str]:
     """Return flags that stand behind the user's, and so replace them."""
     fitting = ["--tokenizer", str(folder)]
     if _OVERRIDES in parsed:
         fitting += [_OVERRIDES, "{}"]
-    new = {_TENSOR_PARALLEL: str(ranks), _CONTEXT_PARALLEL: str(math.gcd(_ranks(parsed, _CONTEXT_PARALLEL), ranks))}
+    new = {
+        _TENSOR_PARALLEL: str(ranks),
+        _PIPELINE_PARALLEL: str(stages),
+        _CONTEXT_PARALLEL: str(math.gcd(_ranks(parsed, _CONTEXT_PARALLEL), ranks)),
+    }
     for flag, (fixed, hides, why) in _FITTED.items():
         before, value = _value(parsed, flag), fixed or new.get(flag, str(folder))
         if before is not None and before != value:
