@@ -18,7 +18,7 @@ from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import Report
 from vllm_graphfix.commands.hunt import run as hunting
 from vllm_graphfix.commands.hunt import twins
-from vllm_graphfix.commands.hunt.design import DIMENSIONS, NAMES, Architecture, Case, design
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, NAMES, ON_TWO_GPUS, Architecture, Case, design
 from vllm_graphfix.commands.hunt.smaller import Size
 from vllm_graphfix.shadow.verdict import TARGET
 from vllm_graphfix.source.files import Source
@@ -40,7 +40,8 @@ LATENT = Architecture(
 )
 STATES = Architecture("Mamba2ForCausalLM", {"state_size": 64, "model_type": "mamba2"}, takes_adapters=False)
 HYBRID = Architecture("JambaForCausalLM", {"num_attention_heads": 8, "head_dim": 64, "mamba_d_state": 16})
-ALL = (DENSE, LATENT, STATES, HYBRID)
+MIXTURE = Architecture("MixtralForCausalLM", {"num_attention_heads": 8, "head_dim": 64, "num_local_experts": 8})
+ALL = (DENSE, LATENT, STATES, HYBRID, MIXTURE)
 
 
 def pairs(case: Case) -> set[Any]:
@@ -87,6 +88,17 @@ def test_a_value_that_is_left_out_is_in_no_case() -> None:
     assert not any("FLASHINFER" in case.settings.values() for case in design(ALL, leave_out=["FLASHINFER"]))
 
 
+def test_without_one_rank_each_case_has_two_gpus() -> None:
+    cases = list(design(ALL, leave_out=["one-rank"]))
+    assert {case.gpus for case in cases} == {2}
+    by_ranks: dict[str, set[str]] = {}
+    for case in cases:
+        by_ranks.setdefault(case.settings["ranks"], set()).add(case.architecture)
+    assert by_ranks["tp2"] == {each.name for each in ALL}
+    assert by_ranks["tp2-experts"] == {MIXTURE.name}
+    assert by_ranks["dcp2"] == {LATENT.name}
+
+
 def test_names_of_values_are_unique() -> None:
     assert len(NAMES) == len(set(NAMES))
 
@@ -102,6 +114,7 @@ def test_results_of_another_vllm_are_not_continued(tmp_path: Path) -> None:
         hunting.read_results(tmp_path, "0.33.0")
 
 
+NO_DEVICE = Device(None, "", (0, 0), 0.0, 0.0, "", "", "", "")
 REGISTRY = b'_TEXT_GENERATION_MODELS = {"LlamaForCausalLM": (), "MambaForCausalLM": (), "Own": ()}'
 SOURCE = Source("a vLLM", {"vllm/model_executor/models/registry.py": REGISTRY}.get, lambda: "0.33.0")
 
@@ -112,8 +125,7 @@ def hunt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
     configs = {each.name: each.config for each in (DENSE, Architecture("MambaForCausalLM", STATES.config))}
     monkeypatch.setattr(twins, "pool", ThreadPoolExecutor)
     monkeypatch.setattr(twins, "default_config", lambda name: configs.get(name, "no class"))
-    nothing = Device(None, "", (0, 0), 0.0, 0.0, "", "", "", "")
-    monkeypatch.setattr(device, "find", lambda: nothing)
+    monkeypatch.setattr(device, "find", lambda: NO_DEVICE)
 
     def run(**options: Any) -> tuple[list[str], hunting.Hunted]:
         ran: list[str] = []
@@ -146,6 +158,14 @@ def test_shards_have_each_case_once(hunt: Callable[..., Any]) -> None:
 def test_an_architecture_that_vllm_lacks_is_an_error(hunt: Callable[..., Any]) -> None:
     with pytest.raises(CompareError, match="Unknown"):
         hunt(architectures=["Unknown"])
+
+
+def test_two_ranks_need_two_gpus(hunt: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CompareError, match="no value of ranks is left to hunt with on 1 GPU"):
+        hunt(leave_out=["one-rank"])
+    monkeypatch.setattr(device, "find", lambda: replace(NO_DEVICE, count=2))
+    _, hunted = hunt(leave_out=["one-rank"], cases=2)
+    assert all(row["settings"]["ranks"] in ON_TWO_GPUS for row in hunted.rows)
 
 
 def test_no_case_begins_when_time_is_up(hunt: Callable[..., Any]) -> None:

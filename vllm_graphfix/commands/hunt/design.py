@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from vllm_graphfix.verify.engine.reduction import EXPERTS
+
 Section = Mapping[str, Any]
 Environment = dict[str, str | None]
 
@@ -57,9 +59,17 @@ DIMENSIONS: dict[str, dict[str, Setting]] = {
     "adapters": {"no-adapters": Setting(), "adapters": Setting(("--enable-lora", "--max-lora-rank", "8"))},
     "states": {"states-chosen": Setting(), "states-aligned": Setting(("--mamba-cache-mode", "align"))},
     "scheduling": {"async": Setting(), "sync": Setting(("--no-async-scheduling",))},
+    "ranks": {
+        "one-rank": Setting(),
+        "tp2": Setting(("-tp", "2")),
+        "tp2-experts": Setting(("-tp", "2", "--enable-expert-parallel")),
+        "pp2": Setting(("-pp", "2")),
+        "dcp2": Setting(("-tp", "2", "-dcp", "2")),
+    },
 }
 """Values of each dimension by name; names are unique among all dimensions."""
 NAMES = tuple(name for values in DIMENSIONS.values() for name in values)
+ON_TWO_GPUS = tuple(DIMENSIONS["ranks"])[1:]
 _OF_STATES = ("mamba", "ssm", "state_size", "linear_num_value_heads", "linear_attn_config", "conv_L_cache")
 _WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2")
 """Beginnings of model types whose attention has sinks, which no key of a config says."""
@@ -74,6 +84,8 @@ class Architecture(NamedTuple):
     name: str
     config: Section
     takes_adapters: bool = True
+    takes_stages: bool = True
+    """Pipeline parallelism."""
 
     @property
     def _is_latent(self) -> bool:
@@ -85,6 +97,10 @@ class Architecture(NamedTuple):
         return any(key.startswith(_OF_STATES) for key in self.config) or any(
             "attention" not in str(kind) or "linear" in str(kind) for kind in kinds
         )
+
+    @property
+    def _is_mixture(self) -> bool:
+        return any(self.config.get(key) for key in EXPERTS)
 
     @property
     def _has_attention(self) -> bool:
@@ -100,6 +116,7 @@ class Architecture(NamedTuple):
         """Return False if vLLM is sure to refuse *chosen*, values of some dimensions, or if they make no difference."""
         attention, cache = chosen.get("attention", "chosen"), chosen.get("cache", "auto")
         pieces = "PIECEWISE" in chosen.get("graphs", "")
+        ranks = chosen.get("ranks")
         has_sinks = str(self.config.get("model_type")).startswith(_WITH_SINKS)
         refused = (
             attention not in ("chosen", *(_LATENT if self._is_latent else _GROUPED)),
@@ -121,6 +138,11 @@ class Architecture(NamedTuple):
             chosen.get("adapters") == "adapters" and not self.takes_adapters,
             chosen.get("states") == "states-aligned" and not self._has_states,
             chosen.get("states") == "states-aligned" and chosen.get("prefixes") == "no-prefixes",
+            ranks == "tp2-experts" and not self._is_mixture,
+            ranks == "pp2" and not self.takes_stages,
+            (ranks, chosen.get("runner"), chosen.get("scheduling")) == ("pp2", "V1", "async"),
+            # Other attention has to have fewer key-value heads than ranks; states have no DCP at all.
+            ranks == "dcp2" and (not self._is_latent or self._has_states),
         )
         return not any(refused)
 
@@ -149,6 +171,10 @@ class Case(NamedTuple):
     @property
     def flags(self) -> tuple[str, ...]:
         return tuple(flag for key, name in self.settings.items() for flag in DIMENSIONS[key][name].flags)
+
+    @property
+    def gpus(self) -> int:
+        return 2 if self.settings["ranks"] in ON_TWO_GPUS else 1
 
     @property
     def environment(self) -> Environment:

@@ -32,7 +32,7 @@ def show(hunted: Hunted, console: Console) -> None:
     table = Table("", *_VERDICTS, box=None, pad_edge=False)
     for dimension, values in DIMENSIONS.items():
         for value in values:
-            counts = Counter(row["verdict"] for row in hunted.rows if row["settings"][dimension] == value)
+            counts = Counter(row["verdict"] for row in hunted.rows if row["settings"].get(dimension) == value)
             if counts:
                 table.add_row(f"{dimension} {value}", *(str(counts[verdict] or "") for verdict in _VERDICTS))
     console.print(table)

@@ -24,7 +24,7 @@ from vllm_graphfix.commands.compare.report import NO_GRAPHS, Report
 from vllm_graphfix.commands.compare.report import as_json as compared_as_json
 from vllm_graphfix.commands.compare.run import ALONE, Options, jobs_for, judge, refuse_settings
 from vllm_graphfix.commands.hunt import twins
-from vllm_graphfix.commands.hunt.design import Architecture, Case, design
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, ON_TWO_GPUS, Architecture, Case, design
 from vllm_graphfix.commands.hunt.smaller import Size, smaller
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
@@ -100,10 +100,10 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
     """Run the cases of *hunt* that its folder has no result of. Raises CompareError."""
     refuse_settings(os.environ, exact=True)
     began = time.monotonic()
-    adaptable = twins.architectures_of(source)
-    if unknown := set(hunt.architectures) - set(adaptable):
+    takes = twins.architectures_of(source)
+    if unknown := set(hunt.architectures) - set(takes):
         raise CompareError(f"this vLLM has no text-generation architecture {', '.join(sorted(unknown))}")
-    names = [name for name in adaptable if name in hunt.architectures or not hunt.architectures]
+    names = [name for name in takes if name in hunt.architectures or not hunt.architectures]
     hunt = hunt._replace(folder=hunt.folder.absolute())  # engines run in another working directory
     hunt.folder.mkdir(parents=True, exist_ok=True)
     with twins.pool(min(_MAKERS, os.cpu_count() or 1)) as makers, ThreadPoolExecutor(1) as beside:
@@ -111,21 +111,24 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
         configs = dict(zip(names, makers.map(twins.default_config, names), strict=True))
         without = {name: config for name, config in configs.items() if isinstance(config, str)}
         known = [
-            Architecture(name, config, adaptable[name])
-            for name, config in configs.items()
-            if not isinstance(config, str)
+            Architecture(name, config, *takes[name]) for name, config in configs.items() if not isinstance(config, str)
         ]
         ignored = source.contains_word("vllm/engine/arg_utils.py", "_MAMBA_CACHE_MODE_DEPRECATION_MESSAGE")
         leave_out = [*hunt.leave_out, *["states-aligned"] * ignored]  # since 0.33 that flag does nothing
+        try:
+            on = device.result()
+        except VerifyError as error:
+            raise CompareError(str(error)) from error
+        leave_out += ON_TWO_GPUS if on.count < 2 else ()
+        if empty := [key for key, values in DIMENSIONS.items() if set(values) <= set(leave_out)]:
+            raise CompareError(
+                f"no value of {empty[0]} is left to hunt with on {max(on.count, 1)} GPU; leave out less (--leave-out)"
+            )
         whole = list(islice(design(known, hunt.seed, leave_out), hunt.cases))
         cases = whole[hunt.shard[0] - 1 :: hunt.shard[1]]
         done = read_results(hunt.folder, source.version)
         write_inputs(hunt.folder, known)
         missing = [case for case in cases if case.name not in done]
-        try:
-            on = device.result()
-        except VerifyError as error:
-            raise CompareError(str(error)) from error
         room = int(on.free_gib // GIB_PER_ENGINE) if on.name else 2
         parallel = hunt.parallel or max(1, min(_MOST_ENGINES, (os.cpu_count() or 2) * 3 // 4, room))
         console.print(
@@ -200,15 +203,27 @@ def _run_cases(
     folder.mkdir(exist_ok=True)
     engines = Engines(folder, hunt.timeout, preload=True, retry=False)
     stopped = threading.Event()
+    slots, turn = threading.Semaphore(parallel), threading.Lock()
 
     def is_over() -> bool:
         return stopped.is_set() or (hunt.minutes is not None and time.monotonic() - began > 60 * hunt.minutes)
+
+    def run_engine(case: Case, job: Job) -> JobResult:
+        """Run *job* once there is room on each GPU: one with two ranks is two engines."""
+        needed = min(case.gpus, parallel)
+        with turn:  # else two engines could each hold what the other one waits for
+            for _ in range(needed):
+                slots.acquire()
+        try:
+            return submit(job).result()
+        finally:
+            slots.release(needed)
 
     def task(case: Case) -> dict[str, Any] | None:
         if is_over():
             return None
         try:
-            row = run_case(case, hunt, makers, lambda job: submit(job).result(), partial(_common, source), is_over)
+            row = run_case(case, hunt, makers, partial(run_engine, case), partial(_common, source), is_over)
         except Exception as error:  # one case must not end the hunt
             failed = {"verdict": UNCLEAR, "why": f"{type(error).__name__}: {error}"}
             row = _about(case, hunt.folder, (), Size(_REQUESTS[0], 0)) | failed

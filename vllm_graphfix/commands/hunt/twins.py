@@ -46,12 +46,12 @@ class Made(NamedTuple):
     why_not: str | None = None
 
 
-_OWN_ADAPTERS = ("SupportsLoRA", "LlamaForCausalLM")
-"""Words in the file of a class that takes adapters, by itself or as Llama's."""
+_ADAPTERS, _STAGES = "SupportsLoRA", "SupportsPP"
+"""Words in the file of a class that takes adapters, and pipeline parallelism; one made of Llama's takes both."""
 
 
-def architectures_of(source: Source) -> dict[str, bool]:
-    """Return the text-generation architectures in the registry of *source*, and which take adapters.
+def architectures_of(source: Source) -> dict[str, tuple[bool, bool]]:
+    """Return the text-generation architectures in the registry of *source*: do they take adapters, and stages?
 
     Raises CompareError.
     """
@@ -61,12 +61,16 @@ def architectures_of(source: Source) -> dict[str, bool]:
         if any(isinstance(target, ast.Name) and target.id == _MODELS for target in node.targets):
             pairs = zip(node.value.keys, node.value.values, strict=True)
             named = {key.value: ast.literal_eval(value) for key, value in pairs if isinstance(key, ast.Constant)}
-            return {str(name): _takes_adapters(source, *place) for name, place in named.items()}
+            return {
+                str(name): (_takes(source, _ADAPTERS, *place), _takes(source, _STAGES, *place))
+                for name, place in named.items()
+            }
     raise CompareError(f"{_REGISTRY} of this vLLM has no {_MODELS}, so its architectures are not known")
 
 
-def _takes_adapters(source: Source, module: str = "", _: str = "") -> bool:
-    return any(source.contains_word(f"vllm/model_executor/models/{module}.py", word) for word in _OWN_ADAPTERS)
+def _takes(source: Source, interface: str, module: str = "", _: str = "") -> bool:
+    file = f"vllm/model_executor/models/{module}.py"
+    return any(source.contains_word(file, word) for word in (interface, "LlamaForCausalLM"))
 
 
 def pool(processes: int) -> ProcessPoolExecutor:

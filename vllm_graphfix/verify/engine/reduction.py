@@ -37,7 +37,7 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _GROUPS = ("n_group", "num_expert_group")
 _STATE_HEADS = ("mamba_num_heads", "mamba_n_heads", "n_mamba_heads", "num_heads")
@@ -181,7 +181,7 @@ REDUCTIONS = (
     Reduction(_HIDDEN_SIZES, lambda plan, _: plan.hidden, (), "no fix depends on the width of a token's state"),
     Reduction(tuple(_WIDTHS), Plan.width, (), "no fix depends on it, and its alignment is the same"),
     Reduction(("ffn_hidden_size",), Plan.falcon_width, (), "no fix depends on it"),
-    Reduction(_EXPERTS, Plan.experts, (), "no fix depends on their number; a token has as many, of as many groups"),
+    Reduction(EXPERTS, Plan.experts, (), "no fix depends on their number; a token has as many, of as many groups"),
     Reduction(_STATE_HEADS, Plan.state_heads, (), "a head's state has the model's size, so blocks are as large a head"),
     Reduction(
         ("mamba_d_ssm",),
