@@ -77,6 +77,16 @@ def test_a_forked_engine_that_crashes_is_known_by_its_own_error_and_ends_alone(
     assert (results["answers"].error, results["answers"].forked) == (None, True)
 
 
+def test_a_job_of_the_same_name_does_not_get_the_result_of_the_one_before(vllm: Path, logs: Path) -> None:
+    engines = Engines(logs, 60.0, preload=True, retry=False)
+    with engines.session():
+        ended = [
+            engines.run([job_of(vllm, each, name="one")], 1)["one"] for each in ("answers", "out of memory", "answers")
+        ]
+    assert [each.error is None for each in ended] == [True, False, True]
+    assert all(each.forked for each in ended)
+
+
 def test_a_forked_engine_that_hangs_ends_in_time_with_its_children(vllm: Path, logs: Path) -> None:
     results = run(logs, job_of(vllm, "hangs with a child"), timeout=2.0)["hangs with a child"]
     assert HANG.fullmatch(results.error or "")

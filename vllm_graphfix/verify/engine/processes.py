@@ -188,6 +188,8 @@ class Engines:
         job_file, result, log = (self._folder / f"{stem}.{kind}" for kind in ("job", "json", "log"))
         job.write(job_file)
         log.write_bytes(b"")
+        for kind in ("json", "code", "pid"):  # of an earlier job of this name, which would be taken for this one's
+            (self._folder / f"{stem}.{kind}").unlink(missing_ok=True)
         environment = _environment(job.environment, self._folder / _PLUGIN)
         preloaded = self._preloaded_for(environment) if preload else None
         forkable = preloaded is not None and preloaded.wait()
