@@ -114,6 +114,14 @@ def test_a_step_without_work_leaves_the_batch_what_it_knows_of_its_requests() ->
     assert (runner.input_batch.block_table[0].block_table.gpu == VALID.block).all()
 
 
+def test_a_padded_row_with_any_token_stays_within_the_embeddings_of_adapters() -> None:
+    """A kernel adds both: the token may be the last one of the vocabulary."""
+    punica = pytest.importorskip("vllm.lora.punica_wrapper.punica_base")
+    wrapper = punica.PunicaWrapperBase(16, 4, torch.device("cpu"))
+    Lease().fill(buffers_of({"wrapper": wrapper}, Room(4, 16)), Rows(1, 3), VALID)
+    assert not wrapper._embeddings_indices[:, 3:].any()
+
+
 def test_slots_of_model_runner_v2_lie_in_the_block_of_their_group() -> None:
     input_batch = pytest.importorskip("vllm.v1.worker.gpu.input_batch")
     tables = SimpleNamespace(
