@@ -1,8 +1,8 @@
 """Tiny LoRA adapters with random weights: folders that vLLM loads like any adapter.
 
-An adapter's addition to a matrix is as large as the matrix. `down_proj` has no adapter: vLLM's kernels sum its 1024
-inputs in four parts or more, in the order in which these finish, so that two runs would differ by rounding. The 512
-inputs of the other matrices are two parts in a step of fewer than 128 tokens, whose sum does not depend on the order.
+An adapter's addition to a matrix is as large as the matrix. vLLM's kernels sum the inputs of a matrix in parts, in the
+order in which these finish, so that two runs of one adapter differ by rounding. So each of the `RANK` sums has one
+input here: the other parts are 0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 ONE, TWO = "llama-adapter-one", "llama-adapter-two"
 NAMES = (ONE, TWO)
 RANK = 8
+ATTENTION = ("k_proj", "o_proj", "q_proj", "v_proj")
 MODULES = ("gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 _PARTS = ("A", "B")
 
@@ -32,11 +33,10 @@ def save(name: str, shapes: Shapes, made: Path, modules: Sequence[str] = MODULES
     matrices: dict[str, tuple[torch.Tensor, ...]] = {}
     for matrix in (each.removesuffix(".weight") for each in shapes if each.split(".")[-2] in modules):
         outer, inner = shapes[f"{matrix}.weight"]
-        values = []
-        for part, shape in zip(_PARTS, ((RANK, inner), (outer, RANK)), strict=True):
-            generator = torch.Generator().manual_seed(zlib.crc32(f"{name}.{_key(matrix, part)}".encode()))
-            values.append(torch.randn(shape, generator=generator).mul_(shape[1] ** -0.5))
-        matrices[matrix] = tuple(values)
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name}.{matrix}".encode()))
+        one_input = torch.zeros(RANK, inner)
+        one_input[torch.arange(RANK), torch.randperm(inner, generator=generator)[:RANK]] = 1.0
+        matrices[matrix] = one_input, torch.randn((outer, RANK), generator=generator).mul_(RANK**-0.5)
     return write(matrices, made, modules)
 
 
