@@ -66,10 +66,11 @@ _UNTIMED = {
 _NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 """Turns torch.compile off for functions beside the model too: compiling them takes longer than all answers."""
 _OUT_OF_MEMORY = "out of memory"
-_OTHER_WEIGHTS = re.compile(
-    r"not initialized from checkpoint|no module or parameter named|KeyError: '[\w.]+\.(weight|bias)'"
+_OTHER_NAMES = re.compile(
+    r"not initialized from checkpoint|no module or parameter named|KeyError: '[\w.]+'"
+    r"|'\w+Config' object has no attribute|not exist,please check config|Tokenizer not available"
 )
-"""Errors of a vLLM that names an architecture's weights otherwise than transformers does."""
+"""Errors of a vLLM that names weights or keys of a config otherwise than transformers does, or needs a tokenizer."""
 
 
 class Hunt(NamedTuple):
@@ -356,7 +357,7 @@ def _judged(case: Case, jobs: list[Job], run: Callable[[Job], JobResult], ended:
     except CompareError as error:
         failed = ended[-1].error or ""
         unclear = ended[-1].result is not None or HANG.search(failed) or _OUT_OF_MEMORY in failed
-        verdict = UNCLEAR if unclear else NO_TWIN if _OTHER_WEIGHTS.search(failed) else REFUSED
+        verdict = UNCLEAR if unclear else NO_TWIN if _OTHER_NAMES.search(failed) else REFUSED
         return {"verdict": verdict, "why": str(error)}
     return _row_of(report)
 

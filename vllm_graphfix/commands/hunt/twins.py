@@ -21,10 +21,21 @@ _REGISTRY = "vllm/model_executor/models/registry.py"
 _MODELS = "_TEXT_GENERATION_MODELS"
 VOCABULARY = 512
 """So small that a prompt can have every token: an n-gram drafter then has drafts for each."""
+_BIASED = {"topk_method": "noaux_tc"}
+"""As published; transformers always has the bias of the router, vLLM only then."""
 _OTHERWISE: dict[str, dict[str, Any]] = {
+    "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},  # vLLM always routes by groups
+    "DeepseekV3ForCausalLM": _BIASED,
+    "DeepseekV32ForCausalLM": _BIASED,
     "Glm4MoeForCausalLM": {"head_dim": 128},  # as published, which vLLM needs
+    "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1} | _BIASED,
+    "GlmMoeDsaForCausalLM": _BIASED,
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+    "KimiLinearForCausalLM": {"mla_use_nope": True},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 64},
     "NemotronForCausalLM": {"num_key_value_heads": 8},
     # As published; the class derives the sizes of attention from the hidden size, if they are absent.
     "Zamba2ForCausalLM": {

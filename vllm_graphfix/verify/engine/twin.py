@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.verify.engine import adapters, models
-from vllm_graphfix.verify.engine.reduction import Change, Plan, Section, reduced
+from vllm_graphfix.verify.engine.reduction import EXPERTS, Change, Plan, Section, reduced
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +31,8 @@ _PROMPT_TOKENS = 32
 """Tokens of the prompt by which logits are scaled."""
 _LINEAR = re.compile(r"\.(?!eh_proj)(\w+_proj|\w+_proj_with_mqa|w[123])\.weight$")
 """Matrices that checkpoints quantise: none of routers, of embeddings, of convolutions."""
+_DENSE = re.compile(r"\.block_sparse_moe\.(?=(gate|up|down)_proj\.)")
+"""Kimi's dense layers, which transformers saves by the name of those with experts, and vLLM loads as checkpoints do."""
 _EXPERTS_OUT_OF = "down_proj"
 _MXFP4_BLOCK, _MXFP4_SPREAD, _E8M0_BIAS = 32, 2.93, 127
 """Values that share a scale; the standard deviation of a value of random bits; the exponent that stands for 1."""
@@ -85,7 +87,7 @@ def make(config: Section, folder: Path, plan: Callable[[Section], Plan]) -> Twin
     _fill(model, twin)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, max_shard_size="100GB")
-    tensors = load_file(folder / "model.safetensors")
+    tensors = {_DENSE.sub(".mlp.", name): each for name, each in load_file(folder / "model.safetensors").items()}
     tensors |= _draft_layers(tensors, twin.config)
     twin.parameters = sum(each.numel() for each in tensors.values())
     twin.linear = {
@@ -243,9 +245,14 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def make_adapters(twin: Twin) -> tuple[Path, ...]:
-    """Write two LoRA adapters of the twin's attention, and return their folders."""
-    shapes = {name: shape for name, shape in twin.linear.items() if name.split(".")[-2] in adapters.MODULES}
+    """Write two LoRA adapters, of a mixture of experts for its attention alone, and return their folders.
+
+    Where an adapter has one of an expert's matrices, vLLM asks for all of them.
+    """
+    text = twin.config.get("text_config", twin.config)
+    taken = adapters.ATTENTION if any(text.get(key) for key in EXPERTS) else adapters.MODULES
+    shapes = {name: shape for name, shape in twin.linear.items() if name.split(".")[-2] in taken}
     modules = sorted({name.split(".")[-2] for name in shapes})
     if not modules:
-        raise TwinError(f"no matrix of this model is one of {', '.join(adapters.MODULES)}, to which adapters are added")
+        raise TwinError(f"no matrix of this model is one of {', '.join(taken)}, to which adapters are added")
     return tuple(adapters.save(name, shapes, twin.folder / name, modules) for name in adapters.NAMES)
