@@ -249,6 +249,23 @@ def test_a_graph_that_rounds_as_its_capture_did_is_no_mismatch(known: int | None
     assert (served.metadata["layer.0"].max_seq_len, served.metadata["layer.0"].max_query_len) == (9, 1)
 
 
+@pytest.mark.parametrize(
+    ("captured", "longest", "mismatches"), [(CAPTURED, LONGEST, 0), (CAPTURED, None, 1), (1, LONGEST, 1)]
+)
+def test_more_than_rounding_is_explained_by_the_upper_bounds_of_the_capture_alone(
+    captured: int, longest: int | None, mismatches: int
+) -> None:
+    """Attention that picks one key of many turns a last bit into more; a capture's query of one token is no bound."""
+    with mock.patch.object(SlotsStandIn, "apart", 0.5):
+        served = Served(model_config=SimpleNamespace(max_model_len=longest), splits_by="max_query_len")
+        served.descriptor = BatchDescriptor(CAPTURED, num_reqs=2)
+        served.forward(CUDAGraphMode.FULL, LONGEST, captured)
+        served.step(mode=CUDAGraphMode.NONE)  # fills the buffers
+        served.forward(CUDAGraphMode.FULL, LONGEST, 2)
+    assert (served.shadow.results.checks, served.shadow.results.mismatches) == (1, mismatches)
+    assert (served.shadow.results.rounding > 0.05) == (not mismatches)
+
+
 def test_a_replay_that_comes_to_something_else_the_next_time_is_no_mismatch() -> None:
     """Atomic additions do this; their odd results are rare: eager runs may never show one."""
     unwatched, served = Served(Rate()), Served()
@@ -534,7 +551,7 @@ def test_a_run_of_which_vllm_measures_the_peak_itself_is_not_measured() -> None:
 
 def test_an_engine_that_is_refused_in_a_check_is_checked_no_more() -> None:
     served = Served()
-    with mock.patch.object(runner_v1, "_real_rows", side_effect=failures.UnsafeError("rows cannot be told")):
+    with mock.patch.object(runner_v1, "real_rows", side_effect=failures.UnsafeError("rows cannot be told")):
         for _ in range(3):
             served.step()
     assert served.model.eager_runs == 1
@@ -549,7 +566,7 @@ def test_every_call_into_torch_and_the_ranks_may_fail() -> None:
         (judge, "SecondRun"),
         (runs, "row_errors"),
         (ranks, "all_reduce_max"),
-        (runner_v1, "_step"),
+        (runner_v1, "step"),
         (runner_v1, "_replays"),
         (runs.CheckedStep, "restore"),
         (runs.CheckedStep, "save_replay"),

@@ -48,6 +48,8 @@ class SlotsStandIn(Attention):  # type: ignore[misc]
     """Stands in for an attention layer: writes to its token's slot, and reads it back."""
 
     attn_backend = MLACommonBackend
+    apart = 1e-6
+    """By what part its results differ for each token of the number that it splits by."""
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
@@ -63,7 +65,7 @@ class SlotsStandIn(Attention):  # type: ignore[misc]
         metadata = context.attn_metadata["layer.0"]
         metadata.lazy = metadata.lazy or "planned"
         if self.splits_by:
-            hidden = hidden * (1 + 1e-6 * getattr(metadata, self.splits_by))  # rounds otherwise
+            hidden = hidden * (1 + self.apart * getattr(metadata, self.splits_by))  # rounds otherwise
         mixed: torch.Tensor = hidden + flat.index_select(0, slots) * metadata.scale * self.weight
         return mixed
 
