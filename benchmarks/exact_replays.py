@@ -73,7 +73,7 @@ def jobs(models: Sequence[Path], drafting: Path) -> Iterator[Job]:
             options = Options(prompts, max_tokens=_TOKENS)
             graphs = jobs_for(str(model), (*SMALL.split(), *_COMMON, *_SIZES, *flags), options)[1]
             number += 1
-            own: dict[str, str | None] = {**OFFLINE, **environment, "VLLM_DEEP_GEMM_WARMUP": "skip"}
+            own: dict[str, str | None] = {**OFFLINE, **environment}
             if "-cc.mode=0" in flags:
                 own["TORCHDYNAMO_DISABLE"] = "1"
             yield replace(

@@ -15,10 +15,17 @@ import torch
 from vllm_graphfix.verify.engine.pieces import PieceError, compare_piece
 
 WEIGHTS = torch.nn.Parameter(torch.eye(8) * 2, requires_grad=False)
+NO_PADDING = slice(0, 0)
 Piece = Callable[[torch.Tensor], Any]
 
 
-def compared(piece: Piece, replayed: Callable[[torch.Tensor], object], hidden: torch.Tensor, output: Any) -> Any:
+def compared(
+    piece: Piece,
+    replayed: Callable[[torch.Tensor], object],
+    hidden: torch.Tensor,
+    output: Any,
+    padded: slice = NO_PADDING,
+) -> Any:
     """Compare *piece* with a graph of it, which writes to *output* what *replayed* writes there."""
 
     def call() -> Any:
@@ -26,7 +33,7 @@ def compared(piece: Piece, replayed: Callable[[torch.Tensor], object], hidden: t
         return output
 
     wrapper = SimpleNamespace(runnable=lambda hidden, weights: piece(hidden))
-    returned, error = compare_piece(wrapper, (hidden, WEIGHTS), {}, call, lambda: True)
+    returned, error = compare_piece(wrapper, (hidden, WEIGHTS), {}, call, lambda: True, padded)
     assert returned is output
     return error
 
@@ -70,6 +77,17 @@ def test_memory_for_attention_to_write_to_is_not_compared(wrong: bool) -> None:
     assert torch.equal(output[:, 4:], left) or torch.isnan(left).any()
 
 
+@pytest.mark.parametrize(("real", "wrong"), [(3, False), (4, True)])
+def test_padded_rows_are_not_compared(real: int, wrong: bool) -> None:
+    hidden, output = torch.ones(4, 8), torch.zeros(4, 8)
+    last = torch.tensor([0.0, 0.0, 0.0, 1.0])[:, None]
+    error = compared(
+        lambda each: each * 2, lambda each: output.copy_(each * 2 + last), hidden, output, slice(real, len(hidden))
+    )
+    assert (error.is_wrong, error.is_noisy) == (wrong, False)
+    assert torch.equal(output, hidden * 2 + last)
+
+
 def test_a_piece_that_gives_something_else_each_time_is_noisy() -> None:
     hidden, output = torch.ones(4, 8), torch.zeros(4, 8)
     error = compared(
@@ -80,4 +98,4 @@ def test_a_piece_that_gives_something_else_each_time_is_noisy() -> None:
 
 def test_a_call_that_replays_no_graph_is_not_compared() -> None:
     wrapper = SimpleNamespace(runnable=None)
-    assert compare_piece(wrapper, (torch.ones(2),), {}, lambda: 7, lambda: False) == (7, None)
+    assert compare_piece(wrapper, (torch.ones(2),), {}, lambda: 7, lambda: False, NO_PADDING) == (7, None)

@@ -260,10 +260,10 @@ def step(shadow: Shadow, wrapper: Any, context: Any, args: tuple[Any, ...], kwar
         dummy=shadow.lockstep is not None and not has_requests(),
     )
     eager = _without_graphs(context, wrapper.runnable, args, kwargs)
-    return forward.step(TARGET, context.batch_descriptor, eager, lambda: _real_rows(context, wrapper.vllm_config))
+    return forward.step(TARGET, context.batch_descriptor, eager, lambda: real_rows(context, wrapper.vllm_config))
 
 
-def _real_rows(context: Any, config: Any) -> int:
+def real_rows(context: Any, config: Any) -> int:
     """Return the number of tokens before the padding, which is masked or has slot -1.
 
     With decode context parallelism a rank has slots for its own tokens only; there the end of the last request counts.

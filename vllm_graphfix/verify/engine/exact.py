@@ -17,6 +17,7 @@ from vllm_graphfix.fix import State
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.shadow import process, runner_v1
 from vllm_graphfix.shadow.check import Shadow
+from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.forward import unsafe
 from vllm_graphfix.shadow.layers import first_difference
 from vllm_graphfix.verify.engine import pieces
@@ -161,6 +162,7 @@ class ExactReplays:
 
     def _compare_pieces(self) -> None:
         try:
+            from vllm import forward_context
             from vllm.compilation.cuda_graph import CUDAGraphWrapper
         except ImportError:
             return
@@ -169,9 +171,11 @@ class ExactReplays:
         def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._counted or not pieces.is_piece(wrapper):
                 return stock(wrapper, *args, **kwargs)
-            before = self._replays
+            before, padded = self._replays, _padded_rows(forward_context._forward_context, wrapper.vllm_config)
             replay = functools.partial(stock, wrapper, *args, **kwargs)
-            output, error = pieces.compare_piece(wrapper, args, kwargs, replay, lambda: self._replays == before + 1)
+            output, error = pieces.compare_piece(
+                wrapper, args, kwargs, replay, lambda: self._replays == before + 1, padded
+            )
             if error is not None:
                 self._replays = before
                 self._count_piece(error)
@@ -216,6 +220,17 @@ class ExactReplays:
             self._pieces,
             process.REFUSED or shadow.stopped or _why_unwatched(),
         )
+
+
+def _padded_rows(context: Any, config: Any) -> slice:
+    """Return which rows of a step's tensors are padding, as far as the forward context tells."""
+    if context is None or context.batch_descriptor is None or not context.attn_metadata:
+        return slice(0, 0)
+    tokens = context.batch_descriptor.num_tokens
+    try:
+        return slice(runner_v1.real_rows(context, config), tokens)
+    except UnsafeError:
+        return slice(tokens, tokens)
 
 
 def _can_check(shadow: Shadow | None, wrapper: Any) -> TypeGuard[Shadow]:
