@@ -34,7 +34,7 @@ RESULT = EngineResult((), {}, {}, None, {"vllm": "0.33.0"}, 1.0, cudagraph_mode=
 EQUAL = Comparison((Judgement(Kind.EQUAL, 64, None),), 0.0, 0.0625)
 STEPS = {"steps": 9, "most": {}, "findings": [], "notes": [], "padded": None, "error": None}
 POISONED = PoisonPass(("rows",), None, False, (), 0.0, (STEPS,))
-DENSE = Architecture("LlamaForCausalLM", {"num_attention_heads": 8, "head_dim": 64})
+DENSE = Architecture("LlamaForCausalLM", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64})
 LATENT = Architecture(
     "DeepseekV3ForCausalLM", {"num_attention_heads": 8, "kv_lora_rank": 512, "num_nextn_predict_layers": 1}
 )
@@ -97,6 +97,7 @@ def test_without_one_rank_each_case_has_two_gpus() -> None:
     assert by_ranks["tp2"] == {each.name for each in ALL}
     assert by_ranks["tp2-experts"] == {MIXTURE.name}
     assert by_ranks["dcp2"] == {LATENT.name}
+    assert by_ranks["dcp2-one-head"] == {DENSE.name}
 
 
 def test_names_of_values_are_unique() -> None:

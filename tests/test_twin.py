@@ -60,6 +60,7 @@ def reduce(name: str, ranks: tuple[int, int] = (1, 1), **sizes: Any) -> dict[str
         ("falcon-h1-7b", (1, 1), {"mamba_n_heads": 4, "mamba_d_ssm": 512, "num_attention_heads": 12}),
         ("llama-3.1-8b", (8, 2), {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 2048}),
         ("qwen3-next-80b-a3b", (1, 1), {"num_hidden_layers": 4, "num_experts": 20, "linear_num_key_heads": 16}),
+        ("qwen3-next-80b-a3b", (8, 8), {"num_attention_heads": 16, "num_key_value_heads": 2}),
     ],
 )
 def test_a_twin_has_the_shares_of_one_rank_and_each_kind_of_layer(

@@ -65,6 +65,7 @@ DIMENSIONS: dict[str, dict[str, Setting]] = {
         "tp2-experts": Setting(("-tp", "2", "--enable-expert-parallel")),
         "pp2": Setting(("-pp", "2")),
         "dcp2": Setting(("-tp", "2", "-dcp", "2")),
+        "dcp2-one-head": Setting(("-tp", "2", "-dcp", "2", "--hf-overrides", '{"num_key_value_heads": 1}')),
     },
 }
 """Values of each dimension by name; names are unique among all dimensions."""
@@ -73,6 +74,7 @@ ON_TWO_GPUS = tuple(DIMENSIONS["ranks"])[1:]
 _OF_STATES = ("mamba", "ssm", "state_size", "linear_num_value_heads", "linear_attn_config", "conv_L_cache")
 _WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2")
 """Beginnings of model types whose attention has sinks, which no key of a config says."""
+_WITHOUT_DCP = ("TRITON_ATTN", "FLEX_ATTENTION")
 _FLASHINFER_SIZES = (64, 128, 256, 512)
 _ATTEMPTS = 20
 """Random completions of a pair: of those, the one with most new pairs becomes a case; none: the pair cannot be."""
@@ -97,6 +99,12 @@ class Architecture(NamedTuple):
         return any(key.startswith(_OF_STATES) for key in self.config) or any(
             "attention" not in str(kind) or "linear" in str(kind) for kind in kinds
         )
+
+    @property
+    def _has_windows(self) -> bool:
+        kinds = str(self.config.get("layer_types"))
+        sizes = (self.config.get(key) for key in ("sliding_window", "attention_chunk_size"))
+        return any(sizes) or "sliding" in kinds or "chunked" in kinds
 
     @property
     def _is_mixture(self) -> bool:
@@ -141,8 +149,11 @@ class Architecture(NamedTuple):
             ranks == "tp2-experts" and not self._is_mixture,
             ranks == "pp2" and not self.takes_stages,
             (ranks, chosen.get("runner"), chosen.get("scheduling")) == ("pp2", "V1", "async"),
-            # Other attention has to have fewer key-value heads than ranks; states have no DCP at all.
-            ranks == "dcp2" and (not self._is_latent or self._has_states),
+            # But for latent attention DCP needs fewer key-value heads than ranks; states and windows have none.
+            str(ranks).startswith("dcp2") and (self._has_states or self._has_windows),
+            ranks == "dcp2" and not self._is_latent,
+            ranks == "dcp2-one-head" and (self._is_latent or not self.config.get("num_key_value_heads")),
+            ranks == "dcp2-one-head" and (attention in _WITHOUT_DCP or cache.startswith("turboquant")),
         )
         return not any(refused)
 

@@ -113,7 +113,8 @@ class Plan:
         ratio = max(1, of_rank // kv_of_rank)
         least = max(2, math.ceil(_HIDDEN / (ratio * self.head_size)))
         shared = min(kv_of_rank, _MLA_HEADS if self.section.get("kv_lora_rank") else least)
-        return ratio * shared * after, shared * after
+        # Ranks share key-value heads that are fewer than they.
+        return ratio * shared * after, shared * after if kv_heads >= after else math.gcd(kv_heads, after)
 
     @cached_property
     def head_size(self) -> int:
