@@ -116,8 +116,14 @@ def test_results_of_another_vllm_are_not_continued(tmp_path: Path) -> None:
 
 
 NO_DEVICE = Device(None, "", (0, 0), 0.0, 0.0, "", "", "", "")
-REGISTRY = b'_TEXT_GENERATION_MODELS = {"LlamaForCausalLM": (), "MambaForCausalLM": (), "Own": ()}'
-SOURCE = Source("a vLLM", {"vllm/model_executor/models/registry.py": REGISTRY}.get, lambda: "0.33.0")
+MODELS = "vllm/model_executor/models/"
+REGISTRY = b"""_TEXT_GENERATION_MODELS = {
+    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
+    "MambaForCausalLM": ("mamba", "MambaForCausalLM"),
+    "Own": ("own", "Own"),
+}"""
+FILES = {f"{MODELS}registry.py": REGISTRY, f"{MODELS}llama.py": b"1", f"{MODELS}mamba.py": b"1"}
+SOURCE = Source("a vLLM", FILES.get, lambda: "0.33.0")
 
 
 @pytest.fixture
@@ -167,6 +173,14 @@ def test_two_ranks_need_two_gpus(hunt: Callable[..., Any], monkeypatch: pytest.M
     monkeypatch.setattr(device, "find", lambda: replace(NO_DEVICE, count=2))
     _, hunted = hunt(leave_out=["one-rank"], cases=2)
     assert all(row["settings"]["ranks"] in ON_TWO_GPUS for row in hunted.rows)
+
+
+@pytest.mark.parametrize("changed", ["LlamaForCausalLM", "MambaForCausalLM"])
+def test_what_has_changed_comes_first(hunt: Callable[..., Any], changed: str) -> None:
+    files = {f"{MODELS}{name}.py": b"1  # a comment" for name in ("llama", "mamba")}
+    files[f"{MODELS}{changed[:5].lower()}.py"] = b"2"
+    _, hunted = hunt(cases=4, earlier=Source("earlier", files.get, lambda: "0.32.0"))
+    assert {row["architecture"] for row in hunted.rows} == {changed}
 
 
 def test_no_case_begins_when_time_is_up(hunt: Callable[..., Any]) -> None:

@@ -375,6 +375,13 @@ def hunt(
     leave_out: Annotated[
         str, typer.Option(metavar="VALUES", help="Values that no case has, such as FLASHINFER,turboquant_k8v4.")
     ] = "",
+    changed_since: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="A wheel file or folder of an earlier vLLM: architectures whose model's file has changed come first.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Another one makes other cases.")] = 0,
     minutes: Annotated[float | None, typer.Option(min=0.1, help="After these no case begins.")] = None,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for each engine, start-up included.")] = 300.0,
@@ -401,8 +408,10 @@ def hunt(
     if unknown := set(without) - set(NAMES):
         stop(f"--leave-out {', '.join(sorted(unknown))}: there are {', '.join(NAMES)}")
     chosen = [name for name in architectures.split(",") if name]
-    options = Hunt(out, cases, (int(part[1]), int(part[2])), chosen, without, seed, minutes, timeout, parallel)
+    place = (int(part[1]), int(part[2]))
     try:
+        earlier = open_source(changed_since) if changed_since is not None else None
+        options = Hunt(out, cases, place, chosen, without, seed, minutes, timeout, parallel, earlier)
         hunted = run(open_source(None), options, console(stderr=True))
     except (SourceError, CompareError, OSError) as error:
         stop(str(error))

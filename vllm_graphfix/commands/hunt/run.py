@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_complete
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,6 +85,8 @@ class Hunt(NamedTuple):
     minutes: float | None = None
     timeout: float = 300.0
     parallel: int | None = None
+    earlier: Source | None = None
+    """The vLLM before this one: architectures whose model's file has changed since then come first."""
 
 
 class Hunted(NamedTuple):
@@ -101,10 +103,10 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
     """Run the cases of *hunt* that its folder has no result of. Raises CompareError."""
     refuse_settings(os.environ, exact=True)
     began = time.monotonic()
-    takes = twins.architectures_of(source)
-    if unknown := set(hunt.architectures) - set(takes):
+    files = twins.architectures_of(source)
+    if unknown := set(hunt.architectures) - set(files):
         raise CompareError(f"this vLLM has no text-generation architecture {', '.join(sorted(unknown))}")
-    names = [name for name in takes if name in hunt.architectures or not hunt.architectures]
+    names = [name for name in files if name in hunt.architectures or not hunt.architectures]
     hunt = hunt._replace(folder=hunt.folder.absolute())  # engines run in another working directory
     hunt.folder.mkdir(parents=True, exist_ok=True)
     with twins.pool(min(_MAKERS, os.cpu_count() or 1)) as makers, ThreadPoolExecutor(1) as beside:
@@ -112,7 +114,9 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
         configs = dict(zip(names, makers.map(twins.default_config, names), strict=True))
         without = {name: config for name, config in configs.items() if isinstance(config, str)}
         known = [
-            Architecture(name, config, *takes[name]) for name, config in configs.items() if not isinstance(config, str)
+            Architecture(name, config, *twins.takes(source, files[name]))
+            for name, config in configs.items()
+            if not isinstance(config, str)
         ]
         ignored = source.contains_word("vllm/engine/arg_utils.py", "_MAMBA_CACHE_MODE_DEPRECATION_MESSAGE")
         leave_out = [*hunt.leave_out, *["states-aligned"] * ignored]  # since 0.33 that flag does nothing
@@ -125,15 +129,19 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
             raise CompareError(
                 f"no value of {empty[0]} is left to hunt with on {max(on.count, 1)} GPU; leave out less (--leave-out)"
             )
-        whole = list(islice(design(known, hunt.seed, leave_out), hunt.cases))
+        changed = [each for each in known if hunt.earlier and twins.is_changed(files[each.name], source, hunt.earlier)]
+        groups = (changed, [each for each in known if each not in changed])
+        designs = (design(group, hunt.seed, leave_out) for group in groups)
+        whole = list(islice(chain.from_iterable(designs), hunt.cases))
         cases = whole[hunt.shard[0] - 1 :: hunt.shard[1]]
         done = read_results(hunt.folder, source.version)
         write_inputs(hunt.folder, known)
         missing = [case for case in cases if case.name not in done]
         room = int(on.free_gib // GIB_PER_ENGINE) if on.name else 2
         parallel = hunt.parallel or max(1, min(_MOST_ENGINES, (os.cpu_count() or 2) * 3 // 4, room))
+        newer = f", {len(changed)} of them changed since {hunt.earlier.version}" if hunt.earlier else ""
         console.print(
-            f"{len(cases)} cases of {len(known)} architectures, {len(cases) - len(missing)} done before; "
+            f"{len(cases)} cases of {len(known)} architectures{newer}, {len(cases) - len(missing)} done before; "
             f"{parallel} engines at a time on {on.name or 'a CPU'}; {time.monotonic() - began:.0f} s so far",
             highlight=False,
         )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.source.files import Source
+from vllm_graphfix.source.known_code import code_digest
 
 _REGISTRY = "vllm/model_executor/models/registry.py"
 _MODELS = "_TEXT_GENERATION_MODELS"
@@ -61,8 +62,8 @@ _ADAPTERS, _STAGES = "SupportsLoRA", "SupportsPP"
 """Words in the file of a class that takes adapters, and pipeline parallelism; one made of Llama's takes both."""
 
 
-def architectures_of(source: Source) -> dict[str, tuple[bool, bool]]:
-    """Return the text-generation architectures in the registry of *source*: do they take adapters, and stages?
+def architectures_of(source: Source) -> dict[str, str]:
+    """Return the files of the text-generation architectures in the registry of *source*.
 
     Raises CompareError.
     """
@@ -72,16 +73,19 @@ def architectures_of(source: Source) -> dict[str, tuple[bool, bool]]:
         if any(isinstance(target, ast.Name) and target.id == _MODELS for target in node.targets):
             pairs = zip(node.value.keys, node.value.values, strict=True)
             named = {key.value: ast.literal_eval(value) for key, value in pairs if isinstance(key, ast.Constant)}
-            return {
-                str(name): (_takes(source, _ADAPTERS, *place), _takes(source, _STAGES, *place))
-                for name, place in named.items()
-            }
+            return {str(name): f"vllm/model_executor/models/{place[0]}.py" for name, place in named.items()}
     raise CompareError(f"{_REGISTRY} of this vLLM has no {_MODELS}, so its architectures are not known")
 
 
-def _takes(source: Source, interface: str, module: str = "", _: str = "") -> bool:
-    file = f"vllm/model_executor/models/{module}.py"
-    return any(source.contains_word(file, word) for word in (interface, "LlamaForCausalLM"))
+def takes(source: Source, file: str) -> tuple[bool, bool]:
+    """Tell if the architecture in *file* takes adapters, and stages."""
+    others = source.contains_word(file, "LlamaForCausalLM")
+    return others or source.contains_word(file, _ADAPTERS), others or source.contains_word(file, _STAGES)
+
+
+def is_changed(file: str, source: Source, earlier: Source) -> bool:
+    """Tell if *file* has other code in *source* than in *earlier*; comments do not count."""
+    return code_digest(file, source.read(file) or b"") != code_digest(file, earlier.read(file) or b"")
 
 
 def pool(processes: int) -> ProcessPoolExecutor:
