@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +20,17 @@ from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import Report
 from vllm_graphfix.commands.hunt import run as hunting
 from vllm_graphfix.commands.hunt import twins
-from vllm_graphfix.commands.hunt.design import DIMENSIONS, NAMES, ON_TWO_GPUS, Architecture, Case, design
+from vllm_graphfix.commands.hunt.deployed import read
+from vllm_graphfix.commands.hunt.design import (
+    DIMENSIONS,
+    NAMES,
+    ON_TWO_GPUS,
+    YOURS,
+    Architecture,
+    Case,
+    around,
+    design,
+)
 from vllm_graphfix.commands.hunt.smaller import Size
 from vllm_graphfix.shadow.verdict import TARGET
 from vllm_graphfix.source.files import Source
@@ -122,6 +134,7 @@ REGISTRY = b"""_TEXT_GENERATION_MODELS = {
     "MambaForCausalLM": ("mamba", "MambaForCausalLM"),
     "Own": ("own", "Own"),
 }"""
+CONFIGS = Path(__file__).parent / "configs"
 FILES = {f"{MODELS}registry.py": REGISTRY, f"{MODELS}llama.py": b"1", f"{MODELS}mamba.py": b"1"}
 SOURCE = Source("a vLLM", FILES.get, lambda: "0.33.0")
 
@@ -173,6 +186,60 @@ def test_two_ranks_need_two_gpus(hunt: Callable[..., Any], monkeypatch: pytest.M
     monkeypatch.setattr(device, "find", lambda: replace(NO_DEVICE, count=2))
     _, hunted = hunt(leave_out=["one-rank"], cases=2)
     assert all(row["settings"]["ranks"] in ON_TWO_GPUS for row in hunted.rows)
+
+
+def deployed(line: str) -> dict[str, Case]:
+    """Return the cases around *line* by what each has besides it."""
+    whole, *others = around(read(re.sub(r"\bMODEL\b", str(CONFIGS / "llama-3.1-8b.json"), line), SOURCE))
+    return {"": whole} | {case.name.removeprefix(f"{whole.name} "): case for case in others}
+
+
+def test_the_first_case_has_the_flags_as_they_are_and_its_neighbours_one_other_value() -> None:
+    config = json.dumps({"cudagraph_mode": "FULL", "custom_ops": ["none"]})
+    flags = ("-tp=2", "--kv-cache-dtype", "fp8", "-cc", config)
+    cases = deployed(f"VLLM_USE_V2_MODEL_RUNNER=1 vllm serve MODEL {shlex.join(flags)} --gpu-memory-utilization=0.9")
+    assert cases[""].flags == flags
+    assert cases[""].environment == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    assert (cases[""].gpus, cases["one-rank"].gpus) == (2, 1)
+    dotted = ('-cc.custom_ops=["none"]', "-cc.cudagraph_mode=FULL")
+    assert cases["one-rank"].flags == (*dotted, "--kv-cache-dtype", "fp8")
+    assert cases["auto"].flags == (*dotted, "-tp=2")
+    assert cases["FLASHINFER"].flags[2:] == ("--attention-backend", "FLASHINFER", "--kv-cache-dtype", "fp8", "-tp=2")
+    assert cases["PIECEWISE"].flags[:2] == (dotted[0], "-cc.cudagraph_mode=PIECEWISE")
+    assert cases["V1"].environment == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    assert not cases.keys() & {"fp8", "async", "no-drafts", "FLASHMLA"}  # as they are, or refused
+    further = [case for case in cases.values() if list(case.settings.values()).count(YOURS) < len(DIMENSIONS) - 1]
+    assert further
+    assert all({"-tp=2", "fp8", dotted[1]} <= set(case.flags) for case in further)
+
+
+def test_drafts_of_a_deployment_need_prompts_for_drafts() -> None:
+    cases = deployed("""MODEL -sc '{"method": "ngram", "num_speculative_tokens": 2}'""")
+    assert cases[""].has_drafts
+    assert not cases["no-drafts"].has_drafts
+    assert "-sc" not in cases["no-drafts"].flags
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("", "--for is empty"),
+        ("-tp 2", "the model first"),
+        ("MODEL --config a.yaml", "all flags themselves"),
+        ("MODEL --enforce-eager", "no graphs to compare"),
+        ("no/model", "not in this machine's cache"),
+    ],
+)
+def test_a_deployment_that_cannot_be_read_is_an_error(line: str, why: str) -> None:
+    with pytest.raises(CompareError, match=why):
+        deployed(line)
+
+
+def test_a_deployment_is_hunted_alone(hunt: Callable[..., Any]) -> None:
+    architecture = read(f"{CONFIGS / 'llama-3.1-8b.json'} --kv-cache-dtype fp8", SOURCE)
+    ran, hunted = hunt(deployed=architecture, cases=3)
+    assert len(ran) == 3
+    assert {row["architecture"] for row in hunted.rows} == {architecture.name}
 
 
 @pytest.mark.parametrize("changed", ["LlamaForCausalLM", "MambaForCausalLM"])

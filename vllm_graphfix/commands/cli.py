@@ -372,6 +372,10 @@ def hunt(
     architectures: Annotated[
         str, typer.Option(metavar="NAMES", help="These alone, with commas between, as in config.json.")
     ] = "",
+    flags: Annotated[
+        str | None,
+        typer.Option("--for", metavar="FLAGS", help="Your `vllm serve`, in quotes: that model, then what is near."),
+    ] = None,
     leave_out: Annotated[
         str, typer.Option(metavar="VALUES", help="Values that no case has, such as FLASHINFER,turboquant_k8v4.")
     ] = "",
@@ -396,6 +400,7 @@ def hunt(
     verdict.
     """
     from vllm_graphfix.commands.compare import CompareError
+    from vllm_graphfix.commands.hunt.deployed import read
     from vllm_graphfix.commands.hunt.design import NAMES
     from vllm_graphfix.commands.hunt.report import as_json as report_json
     from vllm_graphfix.commands.hunt.report import show
@@ -408,11 +413,15 @@ def hunt(
     if unknown := set(without) - set(NAMES):
         stop(f"--leave-out {', '.join(sorted(unknown))}: there are {', '.join(NAMES)}")
     chosen = [name for name in architectures.split(",") if name]
+    if flags is not None and (chosen or changed_since):
+        stop("--for names one model: leave out --architectures and --changed-since")
     place = (int(part[1]), int(part[2]))
     try:
         earlier = open_source(changed_since) if changed_since is not None else None
-        options = Hunt(out, cases, place, chosen, without, seed, minutes, timeout, parallel, earlier)
-        hunted = run(open_source(None), options, console(stderr=True))
+        source = open_source(None)
+        yours = read(flags, source) if flags is not None else None
+        options = Hunt(out, cases, place, chosen, without, seed, minutes, timeout, parallel, yours, earlier)
+        hunted = run(source, options, console(stderr=True))
     except (SourceError, CompareError, OSError) as error:
         stop(str(error))
     except KeyboardInterrupt:

@@ -125,6 +125,8 @@ class Line(NamedTuple):
     models: list[str]
     named: list[str]
     """The flags as they stand on the line, without values."""
+    words: list[str]
+    """All arguments of `vllm serve`."""
 
 
 def parse(line: str, flags: Collection[str]) -> Line:
@@ -164,7 +166,7 @@ def parse(line: str, flags: Collection[str]) -> Line:
     # Also those of `env` and `docker run -e`.
     assigned = [word.partition("=") for word in words[:start] if _ASSIGNMENT.fullmatch(word)]
     environment = {name: value for name, _, value in assigned}
-    return Line(environment, *_flags(words[start:end], _FlagsRead.of(flags)))
+    return Line(environment, *_flags(words[start:end], _FlagsRead.of(flags)), words[start:end])
 
 
 def _without_comments(line: str) -> str:
@@ -257,7 +259,7 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
     while at < len(words):
         word = words[at]
         at += 1
-        if not _is_flag(word):
+        if not is_flag(word):
             # A list that was cut off, or the dictionary of arguments that vLLM logs.
             if _SETTING.fullmatch(word) or word[0] == "[" or (models and word[0] == "{"):
                 raise FlagsError(
@@ -274,11 +276,10 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
             text = name[2:] if len(name) > 2 else text
             name = "-O"
         name, dot, path = name.partition(".")
-        name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
-        name = _NAMES.get(name, name)
+        name = long_name(name)
         # -kv-cache-dtype, or with a dash in place of hyphens: what vLLM refuses, and whoever types it means.
         meant = name if name.startswith("--") or len(name) <= _LONGEST_SHORT else _with_two_hyphens(name)
-        follows = at < len(words) and not _is_flag(words[at])
+        follows = at < len(words) and not is_flag(words[at])
         if dot and meant == name:
             if text is None and at < len(words):
                 text, at = words[at], at + 1
@@ -301,7 +302,7 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
                 flags[known.negated.get(long, long)] = FlagValue(
                     "", f"{long} written out in full, instead of {quoted_value(name)}"
                 )
-            while text is None and not _NO_VALUE.fullmatch(meant) and at < len(words) and not _is_flag(words[at]):
+            while text is None and not _NO_VALUE.fullmatch(meant) and at < len(words) and not is_flag(words[at]):
                 at += 1
         else:
             at += text is None and follows
@@ -312,7 +313,14 @@ def _flags(words: Sequence[str], known: _FlagsRead) -> tuple[dict[str, FlagValue
     return flags, models, named
 
 
-def _is_flag(word: str) -> bool:
+def long_name(flag: str) -> str:
+    """Return the long name of *flag*, without its value."""
+    name = flag.partition("=")[0].partition(".")[0]
+    name = "--" + name[2:].replace("_", "-") if name.startswith("--") else name
+    return _NAMES.get(name, name)
+
+
+def is_flag(word: str) -> bool:
     return len(word) > 1 and word[0] in "-" + _DASHES and not re.fullmatch(r"-\d+(\.\d+)?", word)
 
 

@@ -75,7 +75,7 @@ def run(model: str, flags: Sequence[str], options: Options, console: Console, *,
     """
     if model[:1] in ("/", ".", "~") and not Path(model).expanduser().exists():
         raise CompareError(f"{model} does not exist; name a folder with a model, or one of the Hugging Face Hub")
-    _refuse_flags(flags, {"--poison": options.poison, "--exact": options.exact})
+    refuse_flags(flags, {"--poison": options.poison, "--exact": options.exact})
     refuse_settings(os.environ, exact=options.exact)
     if importlib.util.find_spec("vllm") is None:
         raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
@@ -157,7 +157,8 @@ def _is_without_gpu(environment: Mapping[str, str]) -> bool:
     return hidden or not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists())  # the latter under WSL
 
 
-def _refuse_flags(flags: Sequence[str], options: Mapping[str, bool]) -> None:
+def refuse_flags(flags: Sequence[str], options: Mapping[str, bool]) -> None:
+    """Raise CompareError for flags with which one of *options* that are on compares nothing."""
     names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if "--enforce-eager" in names:
         raise CompareError("with --enforce-eager there are no graphs to compare; leave that flag out")

@@ -81,12 +81,12 @@ def fit(model: str, flags: Sequence[str], folder: Path) -> FittedTwin:
     parsed = line.parse(shlex.join(flags), names).flags
     if "--config" in parsed:
         raise CompareError("--twin has to know all flags: write those of --config on the command line")
-    config = _config_of(model, _value(parsed, "--revision"))
+    config = config_of(model, _value(parsed, "--revision"))
     if overrides := _value(parsed, _OVERRIDES):
         config |= _json(overrides, _OVERRIDES)
-    ranks = _ranks(parsed, _TENSOR_PARALLEL)
+    ranks = ranks_of(parsed, _TENSOR_PARALLEL)
     fitted = max(count for count in range(1, _devices() + 1) if ranks % count == 0)
-    stages = _ranks(parsed, _PIPELINE_PARALLEL)
+    stages = ranks_of(parsed, _PIPELINE_PARALLEL)
     fitted_stages = stages if fitted * stages <= _devices() else 1
     whole = "--enable-expert-parallel" in parsed
     more = _MORE_LAYERS if (_value(parsed, "--kv-cache-dtype") or "").startswith("turboquant") else 0
@@ -109,7 +109,7 @@ def fit(model: str, flags: Sequence[str], folder: Path) -> FittedTwin:
     return FittedTwin(made.folder, (*flags, *fitting), tuple(changes), made.parameters, tuple(map(str, adapters)))
 
 
-def _config_of(model: str, revision: str | None = None) -> Section:
+def config_of(model: str, revision: str | None = None) -> Section:
     """Read the config.json of a folder, of a file, or of a model in the Hub's cache."""
     path = Path(model).expanduser()
     if path.is_dir():
@@ -145,7 +145,7 @@ def _value(parsed: dict[str, line.FlagValue], flag: str) -> str | None:
     return parsed[flag].value if flag in parsed else None
 
 
-def _ranks(parsed: dict[str, line.FlagValue], flag: str) -> int:
+def ranks_of(parsed: dict[str, line.FlagValue], flag: str) -> int:
     text = _value(parsed, flag) or "1"
     if not text.isdecimal() or int(text) < 1:
         raise CompareError(f"{flag} {text} is no number of ranks")
@@ -168,7 +168,7 @@ def _fitted_flags(
     new = {
         _TENSOR_PARALLEL: str(ranks),
         _PIPELINE_PARALLEL: str(stages),
-        _CONTEXT_PARALLEL: str(math.gcd(_ranks(parsed, _CONTEXT_PARALLEL), ranks)),
+        _CONTEXT_PARALLEL: str(math.gcd(ranks_of(parsed, _CONTEXT_PARALLEL), ranks)),
     }
     for flag, (fixed, hides, why) in _FITTED.items():
         before, value = _value(parsed, flag), fixed or new.get(flag, str(folder))
@@ -196,13 +196,13 @@ def _fitted_drafts(
             "head_dim",
             "vocab_size",
         )
-        own = _config_of(str(name), drafts.get("revision")) | {
+        own = config_of(str(name), drafts.get("revision")) | {
             key: target.config[key] for key in sizes if key in target.config
         }
         own |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
         models.save(own, model_shapes.eagle(own), folder)
     elif method in ("", "draft_model"):
-        own = _config_of(str(name), drafts.get("revision"))
+        own = config_of(str(name), drafts.get("revision"))
         changes += [each._replace(key=f"draft {each.key}") for each in twin.make(own, folder, plan).changes]
     else:
         raise twin.TwinError(

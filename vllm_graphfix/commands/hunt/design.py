@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -69,6 +69,8 @@ DIMENSIONS: dict[str, dict[str, Setting]] = {
     },
 }
 """Values of each dimension by name; names are unique among all dimensions."""
+YOURS = "yours"
+"""Value of a dimension in a case around a user's flags: what these say of it."""
 NAMES = tuple(name for values in DIMENSIONS.values() for name in values)
 ON_TWO_GPUS = tuple(DIMENSIONS["ranks"])[1:]
 _OF_STATES = ("mamba", "ssm", "state_size", "linear_num_value_heads", "linear_attn_config", "conv_L_cache")
@@ -80,6 +82,14 @@ _ATTEMPTS = 20
 """Random completions of a pair: of those, the one with most new pairs becomes a case; none: the pair cannot be."""
 
 
+class Deployed(NamedTuple):
+    """A user's flags, and what they say of each dimension that they fix; of "" all others."""
+
+    flags: tuple[str, ...]
+    settings: Mapping[str, Setting]
+    gpus: int
+
+
 class Architecture(NamedTuple):
     """An architecture with the config of which twins are made, and what its flags depend on."""
 
@@ -88,48 +98,55 @@ class Architecture(NamedTuple):
     takes_adapters: bool = True
     takes_stages: bool = True
     """Pipeline parallelism."""
+    deployed: Deployed | None = None
+    """The flags around which cases vary."""
+
+    @property
+    def _text(self) -> Section:
+        return {**self.config, **(self.config.get("text_config") or {})}
 
     @property
     def _is_latent(self) -> bool:
-        return bool(self.config.get("kv_lora_rank"))
+        return bool(self._text.get("kv_lora_rank"))
 
     @property
     def _has_states(self) -> bool:
-        kinds = self.config.get("layer_types") or ()
-        return any(key.startswith(_OF_STATES) for key in self.config) or any(
+        kinds = self._text.get("layer_types") or ()
+        return any(key.startswith(_OF_STATES) for key in self._text) or any(
             "attention" not in str(kind) or "linear" in str(kind) for kind in kinds
         )
 
     @property
     def _has_windows(self) -> bool:
-        kinds = str(self.config.get("layer_types"))
-        sizes = (self.config.get(key) for key in ("sliding_window", "attention_chunk_size"))
+        kinds = str(self._text.get("layer_types"))
+        sizes = (self._text.get(key) for key in ("sliding_window", "attention_chunk_size"))
         return any(sizes) or "sliding" in kinds or "chunked" in kinds
 
     @property
     def _is_mixture(self) -> bool:
-        return any(self.config.get(key) for key in EXPERTS)
+        return any(self._text.get(key) for key in EXPERTS)
 
     @property
     def _has_attention(self) -> bool:
-        heads = any(self.config.get(key) for key in ("num_attention_heads", "n_head", "n_heads"))
-        return heads and not str(self.config.get("model_type", "")).endswith(("mamba", "mamba2"))
+        heads = any(self._text.get(key) for key in ("num_attention_heads", "n_head", "n_heads"))
+        return heads and not str(self._text.get("model_type", "")).endswith(("mamba", "mamba2"))
 
     @property
     def _head_size(self) -> int:
-        size, heads = self.config.get("head_dim"), self.config.get("num_attention_heads") or self.config.get("n_head")
-        return int(size or (self.config.get("hidden_size") or self.config.get("n_embd") or 0) // (heads or 1))
+        size, heads = self._text.get("head_dim"), self._text.get("num_attention_heads") or self._text.get("n_head")
+        return int(size or (self._text.get("hidden_size") or self._text.get("n_embd") or 0) // (heads or 1))
 
     def allows(self, chosen: Mapping[str, str]) -> bool:
         """Return False if vLLM is sure to refuse *chosen*, values of some dimensions, or if they make no difference."""
+        chosen = {key: name for key, name in chosen.items() if name != YOURS}
         attention, cache = chosen.get("attention", "chosen"), chosen.get("cache", "auto")
         pieces = "PIECEWISE" in chosen.get("graphs", "")
         ranks = chosen.get("ranks")
-        has_sinks = str(self.config.get("model_type")).startswith(_WITH_SINKS)
+        has_sinks = str(self._text.get("model_type")).startswith(_WITH_SINKS)
         refused = (
             attention not in ("chosen", *(_LATENT if self._is_latent else _GROUPED)),
             # Sparse attention has a backend of its own.
-            attention != "chosen" and (not self._has_attention or bool(self.config.get("index_topk"))),
+            attention != "chosen" and (not self._has_attention or bool(self._text.get("index_topk"))),
             # Pages as large as a state are no power of 2, which FlexAttention needs.
             attention == "FLEX_ATTENTION" and (self._has_states or has_sinks),
             attention == "FLASHINFER" and (has_sinks or self._head_size not in _FLASHINFER_SIZES),
@@ -152,7 +169,7 @@ class Architecture(NamedTuple):
             # But for latent attention DCP needs fewer key-value heads than ranks; states and windows have none.
             str(ranks).startswith("dcp2") and (self._has_states or self._has_windows),
             ranks == "dcp2" and not self._is_latent,
-            ranks == "dcp2-one-head" and (self._is_latent or not self.config.get("num_key_value_heads")),
+            ranks == "dcp2-one-head" and (self._is_latent or not self._text.get("num_key_value_heads")),
             ranks == "dcp2-one-head" and (attention in _WITHOUT_DCP or cache.startswith("turboquant")),
         )
         return not any(refused)
@@ -160,7 +177,7 @@ class Architecture(NamedTuple):
     @property
     def _has_draft_layers(self) -> bool:
         """True if the twin has them: see `twin._draft_layers`."""
-        return bool(self.config.get("num_nextn_predict_layers")) or self.config.get("model_type") == "qwen3_next"
+        return bool(self._text.get("num_nextn_predict_layers")) or self._text.get("model_type") == "qwen3_next"
 
 
 class Case(NamedTuple):
@@ -169,10 +186,16 @@ class Case(NamedTuple):
     architecture: str
     settings: Mapping[str, str]
     """Name of the value, by dimension."""
+    deployed: Deployed | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.architecture} {' '.join(self.settings.values())}"
+        if self.deployed is None:
+            return f"{self.architecture} {' '.join(self.settings.values())}"
+        settings = self.deployed.settings.values()
+        assigned = (f"{name}={value}" for each in settings for name, value in each.environment.items())
+        others = (name for name in self.settings.values() if name != YOURS)
+        return " ".join([*assigned, self.architecture, *self.deployed.flags, *others])
 
     @property
     def stem(self) -> str:
@@ -181,30 +204,62 @@ class Case(NamedTuple):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        return tuple(flag for key, name in self.settings.items() for flag in DIMENSIONS[key][name].flags)
+        if self.deployed is not None and set(self.settings.values()) == {YOURS}:
+            return self.deployed.flags
+        return tuple(flag for each in self.all_settings for flag in each.flags)
+
+    @property
+    def all_settings(self) -> Iterator[Setting]:
+        yours = self.deployed.settings if self.deployed is not None else {}
+        yield yours.get("", Setting())
+        for key, name in self.settings.items():
+            yield yours.get(key, Setting()) if name == YOURS else DIMENSIONS[key][name]
 
     @property
     def gpus(self) -> int:
+        if self.deployed is not None and self.settings["ranks"] == YOURS:
+            return self.deployed.gpus
         return 2 if self.settings["ranks"] in ON_TWO_GPUS else 1
 
     @property
     def environment(self) -> Environment:
-        return {
-            key: value
-            for dimension, name in self.settings.items()
-            for key, value in DIMENSIONS[dimension][name].environment.items()
-        }
+        return {name: value for each in self.all_settings for name, value in each.environment.items()}
+
+    @property
+    def has_drafts(self) -> bool:
+        fixed = self.deployed.settings if self.deployed is not None else ()
+        return self.settings["drafts"] in ("ngram", "mtp") or (self.settings["drafts"] == YOURS and "drafts" in fixed)
 
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
-def design(architectures: Sequence[Architecture], seed: int = 0, leave_out: Sequence[str] = ()) -> Iterator[Case]:
+def around(architecture: Architecture, seed: int = 0, leave_out: Sequence[str] = ()) -> Iterator[Case]:
+    """Yield the case of the user's flags, those with one dimension changed, then all that the flags do not fix."""
+    fixed = architecture.deployed.settings if architecture.deployed is not None else {}
+    whole = Case(architecture.name, dict.fromkeys(DIMENSIONS, YOURS), architecture.deployed)
+    yield whole
+    for key, names in DIMENSIONS.items():
+        for name in names:
+            other = whole._replace(settings={**whole.settings, key: name})
+            differs = list(other.all_settings) != list(whole.all_settings)
+            if differs and name not in leave_out and architecture.allows({key: name}):
+                yield other
+    yield from design([architecture], seed, leave_out, fixed)
+
+
+def design(
+    architectures: Sequence[Architecture], seed: int = 0, leave_out: Sequence[str] = (), fixed: Collection[str] = ()
+) -> Iterator[Case]:
     """Yield cases until each pair of values that can be together, and each value of each architecture, was in one.
 
-    Architectures take turns, so that the first cases have all of them. Values in *leave_out* are in none.
+    Architectures take turns, so that the first cases have all of them. Values in *leave_out* are in none, and
+    dimensions in *fixed* are `YOURS` in all.
     """
-    values = {key: [name for name in names if name not in leave_out] for key, names in DIMENSIONS.items()}
+    values = {
+        key: [YOURS] if key in fixed else [name for name in names if name not in leave_out]
+        for key, names in DIMENSIONS.items()
+    }
     chance = random.Random(seed)  # noqa: S311 - the same cases for the same seed
     turns = list(architectures)
     chance.shuffle(turns)
@@ -241,7 +296,7 @@ def _next_case(
         made = [done for _ in range(_ATTEMPTS) if (done := _completed(architecture, values, start, chance))]
         if made:
             best = max(made, key=lambda each: _new(each, open_pairs, open_singles))
-            return Case(architecture.name, {key: best[key] for key in values})
+            return Case(architecture.name, {key: best[key] for key in values}, architecture.deployed)
         if len(start) > 1:
             return None
         open_singles.difference_update(start.items())

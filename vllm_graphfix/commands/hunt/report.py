@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.commands.hunt.design import DIMENSIONS
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, YOURS
 from vllm_graphfix.commands.hunt.run import NO_TWIN, REFUSED, RIGHT, UNCLEAR, WRONG, Hunted, line_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def show(hunted: Hunted, console: Console) -> None:
 
     table = Table("", *_VERDICTS, box=None, pad_edge=False)
     for dimension, values in DIMENSIONS.items():
-        for value in values:
+        for value in (*values, YOURS):
             counts = Counter(row["verdict"] for row in hunted.rows if row["settings"].get(dimension) == value)
             if counts:
                 table.add_row(f"{dimension} {value}", *(str(counts[verdict] or "") for verdict in _VERDICTS))

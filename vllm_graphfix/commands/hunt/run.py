@@ -24,7 +24,7 @@ from vllm_graphfix.commands.compare.report import NO_GRAPHS, Report
 from vllm_graphfix.commands.compare.report import as_json as compared_as_json
 from vllm_graphfix.commands.compare.run import ALONE, Options, jobs_for, judge, refuse_settings
 from vllm_graphfix.commands.hunt import twins
-from vllm_graphfix.commands.hunt.design import DIMENSIONS, ON_TWO_GPUS, Architecture, Case, design
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, ON_TWO_GPUS, Architecture, Case, around, design
 from vllm_graphfix.commands.hunt.smaller import Size, smaller
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
@@ -85,6 +85,8 @@ class Hunt(NamedTuple):
     minutes: float | None = None
     timeout: float = 300.0
     parallel: int | None = None
+    deployed: Architecture | None = None
+    """A user's model, around whose flags the cases vary."""
     earlier: Source | None = None
     """The vLLM before this one: architectures whose model's file has changed since then come first."""
 
@@ -106,7 +108,8 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
     files = twins.architectures_of(source)
     if unknown := set(hunt.architectures) - set(files):
         raise CompareError(f"this vLLM has no text-generation architecture {', '.join(sorted(unknown))}")
-    names = [name for name in files if name in hunt.architectures or not hunt.architectures]
+    chosen = [] if hunt.deployed else hunt.architectures or files
+    names = [name for name in files if name in chosen]
     hunt = hunt._replace(folder=hunt.folder.absolute())  # engines run in another working directory
     hunt.folder.mkdir(parents=True, exist_ok=True)
     with twins.pool(min(_MAKERS, os.cpu_count() or 1)) as makers, ThreadPoolExecutor(1) as beside:
@@ -131,7 +134,10 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
             )
         changed = [each for each in known if hunt.earlier and twins.is_changed(files[each.name], source, hunt.earlier)]
         groups = (changed, [each for each in known if each not in changed])
-        designs = (design(group, hunt.seed, leave_out) for group in groups)
+        designs = [design(group, hunt.seed, leave_out) for group in groups]
+        if hunt.deployed:
+            designs = [around(hunt.deployed, hunt.seed, leave_out)]
+            known.append(hunt.deployed)
         whole = list(islice(chain.from_iterable(designs), hunt.cases))
         cases = whole[hunt.shard[0] - 1 :: hunt.shard[1]]
         done = read_results(hunt.folder, source.version)
@@ -254,13 +260,10 @@ def _run_cases(
 
 def _common(source: Source, case: Case) -> tuple[str, ...]:
     """Return the flags that every case has, those of them that this vLLM knows."""
-    sizes = map(str, _SIZES[_has_drafts(case)])
+    sizes = map(str, _SIZES[case.has_drafts])
     untimed = (flag for flag, (file, word) in _UNTIMED.items() if source.contains_word(file, word))
-    return (*_COMMON, "--cudagraph-capture-sizes", *sizes, *untimed)
-
-
-def _has_drafts(case: Case) -> bool:
-    return case.settings["drafts"] != "no-drafts"
+    captured = () if case.deployed else ("--cudagraph-capture-sizes", *sizes)
+    return (*_COMMON, *captured, *untimed)
 
 
 def run_case(
@@ -279,7 +282,7 @@ def run_case(
     def run_one(case: Case, size: Size, stem: str) -> dict[str, Any]:
         return _run_one(case, size, stem, hunt, makers, run, common_of(case))
 
-    whole = Size(_REQUESTS[0], _TOKENS[_has_drafts(case)])
+    whole = Size(_REQUESTS[0], _TOKENS[case.has_drafts])
     row = run_one(case, whole, case.stem)
     if row["verdict"] != WRONG:
         return row
@@ -289,7 +292,8 @@ def run_case(
         return not is_over() and run_one(other, size, f"{case.stem}-reduced")["verdict"] == WRONG
 
     try:
-        architecture = Architecture(case.architecture, json.loads(_config(case, hunt.folder).read_text()))
+        config = json.loads(_config(case, hunt.folder).read_text())
+        architecture = Architecture(case.architecture, config, deployed=case.deployed)
         least, size = smaller(case, whole, architecture, is_wrong)
     except Exception as error:  # the finding stays one
         return row | {"reduced": None, "why_not_reduced": f"{type(error).__name__}: {error}"}
@@ -327,7 +331,7 @@ def _run_one(
 
 
 def _jobs(case: Case, size: Size, stem: str, twin: twins.Made, hunt: Hunt) -> list[Job]:
-    prompts = made_prompts(drafts=_has_drafts(case))[: size.requests]
+    prompts = made_prompts(drafts=case.has_drafts)[: size.requests]
     options = Options(prompts, max_tokens=size.tokens)
     # A cache for each case: vLLM may write that of one hash from two engines at the same time. Triton's is made
     # for that, and its kernels are the same in most cases.
@@ -343,7 +347,7 @@ def _jobs(case: Case, size: Size, stem: str, twin: twins.Made, hunt: Hunt) -> li
 
 
 def _environment(case: Case) -> dict[str, str | None]:
-    is_compiled = case.settings["compile"] == "compiled" or case.settings["attention"] == "FLEX_ATTENTION"
+    is_compiled = case.settings["compile"] != "uncompiled" or case.settings["attention"] == "FLEX_ATTENTION"
     return case.environment | ({} if is_compiled else _NOTHING_COMPILED)
 
 
@@ -414,7 +418,7 @@ def _finding(report: Report) -> str:
 def _about(case: Case, folder: Path, flags: Sequence[str], size: Size) -> dict[str, Any]:
     """Return what a result has on its case: also the command line that compares the same without a hunt."""
     variables = [f"{name}={value}" for name, value in _environment(case).items()]
-    prompts = _prompts(folder, size.requests, drafts=_has_drafts(case))
+    prompts = _prompts(folder, size.requests, drafts=case.has_drafts)
     ours = ("--twin", "--exact", "--poison", "--prompts", str(prompts), "--max-tokens", str(size.tokens))
     return {
         "case": case.name,

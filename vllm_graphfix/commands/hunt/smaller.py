@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm_graphfix.commands.hunt.design import DIMENSIONS, Architecture, Case
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, YOURS, Architecture, Case
 
 _TOGETHER = ("compile", "breaks")
 """Dimensions of which neither value may be changed alone: breaks switch torch.compile off."""
@@ -23,8 +23,9 @@ def smaller(
     case: Case, size: Size, architecture: Architecture, is_wrong: Callable[[Case, Size], bool]
 ) -> tuple[Case, Size]:
     """Return the smallest case that is wrong, too: each flag is left out once, and each number halved."""
+    default = {key: YOURS if case.deployed else next(iter(values)) for key, values in DIMENSIONS.items()}
     for dimensions in (_TOGETHER, *((each,) for each in DIMENSIONS)):
-        settings = {**case.settings} | {each: next(iter(DIMENSIONS[each])) for each in dimensions}
+        settings = {**case.settings} | {each: default[each] for each in dimensions}
         other = case._replace(settings=settings)
         if other != case and architecture.allows(settings) and is_wrong(other, size):
             case = other

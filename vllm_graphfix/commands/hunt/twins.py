@@ -129,11 +129,11 @@ def default_config(name: str) -> dict[str, Any] | str:
             continue
         config |= {"architectures": [name], "model_type": kind.model_type} | _OTHERWISE.get(name, {})
         absent = [key for key, value in _OTHERWISE.get(name, {}).items() if value is None]
-        return _with_few_tokens({key: value for key, value in config.items() if key not in absent})
+        return with_few_tokens({key: value for key, value in config.items() if key not in absent})
     return f"its class makes no config of defaults: {errors[-1]}"
 
 
-def _with_few_tokens(config: dict[str, Any]) -> dict[str, Any]:
+def with_few_tokens(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("vocab_size", 0) <= VOCABULARY:
         return config
     last = VOCABULARY - 1
