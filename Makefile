@@ -171,8 +171,8 @@ generated: manifest  ## the manifest, the pages of the fixes and the tables, mad
 	PYTHONPATH=tests:tests/support:tools $(BIN)/python tests/mutants/mutants_near.py --missing
 
 # PACK: options of tools/pack_gpu.py. Without a VERSION all that the index has after the newest known one.
-new-release: $(STAMP)  ## a release of vLLM is added: make new-release VERSION=0.34.0 [READ=FIX] [ARCHIVE=no] [PACK='--machine there.txt']
-	$(BIN)/python tools/new_release.py $(VERSION) $(if $(filter no,$(ARCHIVE)),--no-archive) $(if $(READ),--read $(READ)) --pack $(PACK)
+new-release: $(STAMP)  ## a release of vLLM is added: make new-release VERSION=0.34.0 [READ=FIX] [ARCHIVE=no] [HUNT=PYTHON] [PACK='--machine there.txt']
+	$(BIN)/python tools/new_release.py $(VERSION) $(if $(filter no,$(ARCHIVE)),--no-archive) $(if $(READ),--read $(READ)) $(if $(HUNT),--hunt $(HUNT)) --pack $(PACK)
 
 # Of cosmic-ray. Minutes for patching/sites.py, an hour or two for all on two cores: MODULES='patching/sites.py settings/decision.py' takes some.
 mutation: releases  ## operators, numbers and conditions of the fixes changed one at a time, in a copy: the tests must notice

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +54,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
         return int(tool in here.failing)
 
     names = {"FETCH": here.fetch, "ABOUT": here.about, "FRAGMENTS": tmp_path, "run": run}
-    names |= {"run_new_code": lambda root: {}}  # the tests that run the double take the real one back
+    names |= {"gpus": tuple, "run_new_code": lambda root: {}}  # the tests that run the double take the real one back
     for name, value in (names | {"REPORT": tmp_path / "build" / "report.md"}).items():
         monkeypatch.setattr(new_release, name, value)
     (tmp_path / "cache").mkdir()
@@ -96,6 +97,28 @@ def test_a_release_whose_code_is_known_is_added(add: Callable[..., str], tree: T
     assert f"Every verdict is that of {NEWEST}." in report
     assert "- docs/shadow.md:" in report, "its reader is told which pages name the last release by hand"
     assert f"vLLM {NEXT} is known" in (tree.fetch.parent / f"releases-{NEXT.replace('.', '-')}.added.md").read_text()
+
+
+def test_without_a_gpu_the_report_has_the_hunt_s_command(add: Callable[..., str]) -> None:
+    assert "No hunt: this machine has no GPU." in (report := add())
+    assert f"hunt-{NEXT} --cases 60 --changed-since" in report
+
+
+@pytest.mark.parametrize(("has", "ended", "code"), [(NEWEST, 0, 0), (NEXT, 3, 0), (NEXT, 1, 1)])
+def test_with_a_gpu_a_release_that_is_installed_is_hunted(
+    add: Callable[..., str], monkeypatch: pytest.MonkeyPatch, has: str, ended: int, code: int
+) -> None:
+    called: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        called.append(command)
+        return subprocess.CompletedProcess(command, ended, f"{has}\n")
+
+    monkeypatch.setattr(new_release, "gpus", lambda: ("an H200",))
+    monkeypatch.setattr(new_release.subprocess, "run", run)
+    report = add(code=code)
+    assert ("The hunt ended with exit code" in report) == (has == NEXT)
+    assert any("hunt" in command for command in called) == (has == NEXT)
 
 
 def test_nothing_is_written_of_a_release_that_a_fix_does_not_recognise(add: Callable[..., str], tree: Tree) -> None:

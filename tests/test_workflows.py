@@ -74,7 +74,7 @@ def test_workflows_run_what_ci_runs() -> None:
         for path in WORKFLOWS
         for job in jobs(path).values()
         for step in job.get("steps", ())
-        if "run" in step and path.stem != "new-release"
+        if "run" in step and path.stem not in ("new-release", "hunt")
     ]
     made = {word for run in runs if run.startswith("make ") for word in run.split()[1:] if "=" not in word}
     targets = re.search(r"for target in (.+); do", (PROJECT / ".ci" / "run").read_text())

@@ -5,9 +5,10 @@
 Fetches the release and judges it by its code; runs the CPU double on each fix whose code changed, and compares. Only
 where the two agree is the release added to `ALL_RELEASES`, to `NEWEST`, to the manifest and the tables; the double's
 numbers are recorded, and an archive for a GPU machine without network is written (tools/pack_gpu.py, which gets the
-OPTIONs). Without a VERSION: every release of the configured index that is newer than the newest known. Exit code 1:
-something could not be fetched, judged or proven. Exit code 3, and nothing is written: the code has a shape that nobody
-has looked at, or the double says otherwise than the code, or cannot run the code and nobody has read it (--read).
+OPTIONs). Where there is a GPU, and a Python with that vLLM (--hunt), it ends with a hunt. Without a VERSION: every
+release of the configured index that is newer than the newest known. Exit code 1: something could not be fetched, judged
+or proven. Exit code 3, and nothing is written: the code has a shape that nobody has looked at, or the double says
+otherwise than the code, or cannot run the code and nobody has read it (--read).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import make_manifest
 from fetch_vllm import ALL_RELEASES, RELEASE_WHEELS, FetchError, release, wheel
 from make_manifest import order
 from vllm_graphfix import manifest
+from vllm_graphfix.deployment.hardware import gpus
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.source.files import SourceError, open_source
@@ -43,6 +45,8 @@ _RELEASES = re.compile(r'(?<=^ALL_RELEASES = tuple\(\n)[\d. "\n]+(?=\.split\(\)\
 _STOCK = re.compile(r"\d+\.\d+\.\d+")
 _NEWEST = re.compile(r'(?<=^NEWEST = ")[\d.]+', re.MULTILINE)
 _MADE = re.compile(r"<!-- (?:generated|recorded): .*?<!-- end -->", re.DOTALL)
+_CASES, _CASES_WITHOUT_VERDICT = "60", 3
+"""Cases of a hunt, and its exit code if some have no verdict."""
 _UNRECOGNISED = Verdict.UNRECOGNISED.value
 _AGREES = {
     "affected": {"proven", "affected: the fix helps"},
@@ -93,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("versions", nargs="*", metavar="VERSION", help="such as 0.34.0; default: all that are newer")
     parser.add_argument("--no-archive", action="store_true", help="no archive for a GPU machine")
     parser.add_argument("--read", nargs="+", default=[], metavar="FIX", help="whose code a person has read")
+    parser.add_argument("--hunt", default=sys.executable, metavar="PYTHON", help="that has the release, for a hunt")
     parser.add_argument("--pack", nargs=argparse.REMAINDER, default=[], help="all that follows is for pack_gpu.py")
     options = parser.parse_args(arguments)
     report: list[str] = []
@@ -155,8 +160,29 @@ def add(version: str, report: list[str], options: argparse.Namespace) -> int:
     packed = options.no_archive or pack(version, options.pack, report)
     if not options.no_archive:
         times.end("packed")
+    right = hunt(version, before[-1], options.hunt, report)
+    times.end("hunted")
     report += [f"{version} {times}.", "", "Next: `make test`; then commit.", ""]
-    return 0 if proven and packed else 1
+    return 0 if proven and packed and right else 1
+
+
+def hunt(version: str, previous: str, python: str, report: list[str]) -> bool:
+    """Hunt in *version* by *python* where that can be, and append to *report*; return False if a case is wrong."""
+    out = str(PROJECT / "build" / f"hunt-{version}")
+    arguments = ["hunt", "--out", out, "--cases", _CASES, "--changed-since", str(release(previous))]
+    asked = [python, "-c", "import importlib.metadata; print(importlib.metadata.version('vllm'))"]
+    has = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() if gpus() else ""
+    if has != version:
+        why = f"{python} has {f'vLLM {has}' if has else 'no vLLM'}" if gpus() else "this machine has no GPU"
+        report += [
+            f"No hunt: {why}. Where vLLM {version} and a GPU are:",
+            f"`{shlex.join(['vllm-graphfix', *arguments])}`",
+        ]
+        report += [""]
+        return True
+    code = subprocess.run([python, "-m", "vllm_graphfix", *arguments], cwd=PROJECT, check=False).returncode
+    report += [f"The hunt ended with exit code {code} (docs/hunt.md); its results are in `{out}`.", ""]
+    return code in (0, _CASES_WITHOUT_VERDICT)
 
 
 def pack(version: str, options: Sequence[str], report: list[str]) -> bool:
