@@ -133,7 +133,9 @@ REGISTRY = b"""_TEXT_GENERATION_MODELS = {
     "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
     "MambaForCausalLM": ("mamba", "MambaForCausalLM"),
     "Own": ("own", "Own"),
-}"""
+}
+_MULTIMODAL_MODELS = {"Sees": ("sees", "Sees")}
+"""
 CONFIGS = Path(__file__).parent / "configs"
 FILES = {f"{MODELS}registry.py": REGISTRY, f"{MODELS}llama.py": b"1", f"{MODELS}mamba.py": b"1"}
 SOURCE = Source("a vLLM", FILES.get, lambda: "0.33.0")
@@ -167,7 +169,7 @@ def test_a_second_call_goes_on_where_the_first_one_ended(hunt: Callable[..., Any
     assert len(second) == 2
     assert not set(first) & set(second)
     assert {row["case"] for row in hunted.rows} == {*first, *second}
-    assert hunted.without_twin == {"Own": "no class"}
+    assert hunted.without_twin == {"Own": "no class", "Sees": "images are not made"}
 
 
 def test_shards_have_each_case_once(hunt: Callable[..., Any]) -> None:

@@ -42,7 +42,10 @@ def show(hunted: Hunted, console: Console) -> None:
         if row["verdict"] == WRONG:
             console.print(f"  {(row.get('reduced') or row)['command']}", highlight=False, markup=False, soft_wrap=True)
     if hunted.without_twin:
-        names = ", ".join(f"{name} ({why})" for name, why in hunted.without_twin.items())
+        by_reason: dict[str, list[str]] = {}
+        for name, why in hunted.without_twin.items():
+            by_reason.setdefault(why, []).append(name)
+        names = "; ".join(f"{', '.join(each)} ({why})" for why, each in by_reason.items())
         console.print(f"without a twin: {names}", highlight=False, markup=False, soft_wrap=True)
     counts = Counter(row["verdict"] for row in hunted.rows)
     judged = {row["architecture"] for row in hunted.rows if row["verdict"] in (RIGHT, WRONG)}

@@ -116,6 +116,8 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
         device = beside.submit(devices.find)
         configs = dict(zip(names, makers.map(twins.default_config, names), strict=True))
         without = {name: config for name, config in configs.items() if isinstance(config, str)}
+        if len(names) == len(files):
+            without |= dict.fromkeys(twins.architectures_of(source, twins.IMAGES), "images are not made")
         known = [
             Architecture(name, config, *twins.takes(source, files[name]))
             for name, config in configs.items()

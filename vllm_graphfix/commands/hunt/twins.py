@@ -19,7 +19,8 @@ from vllm_graphfix.source.files import Source
 from vllm_graphfix.source.known_code import code_digest
 
 _REGISTRY = "vllm/model_executor/models/registry.py"
-_MODELS = "_TEXT_GENERATION_MODELS"
+TEXT, IMAGES = "_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"
+"""Tables in vLLM's registry."""
 VOCABULARY = 512
 """So small that a prompt can have every token: an n-gram drafter then has drafts for each."""
 _BIASED = {"topk_method": "noaux_tc"}
@@ -62,19 +63,19 @@ _ADAPTERS, _STAGES = "SupportsLoRA", "SupportsPP"
 """Words in the file of a class that takes adapters, and pipeline parallelism; one made of Llama's takes both."""
 
 
-def architectures_of(source: Source) -> dict[str, str]:
-    """Return the files of the text-generation architectures in the registry of *source*.
+def architectures_of(source: Source, table: str = TEXT) -> dict[str, str]:
+    """Return the files of the architectures in a *table* in the registry of *source*.
 
     Raises CompareError.
     """
     for node in ast.parse(source.read(_REGISTRY) or b"").body:
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)):
             continue
-        if any(isinstance(target, ast.Name) and target.id == _MODELS for target in node.targets):
+        if any(isinstance(target, ast.Name) and target.id == table for target in node.targets):
             pairs = zip(node.value.keys, node.value.values, strict=True)
             named = {key.value: ast.literal_eval(value) for key, value in pairs if isinstance(key, ast.Constant)}
             return {str(name): f"vllm/model_executor/models/{place[0]}.py" for name, place in named.items()}
-    raise CompareError(f"{_REGISTRY} of this vLLM has no {_MODELS}, so its architectures are not known")
+    raise CompareError(f"{_REGISTRY} of this vLLM has no {table}, so its architectures are not known")
 
 
 def takes(source: Source, file: str) -> tuple[bool, bool]:
