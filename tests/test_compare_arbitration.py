@@ -8,7 +8,7 @@ from math import nan
 
 import pytest
 
-from vllm_graphfix.commands.compare.arbitration import arbitrate, exonerate
+from vllm_graphfix.commands.compare.arbitration import arbitrate, exonerate, rescore
 from vllm_graphfix.verify.comparison import Answer, Judgement, Kind, compare
 
 LENGTH = 8
@@ -184,3 +184,20 @@ def test_a_batch_of_the_size_of_the_graph_vouches_and_never_contradicts(
     eager, graphs, padded = answers
     comparison = exonerate(compare([eager], [graphs], 0.0), [graphs], [padded])
     assert (comparison.judgements[0].kind, comparison.compared) == (kind, compared)
+
+
+@pytest.mark.parametrize(
+    ("scored", "kind"),
+    [
+        ([answer({5: OTHER}), answer()], Kind.BATCHED),
+        ([answer(), answer()], Kind.CORRUPT),
+        # One batch gives one token, another one the other.
+        ([answer({2: OTHER}), answer({5: OTHER})], Kind.BATCHED),
+        # There was no room for the last tokens.
+        ([replace(answer({5: OTHER}), top=answer({5: OTHER}).top[:7])], Kind.CORRUPT),
+    ],
+)
+def test_an_answer_whose_tokens_other_batches_give_is_not_corrupt(scored: list[Answer], kind: Kind) -> None:
+    graphs = answer({2: OTHER, 5: OTHER}) if len(scored) == 2 and scored[0].tokens[2] == OTHER else answer({5: OTHER})
+    made = rescore(compare([answer()], [graphs], 0.0), [graphs], [[each] for each in scored])
+    assert made.judgements[0].kind is kind

@@ -64,8 +64,8 @@ FAILED = replace(
 def test_the_chart_has_a_row_for_each_part_of_the_longest_answer() -> None:
     rows = histogram(comparison(judgement(Kind.CORRUPT, 0, 20), judgement(Kind.TIE, 19, 20), judgement(Kind.TIE, 2, 9)))
     assert [label for label, _ in rows] == ["0-2", "3-5", "6-8", "9-11", "12-14", "15-17", "18-19"]
-    assert rows[0][1] == {Kind.CORRUPT: 1, Kind.PADDED: 0, Kind.COMPILED: 0, Kind.TIE: 1}
-    assert rows[-1][1] == {Kind.CORRUPT: 0, Kind.PADDED: 0, Kind.COMPILED: 0, Kind.TIE: 1}
+    assert rows[0][1] == {Kind.CORRUPT: 1, Kind.PADDED: 0, Kind.BATCHED: 0, Kind.COMPILED: 0, Kind.TIE: 1}
+    assert rows[-1][1] == {Kind.CORRUPT: 0, Kind.PADDED: 0, Kind.BATCHED: 0, Kind.COMPILED: 0, Kind.TIE: 1}
 
 
 @pytest.mark.parametrize(("length", "parts"), [(1, 1), (2, 2), (8, 8), (9, 5), (128, 8), (1000, 8)])

@@ -115,7 +115,7 @@ def test_with_a_gpu_a_release_that_is_installed_is_hunted(
         return subprocess.CompletedProcess(command, ended, f"{has}\n")
 
     monkeypatch.setattr(new_release, "gpus", lambda: ("an H200",))
-    monkeypatch.setattr(new_release.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     report = add(code=code)
     assert ("The hunt ended with exit code" in report) == (has == NEXT)
     assert any("hunt" in command for command in called) == (has == NEXT)

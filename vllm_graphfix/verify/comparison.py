@@ -40,6 +40,8 @@ class Kind(str, Enum):
     """Beyond rounding, but the same engine gives this answer without graphs too."""
     PADDED = "padded"
     """Beyond rounding, but the engine without graphs gives this answer too, in batches of the sizes of graphs."""
+    BATCHED = "batched"
+    """Beyond rounding, but without graphs each token of this answer is given in one batch or another."""
     CORRUPT = "corrupt"
 
 

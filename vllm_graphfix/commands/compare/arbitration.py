@@ -4,10 +4,12 @@ Eager is not enough alone. torch.compile fuses operations and so rounds differen
 those with graphs by more than eager's own noise, although the graphs are right. And after a tie eager has another
 context, and cannot vouch for what follows. The compiled engine without graphs is a witness in both cases. Where a batch
 of another size rounds differently, that engine is one with its batches filled to the sizes to which graphs pad theirs.
+What is still corrupt is scored in several batches.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -34,6 +36,33 @@ def exonerate(comparison: Comparison, graphs: Sequence[Answer], padded: Sequence
     second = compare(padded, graphs, comparison.noise)
     pairs = zip(comparison.judgements, second.judgements, strict=True)
     return replace(comparison, judgements=tuple(_exonerated(*pair) for pair in pairs))
+
+
+def rescore(comparison: Comparison, graphs: Sequence[Answer], scored: Sequence[Sequence[Answer]]) -> Comparison:
+    """Judge corrupt answers again by what the engine without graphs gives each token of theirs, in several batches.
+
+    *scored* has, by batch, the log-probabilities of the tokens of each of *graphs*. In a mixture of experts a token may
+    go to another expert where only a last bit differs, also within one size of batch. Each token has to be one that a
+    batch gives, up to rounding: as likely, and no less likely than the best one there.
+    """
+    batches = list(zip(*scored, strict=True))
+    judged = (
+        replace(each, kind=Kind.BATCHED, vouched=len(answer.tokens))
+        if each.kind is Kind.CORRUPT and _is_given(answer, in_batches, comparison.tolerance)
+        else each
+        for each, answer, in_batches in zip(comparison.judgements, graphs, batches, strict=True)
+    )
+    return replace(comparison, judgements=tuple(judged))
+
+
+def _is_given(answer: Answer, batches: Sequence[Answer], tolerance: float) -> bool:
+    def is_given(position: int, token: int, batch: Answer) -> bool:
+        if position >= len(batch.top):  # there was no room in the context to score it
+            return False
+        here, there = answer.top[position].get(token, -math.inf), batch.top[position].get(token, -math.inf)
+        return abs(here - there) <= tolerance and max(batch.top[position].values()) - there <= tolerance
+
+    return all(any(is_given(*place, batch) for batch in batches) for place in enumerate(answer.tokens))
 
 
 def _exonerated(judged: Judgement, padded: Judgement) -> Judgement:

@@ -36,12 +36,14 @@ _LISTED_PROMPTS = 20
 _SHADES = {
     Kind.CORRUPT: ("red", "█"),
     Kind.PADDED: ("blue", "▓"),
+    Kind.BATCHED: ("blue", "▒"),
     Kind.COMPILED: ("cyan", "▒"),
     Kind.TIE: ("yellow", "░"),
 }
 _VERDICTS = {
     Kind.CORRUPT: "[bold red]corrupt[/]",
     Kind.PADDED: "[blue]batch size, without graphs too[/]",
+    Kind.BATCHED: "[blue]another batch, without graphs too[/]",
     Kind.COMPILED: "[cyan]compiled, without graphs too[/]",
     Kind.TIE: "[yellow]tie, rounding[/]",
 }
@@ -306,7 +308,11 @@ def _show_verdict(report: Report, comparison: Comparison, console: Console) -> N
     counts = {kind: len(comparison.of(kind)) for kind in Kind}
     elsewhere = "".join(
         f"{counts[kind]} equal to {name} without graphs, "
-        for kind, name in ((Kind.COMPILED, "compiled"), (Kind.PADDED, "compiled and padded"))
+        for kind, name in (
+            (Kind.COMPILED, "compiled"),
+            (Kind.PADDED, "compiled and padded"),
+            (Kind.BATCHED, "other batches"),
+        )
         if counts[kind]
     )
     console.print(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.commands.compare import CompareError
-from vllm_graphfix.commands.compare.arbitration import arbitrate, exonerate
+from vllm_graphfix.commands.compare.arbitration import arbitrate, exonerate, rescore
 from vllm_graphfix.commands.compare.gap import measure
 from vllm_graphfix.commands.compare.prompts import Prompt
 from vllm_graphfix.commands.compare.report import Report
@@ -37,9 +37,11 @@ from vllm_graphfix.verify.engine.processes import Engines, JobResult
 if TYPE_CHECKING:
     from rich.console import Console
 
-POISON, EXACT, PADDED = "poison", "exact", "padded"
-"""Names of the engine that is poisoned, of the one whose replays are compared, and of the one without graphs whose
-batches are filled to the sizes of graphs."""
+POISON, EXACT, PADDED, SCORED = "poison", "exact", "padded", "scored"
+"""Names of the engine that is poisoned, of the one whose replays are compared, of the one without graphs whose batches
+are filled to the sizes of graphs, and of the one without graphs that scores answers."""
+_BATCHES = 8
+"""Orders of prompts, by which an answer is scored."""
 ALONE: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """With the scheduler in a process of its own, the batches of two passes would differ by timing, and requests that begin
 one after the other would not end together where a batch is to be filled."""
@@ -236,15 +238,23 @@ def judge(
         padded = run(replace(compiled, name=name, batch_sizes=sizes, environment=compiled.environment | ALONE))
         if padded.result is not None:
             comparison = exonerate(comparison, graphed.result.passes[0], padded.result.passes[0])
+    scored = None
+    if comparison.corrupt:
+        # Prompts that follow each other in another order share steps with others, and so batches differ.
+        tokens = tuple(answer.tokens for answer in graphed.result.passes[0])
+        name = compiled.name.replace(COMPILED, SCORED)
+        scored = run(replace(compiled, name=name, continued=tokens, extra_passes=_BATCHES - 1))
+        if scored.result is not None:
+            comparison = rescore(comparison, graphed.result.passes[0], scored.result.passes)
     compiled_result, padded_result = (each.result if each is not None else None for each in (arbiter, padded))
-    errors = [each.error for each in (arbiter, padded, poisoned, exact) if each is not None]
+    errors = [each.error for each in (arbiter, padded, scored, poisoned, exact) if each is not None]
     return Report(
         model,
         tuple(flags),
         reference.result,
         graphed.result,
         comparison,
-        note=_note(arbiter, padded),
+        note=_note(arbiter, padded, scored),
         logs=str(graphed.log.parent) if any(errors) else None,
         poison=poisoned,
         exact=exact,
@@ -259,15 +269,19 @@ def _error_of_reference(reference: JobResult) -> CompareError:
     return CompareError(f"the engine does not run even without graphs: {reference.error}", reference.log)
 
 
-def _note(arbiter: JobResult | None, padded: JobResult | None) -> str | None:
+def _note(arbiter: JobResult | None, padded: JobResult | None, scored: JobResult | None) -> str | None:
     """Name the references besides eager, or say why one is missing; None if eager's answers were enough."""
     if arbiter is None:
         return None
-    for engine, name in ((arbiter, "compiled"), (padded, "padded")):
+    for engine, name in ((arbiter, "compiled"), (padded, "padded"), (scored, "scoring")):
         if engine is not None and engine.result is None:
             return (
                 f"the {name} engine without graphs did not run, so answers were not compared with its answers: "
                 f"{engine.error} (log: {engine.log})"
             )
     in_batches = ", also in batches of the sizes that graphs have" if padded is not None else ""
-    return f"answers that differ from eager's were also compared with the compiled engine without graphs{in_batches}"
+    in_orders = f", and scored in {_BATCHES} orders" if scored is not None else ""
+    return (
+        "answers that differ from eager's were also compared with the compiled engine without graphs"
+        f"{in_batches}{in_orders}"
+    )

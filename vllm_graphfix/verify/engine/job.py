@@ -61,6 +61,8 @@ class Job:
     """Compare each replay with the same step without its graph."""
     batch_sizes: tuple[int, ...] = ()
     """Numbers of requests to which each batch of decodes is filled with further requests, as graphs pad it."""
+    continued: tuple[tuple[int, ...], ...] = ()
+    """Tokens behind each prompt to be scored; nothing is answered. Each pass has the prompts in another order."""
     untuned: bool = False
     """Let Triton's autotuner take the first variant that runs, and compile no other."""
     seconds: float | None = None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm_graphfix.verify.comparison import Answer
+from vllm_graphfix.verify.comparison import Answer, Top
 from vllm_graphfix.verify.engine.job import Job
 
 if TYPE_CHECKING:
@@ -74,6 +74,27 @@ def ask(llm: LLM, prompts: tuple[Any, ...], job: Job, order: int = 1) -> tuple[A
     return tuple(_answer(output) for output in outputs)[::order]
 
 
+def score(llm: LLM, prompts: tuple[Any, ...], job: Job, turn: int) -> tuple[Answer, ...]:
+    """Return the log-probabilities of *job*'s tokens behind *prompts*; each *turn* begins with another prompt."""
+    from vllm import SamplingParams
+
+    longest = llm.llm_engine.model_config.max_model_len - 1
+    tokens = [tuple(llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt) for prompt in prompts]
+    whole = [list(each + more)[:longest] for each, more in zip(tokens, job.continued, strict=True)]
+    first = turn * len(whole) // (1 + job.extra_passes)
+    order = [*range(first, len(whole)), *range(first)]
+    adapters = {"lora_request": [_lora_requests(job.adapters)[number] for number in order]} if job.adapters else {}
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=BEST)
+    outputs = llm.generate(
+        [{"prompt_token_ids": whole[number]} for number in order], sampling, use_tqdm=False, **adapters
+    )
+    scored: dict[int, Answer] = {}
+    for number, output in zip(order, outputs, strict=True):
+        top = [_top(best) for best in output.prompt_logprobs[len(tokens[number]) :]]
+        scored[number] = Answer(job.continued[number][: len(top)], tuple(top))
+    return tuple(scored[number] for number in range(len(whole)))
+
+
 def _lora_requests(folders: tuple[str | None, ...]) -> list[Any]:
     from vllm.lora.request import LoRARequest
 
@@ -86,8 +107,11 @@ def _answer(output: Any) -> Answer:
     tokens, logprobs = list(completion.token_ids), list(completion.logprobs)
     if output.prompt_logprobs is not None:  # the first token has none
         tokens, logprobs = [*output.prompt_token_ids[1:], *tokens], [*output.prompt_logprobs[1:], *logprobs]
-    top = tuple({token: float(entry.logprob) for token, entry in best.items()} for best in logprobs)
-    return Answer(tuple(tokens), top)
+    return Answer(tuple(tokens), tuple(map(_top, logprobs)))
+
+
+def _top(best: Any) -> Top:
+    return {token: float(entry.logprob) for token, entry in best.items()}
 
 
 def batch_sizes(llm: LLM) -> tuple[int, ...]:

@@ -30,10 +30,12 @@ from vllm_graphfix.verify.engine import llm as llms
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.job import EngineResult, Job, PoisonPass
 from vllm_graphfix.verify.engine.poisoned import Session, ask_last_with_poison, ask_with_poison
-from vllm_graphfix.verify.engine.questions import SEED, ask, batch_sizes, made_up_prompts
+from vllm_graphfix.verify.engine.questions import SEED, ask, batch_sizes, made_up_prompts, score
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from vllm_graphfix.verify.comparison import Answer
 
 
 def main(job: Job, result: Path) -> int:
@@ -112,13 +114,19 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
     prompts = job.prompts or made_up_prompts(job, llm)
     if job.exact:
         llm.collective_rpc("graphfix_exact")
-    passes = [ask(llm, prompts, job)]
+
+    def answers(number: int) -> tuple[Answer, ...]:
+        if job.continued:
+            return score(llm, prompts, job, number)
+        # With poison the order stays: a difference between passes without poison is then the engine's own.
+        return ask(llm, prompts, job, order=-1 if number % 2 and not job.poison else 1)
+
+    passes = [answers(0)]
     exact = llm.collective_rpc("graphfix_exact_result") if job.exact else ()
     for number in range(job.extra_passes):
         # Cached blocks of the pass before would hide the noise of computing them again.
         llm.reset_prefix_cache()
-        # With poison the order stays: a difference between passes without poison is then the engine's own.
-        passes.append(ask(llm, prompts, job, order=1 if number % 2 or job.poison else -1))
+        passes.append(answers(number + 1))
     poisoned: tuple[PoisonPass, ...] = ()
     session = Session(llm, lambda: ask(llm, prompts, job), passes, observed, partial(_write, result))
     if job.poison:
