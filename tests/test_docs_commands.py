@@ -26,6 +26,7 @@ from test_readme import PAGES
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
+from vllm_graphfix.commands.hunt import deployed
 from vllm_graphfix.commands.hunt import run as hunting
 from vllm_graphfix.engine import metrics
 from warm_release import run_in_fork
@@ -134,6 +135,8 @@ HUNTED = (
     "vllm-graphfix hunt --out hunt-0.33.0 --cases 60",
     "vllm-graphfix hunt --out hunt-0.33.0 --shard 3/8",
     "vllm-graphfix hunt --out hunt-0.33.0 --architectures LlamaForCausalLM,JambaForCausalLM --leave-out FLASHINFER",
+    "vllm-graphfix hunt --out hunt-0.33.0 --changed-since vllm-0.32.0-cp38-abi3-manylinux_2_31_x86_64.whl",
+    "vllm-graphfix hunt --out hunt-0.33.0 --for 'Qwen/Qwen3-30B-A3B -tp 2 --kv-cache-dtype fp8'",
 )
 """They need a GPU; here the command takes its options."""
 
@@ -363,6 +366,7 @@ def test_hunt_takes_the_options_in_the_docs(command: str, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(hunting, "run", run)
     monkeypatch.setattr("vllm_graphfix.commands.cli.open_source", lambda place: None)
+    monkeypatch.setattr(deployed, "read", lambda flags, source: None)
     done = CliRunner().invoke(app, shlex.split(command)[1:])
     assert done.exit_code == 2
     assert "no engine is started here for hunt-0.33.0" in done.output
