@@ -36,7 +36,7 @@ def test_a_page_is_read_field_by_field(tmp_path: Path) -> None:
     page.write_text(
         PAGE.replace("Removable: with vLLM 0.22.0", "Removable: not up to {newest}\nReferences: PR 1, issue 2")
     )
-    fields = read_about(page)
+    fields = read_about(page, "one token")
     assert (fields.pr, fields.references) == (41873, ("PR 1", "issue 2"))
     assert fields.removable == f"not up to {NEWEST}"
     assert fields.cause.endswith("and the persistent buffers that the graph reads are not refreshed."), "joined"
@@ -55,4 +55,4 @@ def test_a_page_that_is_wrong_is_named_with_its_field(old: str, new: str, messag
     page = tmp_path / "x.md"
     page.write_text(PAGE.replace(old, new))
     with pytest.raises(ValueError, match=rf"x\.md.*{message}"):
-        read_about(page)
+        read_about(page, "one token")

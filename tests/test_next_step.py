@@ -9,9 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from served_models import HOPPER
@@ -21,6 +23,7 @@ from vllm_graphfix.commands import running
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.look_alikes import LOOK_ALIKES
 from vllm_graphfix.commands.status import status as judge
+from vllm_graphfix.commands.status_table import show
 from vllm_graphfix.deployment import known_flags, read_deployment
 from vllm_graphfix.deployment.line import FlagsError, parse
 from vllm_graphfix.deployment.runner import default_runner
@@ -158,6 +161,22 @@ def test_the_releases_to_upgrade_to_are_judged_free_of_all_defects() -> None:
         of_manifest = judge(stock, {}, read_deployment(FP8, stock, HOPPER, {}))
         assert bool(of_manifest.hit or of_manifest.undecided) is concerned
         assert {row.fix.name for row in judged.hit} == {row.fix.name for row in of_manifest.hit}
+
+
+@pytest.mark.parametrize(
+    ("flags", "length"),
+    [
+        ("", "one token"),
+        ("--speculative-config.method=mtp", "one token more than are drafted"),
+        ("--speculative-config.method=mtp --speculative-config.num_speculative_tokens=4", "5 tokens"),
+    ],
+)
+def test_a_decode_is_as_long_as_its_drafts_make_it(flags: str, length: str) -> None:
+    source, report = stock_release("0.21.0"), StringIO()
+    judged = judge(source, {}, read_deployment(f"./qwen3-next {flags}", source, HOPPER, {}))
+    show(judged, Console(file=report, width=79))
+    seen = f"prefill-dispatch: garbage for prompts of {length}, or whose last chunk is {length}, different"
+    assert seen in " ".join(report.getvalue().split())
 
 
 def test_flags_are_proposed_only_where_no_defect_remains() -> None:

@@ -72,6 +72,10 @@ class _Output:
             self._print_next_step(self._status.deployment)
         self._print_rest(everything=everything)
 
+    def _seen(self, row: Row) -> str:
+        deployment = self._status.deployment
+        return about(row.fix, deployment.decode_length() if deployment else "one token").seen.replace("`", "")
+
     def _line(self, text: str, style: str = "") -> None:
         self._console.print(linked(text, style, folder=self._status.source.folder), soft_wrap=True)
 
@@ -153,7 +157,7 @@ class _Output:
         if self._console.width < _NARROW:
             self._console.print(f"[bold {colour}]{title}[/]")
             for row in rows:
-                self._console.print(fix_name(row.fix.name), linked(f": {_plain(about(row.fix).seen)}"), sep="")
+                self._console.print(fix_name(row.fix.name), linked(f": {self._seen(row)}"), sep="")
                 for text in self._details_of(row, with_reason=with_reason):
                     self._console.print(linked(f"  {text}", folder=folder))
             return
@@ -164,7 +168,7 @@ class _Output:
         for row in rows:
             first, *more = self._details_of(row, with_reason=with_reason)
             details = Text("\n").join([linked(first), *(linked(text, "yellow", folder=folder) for text in more)])
-            table.add_row(fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), details)
+            table.add_row(fix_name(row.fix.name), linked(self._seen(row)), details)
         self._console.print(table)
 
     def _details_of(self, row: Row, *, with_reason: bool) -> Iterator[str]:
@@ -209,7 +213,7 @@ class _Output:
         for title, alike in groups.items():
             self._line(title, "yellow")
             for row in alike:
-                self._console.print(Text("  ") + fix_name(row.fix.name), linked(_plain(about(row.fix).seen)), sep=": ")
+                self._console.print(Text("  ") + fix_name(row.fix.name), linked(self._seen(row)), sep=": ")
                 _, *more = self._details_of(row, with_reason=True)
                 for text in more:
                     self._line(f"    {text}", "yellow")
@@ -314,7 +318,3 @@ def _would_matter_with(rows: Sequence[Row], deployment: Deployment) -> str:
 
 def _joined(clauses: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(clauses[:-1]), clauses[-1])))
-
-
-def _plain(text: str) -> str:
-    return text.replace("`", "")

@@ -61,6 +61,13 @@ class Speculation(Model):
             return Fact(False, "drafts have one token (num_speculative_tokens)")
         return Fact(True, source)
 
+    def decode_length(self) -> str:
+        """Return the number of tokens of a decode, as part of a sentence: one, and those that are drafted."""
+        method, tokens, _ = self._speculator
+        if not method:
+            return "one token"
+        return "one token more than are drafted" if tokens is None else f"{1 + tokens} tokens"
+
     def draft_model_lacks_graphs(self) -> bool:
         """Model runner V1 initialises no graphs of a draft model, as up to 0.25.1; False if that is not known."""
         function = self._source.function(_RUNNER, "GPUModelRunner._check_and_update_cudagraph_mode")

@@ -113,11 +113,11 @@ OBSERVED_BY_DEFAULT = frozenset(fix.name for fix in FIXES if fix.default is Mode
 
 
 @functools.cache
-def about(fix: Fix) -> About:
-    """Read the page of *fix*. Raises ValueError where the page has another form, OSError."""
+def about(fix: Fix, decode: str = "one token") -> About:
+    """Read the page of *fix*, for decodes of that length. Raises ValueError for a page of another form, OSError."""
     from vllm_graphfix.fixes._about import read_about
 
-    return read_about(Path(__file__).with_name(f"{fix.name.replace('-', '_')}.md"))
+    return read_about(Path(__file__).with_name(f"{fix.name.replace('-', '_')}.md"), decode)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Pages of fixes: the text for people beside each module, from which `explain` and the documentation are made.
 
 A page has lines such as ``Releases: 0.19.0 - 0.21.0``, then a section ``## Field`` for each longer one. ``{newest}``
-stands for `NEWEST`.
+stands for `NEWEST`, ``{decode}`` for the length of a decode, which drafts make longer.
 """
 
 # No `from __future__ import annotations`: as in `fix.py`, for the named tuple.
@@ -68,9 +68,12 @@ _FIELD = re.compile(
 )
 
 
-def read_about(page: Path) -> About:
-    """Parse *page*. Raises ValueError that names the page and the wrong field, OSError."""
-    text = page.read_text(encoding="utf-8").replace("{newest}", NEWEST)
+def read_about(page: Path, decode: str) -> About:
+    """Parse *page*; *decode* is the length of a decode, such as ``one token``.
+
+    Raises ValueError that names the page and the wrong field, OSError.
+    """
+    text = page.read_text(encoding="utf-8").replace("{newest}", NEWEST).replace("{decode}", decode)
     title, _, rest = text.partition("\n\n")
     fields: dict[str, Any] = {}
     starts = list(_FIELD.finditer(rest))
