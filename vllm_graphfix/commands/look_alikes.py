@@ -1,7 +1,7 @@
 """Defects of stock vLLM that look like those of CUDA graphs and that no fix corrects, where flags decide on them.
 
-Each is a row of docs/looked-at.md that is established and gives wrong answers. The others there depend on timing, on
-requests or on what was not decided.
+Each is a row of docs/looked-at.md that is established and gives wrong answers, or is reported with a run. The others
+there depend on timing, on requests or on what was not decided.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vllm_graphfix import manifest
 from vllm_graphfix.deployment import Answer, Concern, Deployment, Fact
 from vllm_graphfix.deployment.line import json_or
 from vllm_graphfix.deployment.model import GATED_DELTA_NETS, MAMBA, OTHER_RECURRENT
-from vllm_graphfix.deployment.needs import FP8_CACHE, RUNNER_V1, Need, judge
+from vllm_graphfix.deployment.needs import DRAFTS, FP8_CACHE, RUNNER_V1, Need, judge
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.text import PAGES
 
@@ -49,6 +49,9 @@ def _gated_delta_nets(deployment: Deployment, _: str) -> Fact:
     return deployment.with_layers(GATED_DELTA_NETS, (MAMBA | OTHER_RECURRENT) - GATED_DELTA_NETS, "gated delta nets")
 
 
+_GATED_DELTA_NETS = Need("gated delta nets", _gated_delta_nets, clause="the model has gated delta nets")
+
+
 def _simple_connector(deployment: Deployment, _: str) -> Fact:
     value, missing = deployment.value("--kv-transfer-config")
     config = json_or(value or "", None)
@@ -65,7 +68,7 @@ LOOK_ALIKES = (
             Need(
                 "n-grams", lambda deployment, _: deployment.speculator("ngram", "[ngram]"), clause="drafts are n-grams"
             ),
-            Need("gated delta nets", _gated_delta_nets, clause="the model has gated delta nets"),
+            _GATED_DELTA_NETS,
         ),
         "0.32.0, or drafts of another kind",
     ),
@@ -86,6 +89,22 @@ LOOK_ALIKES = (
             RUNNER_V1,
         ),
         "0.29.0, model runner V2, or load the scales again after each wake_up",
+    ),
+    LookAlike(
+        "Drafts in piecewise graphs",
+        "an illegal memory access of gated delta nets with drafts under cudagraph_mode PIECEWISE, as reported of MTP",
+        (("0.14.1", "0.33.0"),),
+        (
+            Need(
+                "cudagraph_mode PIECEWISE",
+                lambda deployment, _: deployment.piecewise_decodes(),
+                clause="decodes run in piecewise graphs",
+            ),
+            _GATED_DELTA_NETS,
+            DRAFTS,
+            RUNNER_V1,
+        ),
+        "full graphs with this plugin, or --enforce-eager",
     ),
 )
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from vllm_graphfix import manifest
+from vllm_graphfix.commands.look_alikes import look_alikes_of
 from vllm_graphfix.deployment import Answer, Concern, Deployment, needs
 from vllm_graphfix.deployment.secrets import without_secrets
 from vllm_graphfix.fix import Diagnosis, Fix, Verdict
 from vllm_graphfix.fixes import FIXES, about
 from vllm_graphfix.source.files import Source, stock_release
 
+_V2 = "VLLM_USE_V2_MODEL_RUNNER"
 _DRAFTS = ("--speculative-config", "--spec-method", "--spec-model", "--spec-tokens")
 
 
@@ -43,7 +45,7 @@ _CHANGES = (
         {"cudagraph_mode": "FULL_DECODE_ONLY"},
         "steps with prompts run without graphs",
     ),
-    _Change("VLLM_USE_V2_MODEL_RUNNER=0", ("VLLM_USE_V2_MODEL_RUNNER",), "0", "without the gains of model runner V2"),
+    _Change(f"{_V2}=0", (_V2,), "0", "without the gains of model runner V2"),
     _Change("no --enable-prefix-caching", ("--enable-prefix-caching",), None, "shared prefixes are computed anew"),
     _Change("no speculative decoding", _DRAFTS, None, "one token a step"),
     _Change(
@@ -79,8 +81,29 @@ def answer_to(fix: Fix, diagnosis: Diagnosis, deployment: Deployment) -> Answer:
     return answer
 
 
-def _is_free(source: Source, deployment: Deployment) -> bool:
-    return all(answer_to(fix, manifest.diagnose(fix, source), deployment).concern is Concern.DOES_NOT for fix in FIXES)
+def _is_free(
+    source: Source, diagnoses: Iterable[tuple[Fix, Diagnosis]], deployment: Deployment, look_alikes: Sequence[str]
+) -> bool:
+    """Tell if no defect can show in *deployment*: none of the *diagnoses*, and no look-alike but *look_alikes*."""
+    answers = (answer_to(fix, diagnosis, deployment) for fix, diagnosis in diagnoses)
+    return all(answer.concern is Concern.DOES_NOT for answer in answers) and all(
+        title in look_alikes for title in _titles(source, deployment)
+    )
+
+
+def _titles(source: Source, deployment: Deployment) -> list[str]:
+    return [look_alike.title for look_alike, _ in look_alikes_of(source, deployment)]
+
+
+def _unless(is_free: Callable[[Deployment], bool], deployment: Deployment) -> str:
+    """Name the model runner with which *deployment* is not free, if its line chooses none.
+
+    The variable may be set in the image or the pod, of which the line says nothing.
+    """
+    if deployment.setting(_V2) is not None:
+        return ""
+    values = [value for value in ("0", "1") if not is_free(deployment.changed((_V2,), value))]
+    return f", unless {_V2}{f'={values[0]}' if len(values) == 1 else ''} is set" if values else ""
 
 
 def upgrade(source: Source, deployment: Deployment) -> str:
@@ -90,25 +113,37 @@ def upgrade(source: Source, deployment: Deployment) -> str:
         return "unknown: the version of this vLLM cannot be read"
     here = [int(part) for part in version[0].split(".")]
     later = [release for release in manifest.releases() if [int(part) for part in release.split(".")] > here]
-    free = [_is_free(stock := stock_release(release), deployment.on(stock)) for release in later]
+    before = _titles(source, deployment)
+
+    def is_free(changed: Deployment, release: str) -> bool:
+        stock = stock_release(release)
+        diagnoses = ((fix, manifest.diagnose(fix, stock)) for fix in FIXES)
+        return _is_free(stock, diagnoses, changed.on(stock), before)
+
+    free = [is_free(deployment, release) for release in later]
     if True not in free:
         newest = f" to {later[-1]}" if later else ""
         return f"no later release{newest} is judged free of all known defects under these flags"
     first = free.index(True)
     last = next((at for at in range(first, len(free)) if not free[at]), len(free)) - 1
+    unless = _unless(lambda each: all(is_free(each, release) for release in later[first : last + 1]), deployment)
     if last == len(free) - 1:
-        return f"{later[first]} or later (judged to {later[-1]})"
+        return f"{later[first]} or later (judged to {later[-1]}){unless}"
     free_ones = later[first] if first == last else f"any of {later[first]} to {later[last]}"
-    return f"{free_ones}; {later[last + 1]} is not judged free of all known defects under these flags"
+    return f"{free_ones}{unless}; {later[last + 1]} is not judged free of all known defects under these flags"
 
 
-def other_flags(diagnoses: Sequence[tuple[Fix, Diagnosis]], deployment: Deployment) -> str:
+def other_flags(source: Source, diagnoses: Sequence[tuple[Fix, Diagnosis]], deployment: Deployment) -> str:
     """Name the cheapest change of flags after which none of the *diagnoses* concerns *deployment*, and its price."""
+    before = _titles(source, deployment)
+
+    def is_free(changed: Deployment) -> bool:
+        return _is_free(source, diagnoses, changed, before)
+
     for change in _CHANGES:
         changed = deployment.changed(change.names, change.value)
-        answers = (answer_to(fix, diagnosis, changed) for fix, diagnosis in diagnoses)
-        if all(answer.concern is Concern.DOES_NOT for answer in answers):
-            return f"{change.text} ({change.price})"
+        if is_free(changed):
+            return f"{change.text} ({change.price}){_unless(is_free, changed)}"
     return "no single flag avoids all of them: `vllm-graphfix explain FIX` has a workaround for each"
 
 

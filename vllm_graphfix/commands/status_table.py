@@ -132,7 +132,7 @@ class _Output:
         if status.hit:
             self._line(f"         upgrade   {upgrade(status.source, deployment)}")
         judged = [(row.fix, row.diagnosis) for row in status.rows]
-        self._line(f"         flags     {other_flags(judged, deployment)}")
+        self._line(f"         flags     {other_flags(status.source, judged, deployment)}")
         stored = [row.fix.name for row in status.hit if may_be_stored(row.fix)]
         if stored:
             self._line(f"Then:    empty the stores that outlive the engine, such as LMCache's ({', '.join(stored)})")
@@ -312,6 +312,7 @@ def _would_matter_with(rows: Sequence[Row], deployment: Deployment) -> str:
         if row.answer and len(row.answer.undecided) == 1
     ]
     others = {DRAFTS.text: f"{DRAFTS.text} by another method"} if deployment.drafts().holds else {}
+    others |= {f"model runner V{1 + runner}": f"VLLM_USE_V2_MODEL_RUNNER={runner}" for runner in (0, 1)}
     texts = (others.get(text, text) for _, text in sorted(lacking, key=lambda each: each[0]))
     return "; ".join([*dict.fromkeys(texts)][:5])
 
