@@ -145,8 +145,8 @@ def test_a_deployment_that_may_be_hit_gets_ways_out_that_help_in_each_case() -> 
     assert (
         "\n\nIf so:   plugin    pip install vllm-graphfix there, in a container into its image; restart (decodes at "
         "most 7 % slower, where measured; the first start recompiles once)\n"
-        "         flags     --enforce-eager (decodes at an eighth to a fifth of the speed of full graphs, in the "
-        "models that were measured)\n"
+        "         flags     --enforce-eager (decodes at an eighth to a fifth of the speed of full graphs, as "
+        "measured)\n"
         "Back:    VLLM_GRAPHFIX=off, restart: without the plugin again\n"
     ) in out
 

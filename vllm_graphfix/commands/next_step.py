@@ -52,13 +52,13 @@ _CHANGES = (
         "-cc.cudagraph_mode=PIECEWISE",
         ("--compilation-config",),
         {"cudagraph_mode": "PIECEWISE"},
-        "decodes at a sixth to two fifths of the speed of full graphs, in the models that were measured",
+        "decodes at a sixth to two fifths of the speed of full graphs, as measured",
     ),
     _Change(
         "--enforce-eager",
         ("--enforce-eager",),
         "",
-        "decodes at an eighth to a fifth of the speed of full graphs, in the models that were measured",
+        "decodes at an eighth to a fifth of the speed of full graphs, as measured",
     ),
 )
 """By their price, the lowest first; prices of graph modes as in docs/performance.md."""
