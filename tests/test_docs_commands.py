@@ -43,7 +43,6 @@ NOT_RUN = {
         (
             "kubectl argo rollouts abort vllm -n llm",
             "kubectl argo rollouts get rollout vllm -n llm",
-            "kubectl argo rollouts get rollout vllm -n llm --watch",
             "kubectl argo rollouts promote vllm -n llm",
             "kubectl argo rollouts promote vllm -n llm --full",
             "kubectl -n llm apply -f deploy/argo-rollouts/analysis-template.yaml",
