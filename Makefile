@@ -6,7 +6,7 @@ PYTEST_WORKERS ?= 3
 BIN := .venv/bin
 DEMO_STAMP := .venv/installed-for-demo
 STAMP := .venv/installed
-DEMO_RELEASES := 0.18.1 0.17.1 0.21.0 0.22.1
+DEMO_RELEASES := 0.17.1 0.21.0 0.22.1
 NEED_A_GPU := compare_cases engine_cost exact_replays image_features rank_faults shadow_check trained
 
 .PHONY: help venv releases demo test test-all lint check fix upstream-tests docs site-check build install-check packages reproduce pins audit manifest generated new-release release mutation bench bench-engine clean
@@ -40,8 +40,8 @@ releases: $(STAMP)  ## the stock releases that the tests need: once, 1 GB kept; 
 	$(BIN)/python tools/fetch_cpu_engine.py > /dev/null
 	PYTHONPATH=tools $(BIN)/python tests/support/other_packages.py > /dev/null
 
-demo: $(DEMO_STAMP)  ## status and verify on stock 0.18.1, 0.17.1, 0.21.0 and 0.22.1
-	@echo 'Fetches the wheels of vLLM $(DEMO_RELEASES), 1.6 GB, and keeps their Python, 110 MB, unless the cache has it.'
+demo: $(DEMO_STAMP)  ## status and verify on stock 0.17.1, 0.21.0 and 0.22.1
+	@echo 'Fetches the wheels of vLLM $(DEMO_RELEASES), 1.2 GB, and keeps their Python, 100 MB, unless the cache has it.'
 	@set -e; for version in $(DEMO_RELEASES); do \
 		release=$$($(BIN)/python tools/fetch_vllm.py $$version); \
 		printf '\n== vLLM %s ==\n' $$version; \
