@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps(row | {"ranks": to_builtins(ranks)}), file=lines, flush=True)
             for rank in ranks:
                 count = counts.setdefault(ended.job.name.split(" ", 2)[2], Counter())
-                count.update(compared=rank.compared + rank.pieces, wrong=rank.wrong, unjudged=rank.skipped)
+                count.update(compared=rank.compared, wrong=rank.wrong, unjudged=rank.skipped)
                 count.update(unseen=rank.unseen)
     for kind, count in sorted(counts.items()):
         print(f"{kind}: {', '.join(f'{number} {what}' for what, number in count.items())}")

@@ -37,7 +37,7 @@ from vllm_graphfix.verify.engine.poison_report import PoisonReport
 from vllm_graphfix.verify.engine.processes import JobResult
 from vllm_graphfix.verify.engine.questions import _filled, filled_lengths
 
-RIGHT = ExactRank(800, 0, 0, 12, 0.0, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), 0, None)
+RIGHT = ExactRank(800, 0, 0, 12, 0.0, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), None)
 WRONG = replace(RIGHT, wrong=2, findings=("a replayed CUDA graph was wrong: target model, 8",))
 
 
@@ -115,9 +115,7 @@ def test_a_wrong_replay_on_one_rank_is_wrong_though_all_answers_are_equal() -> N
     made = report(exact=ExactReport([RIGHT, WRONG]))
     assert (made.wrong, made.corrupt, made.inconclusive) == (True, False, None)
     text = page_of(made)
-    assert (
-        "800 of 2 full graphs and 0 of pieces compared with the same step without the graph: 2 wrong; 12 of o" in text
-    )
+    assert "800 steps of 2 sizes compared with the same step without a graph: 2 wrong; 12 of other graphs" in text
     assert WRONG.findings[0] in text
     assert text.endswith("wrong replays: graphs differ from the same steps without them\n")
     assert as_json(made)["exact"]["ranks"][1]["findings"] == WRONG.findings
@@ -155,10 +153,10 @@ def test_answers_that_diverge_at_ties_prove_nothing_else(judgements: list[Any], 
 @pytest.mark.parametrize(
     ("noise", "rounding", "text"),
     [
-        (0.0, 0.0, "the graph: equal to the last bit; 12 of"),
-        (0.001, 0.0, "the graph: equal to the last bit (two runs without the graph: up to 0.001); 12 of"),
+        (0.0, 0.0, "a graph: equal to the last bit; 12 of"),
+        (0.001, 0.0, "a graph: equal to the last bit (two runs without the graph: up to 0.001); 12 of"),
         (0.001, 0.004, "0.004 apart at most, which counts as rounding (two runs without the graph: up to 0.001); 12"),
-        (0.0, 0.02, "the graph: 0.02 apart at most, which counts as rounding; 12 of"),
+        (0.0, 0.02, "a graph: 0.02 apart at most, which counts as rounding; 12 of"),
     ],
 )
 def test_rounding_of_replays_is_not_called_equality(noise: float, rounding: float, text: str) -> None:
@@ -260,5 +258,5 @@ def test_a_gap_that_is_no_number_has_no_share() -> None:
 
 
 @pytest.mark.parametrize("release", ["0.29.0", "0.33.0"])
-def test_breakable_graphs_of_mixed_batches_are_compared(release: str) -> None:
-    check_behaviours(release, "exact_breakable", {SHADOW: "1/1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"})
+def test_pieces_and_breakable_graphs_of_mixed_batches_are_compared(release: str) -> None:
+    check_behaviours(release, "exact_mixed", {SHADOW: "1/1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"})

@@ -258,7 +258,7 @@ def test_no_case_begins_when_time_is_up(hunt: Callable[..., Any]) -> None:
 
 
 def rank(**fields: Any) -> ExactRank:
-    made = ExactRank(150, 0, 0, 10, 0.0, 0.0, {f"{TARGET} full": 150}, (), 0, None)
+    made = ExactRank(150, 0, 0, 10, 0.0, 0.0, {f"{TARGET} full": 150}, (), None)
     return replace(made, **fields)
 
 
@@ -267,10 +267,9 @@ def rank(**fields: Any) -> ExactRank:
     [
         ({}, hunting.RIGHT, None),
         ({"compared": 20, "unseen": 3}, hunting.UNCLEAR, "only 23 replays"),
-        ({"compared": 0, "graphs": {}, "unseen": 300}, hunting.RIGHT, None),
+        ({"compared": 0, "graphs": {}, "unseen": 300}, hunting.UNCLEAR, "no replay of a graph of the target model"),
         ({"compared": 0, "graphs": {}, "unseen": 300, "reason": "it ended"}, hunting.UNCLEAR, "it ended"),
         ({"wrong": 1, "findings": ("rows differ",)}, hunting.WRONG, "rows differ"),
-        ({"compared": 0, "graphs": {}, "pieces": 150}, hunting.RIGHT, None),
         ({"skipped": 2}, hunting.UNCLEAR, "2 replays could not be judged"),
     ],
 )

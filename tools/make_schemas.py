@@ -164,7 +164,6 @@ EXACT = record(
     ranks=array(
         record(
             compared=of("integer", "replays of full graphs that were compared"),
-            pieces=of("integer", "replays of pieces that were compared"),
             wrong=COUNT,
             skipped=of("integer", "replays that could not be judged"),
             unseen=of("integer", "replays of other graphs, which are not compared"),

@@ -228,7 +228,7 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
     if call is None or not together:
         return replay()
     key, context = call
-    return shadow.run(key, lambda: step(shadow, wrapper, context, args, kwargs), replay)
+    return shadow.run(key, lambda: step(shadow, wrapper.vllm_config, context, wrapper.runnable, args, kwargs), replay)
 
 
 def _replays(wrapper: Any, context: Any) -> bool:
@@ -253,14 +253,22 @@ def _full(wrapper: Any) -> dict[Any, Any] | None:
     return captured
 
 
-def step(shadow: Shadow, wrapper: Any, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
-    """Return the replay that *wrapper* is about to make in vLLM's forward *context*, with the model's arguments."""
+def step(
+    shadow: Shadow,
+    config: Any,
+    context: Any,
+    runnable: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    model: str = TARGET,
+) -> Step:
+    """Return the step of *model* that is about to run in vLLM's forward *context*: a replay of *runnable*'s call."""
     forward = Pass(
-        *(wrapper.vllm_config, context.attn_metadata, context.slot_mapping, (args, kwargs), context.additional_kwargs),
+        *(config, context.attn_metadata, context.slot_mapping, (args, kwargs), context.additional_kwargs),
         dummy=shadow.lockstep is not None and not has_requests(),
     )
-    eager = _without_graphs(context, wrapper.runnable, args, kwargs)
-    return forward.step(TARGET, context.batch_descriptor, eager, lambda: real_rows(context, wrapper.vllm_config))
+    eager = _without_graphs(context, runnable, args, kwargs)
+    return forward.step(model, context.batch_descriptor, eager, lambda: real_rows(context, config))
 
 
 def real_rows(context: Any, config: Any) -> int:

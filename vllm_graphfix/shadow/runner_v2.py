@@ -51,7 +51,7 @@ _ALONE = "-alone"
 _VARIABLES = ("attn_metadata", "slot_mappings_by_layer", "input_batch", "model_inputs", "dummy_run")
 _MAX_FRAMES = 4
 """Frames between a replay and `execute_model`: a decorator or two."""
-_MANAGER = "ModelCudaGraphManager"
+MANAGER = "ModelCudaGraphManager"
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -196,7 +196,7 @@ def _count_common_steps(stock: StockFunction, _: Activity) -> StockFunction:
         agreed = stock(cudagraph_manager, *args, **kwargs)
         shadow = process.SHADOW
         others = shadow.lockstep if shadow is not None else None
-        if shadow is not None and others is not None and type(cudagraph_manager).__name__ == _MANAGER:
+        if shadow is not None and others is not None and type(cudagraph_manager).__name__ == MANAGER:
             try:
                 _count_common_step(shadow, others, agreed)
             except Exception as error:

@@ -377,11 +377,8 @@ def _judged(case: Case, jobs: list[Job], run: Callable[[Job], JobResult], ended:
 
 
 def _row_of(report: Report) -> dict[str, Any]:
-    compared = max((rank.compared + rank.pieces for rank in _ranks(report)), default=0)
+    compared = max((rank.compared for rank in _ranks(report)), default=0)
     replays = compared + max((rank.skipped + rank.unseen for rank in _ranks(report)), default=0)
-    exact = report.exact
-    if exact and exact.inconclusive and not (exact.error or any(rank.graphs or rank.reason for rank in exact.ranks)):
-        report = replace(report, exact=None)  # pieces that cannot be judged: answers decide
     why = report.inconclusive
     if why is None and not report.wrong and replays < MIN_REPLAYS:
         why = f"only {replays} replays; {MIN_REPLAYS} are needed"

@@ -1,26 +1,27 @@
 """Compares each replay of a running engine with the same step without its graph, and counts the replays it cannot see.
 
-The shadow check does the comparison of full graphs: same inputs, same padding, same state, to the last bit unless two
-runs without the graph differ, too. Here what both write to caches is compared as well, and each piece of a mixed batch
-with the same piece without its graph; of a breakable graph the whole step. A replay of any other graph is counted.
+The shadow check does the comparison: same inputs, same padding, same state, to the last bit unless two runs without the
+graph differ, too. Here what both write to caches is compared as well, and each step of a mixed batch, whose graphs are
+pieces or breakable: as a whole, since a piece also hands out memory that only attention fills. A replay of any other
+graph is counted.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from vllm_graphfix.fix import State
 from vllm_graphfix.settings import environment as settings
-from vllm_graphfix.shadow import process, runner_v1
+from vllm_graphfix.shadow import process, runner_v1, runner_v2
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.failures import UnsafeError
 from vllm_graphfix.shadow.forward import unsafe
 from vllm_graphfix.shadow.layers import first_difference
-from vllm_graphfix.verify.engine import pieces
+from vllm_graphfix.shadow.verdict import TARGET
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +35,7 @@ ENVIRONMENT: dict[str, str | None] = {
 }
 """Variables of an engine whose replays are to be compared."""
 _LISTED = 5
+_DRAFT = "draft model"
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,12 @@ class ExactRank:
     """Replays of one rank."""
 
     compared: int
-    """Replays that were compared with the same step without their graph."""
+    """Replayed steps that were compared with the same step without a graph."""
     wrong: int
     skipped: int
     """Replays that were to be compared and could not be judged."""
     unseen: int
-    """Replays of graphs that are neither full graphs of a model nor pieces nor breakable, and so were not compared."""
+    """Replays of other graphs, and so not compared."""
     noise: float
     """Largest relative difference of two runs of one step without its graph."""
     rounding: float
@@ -55,8 +57,6 @@ class ExactRank:
     """Replays that were to be compared, by graph."""
     findings: tuple[str, ...]
     """Sentences on the first wrong replay of each graph."""
-    pieces: int
-    """Replays of pieces that were compared, beside *compared*."""
     reason: str | None
     """Why this rank compared nothing, or ended before the last replay."""
 
@@ -68,8 +68,7 @@ class ExactReplays:
         self._graphs: Counter[str] = Counter()
         self._counted = True
         """False while a replay is compared, which counts it."""
-        self._replays = self._pieces = self._wrong = self._skipped = 0
-        self._noise = self._rounding = 0.0
+        self._replays = self._wrong = 0
         self._findings: list[str] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -87,43 +86,53 @@ class ExactReplays:
             stock(graph)
 
         self._replace(torch.cuda.CUDAGraph, "replay", replay)
-        self._compare_breakable()
-        self._compare_pieces()
+        self._compare_mixed_batches()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         stock = getattr(owner, name)
         setattr(owner, name, function)
         self._undo.append(lambda: setattr(owner, name, stock))
 
-    def _compare_breakable(self) -> None:
-        """Compare replays of breakable graphs, which hold the methods of their segments since the capture.
-
-        A full graph that is a breakable one is the shadow check's own.
-        """
-        try:
-            from vllm import forward_context
-            from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture, BreakableCUDAGraphWrapper
-        except ImportError:
+    def _compare_mixed_batches(self) -> None:
+        """Compare the steps in which pieces or breakable graphs replay, and count those of the latter elsewhere."""
+        for module, owner, name, call_of in (
+            ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_model_forward", _call_of_v1),
+            ("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager", "run_pw_graph", _call_of_v2),
+        ):
+            kind = getattr(sys.modules.get(module), owner, None)
+            if hasattr(kind, name):
+                self._compare_calls(kind, name, call_of)
+        # A breakable graph holds the methods of its segments since the capture.
+        breakable = sys.modules.get("vllm.compilation.breakable_cudagraph")
+        if breakable is None:
             return
-        stock, stock_replay = BreakableCUDAGraphCapture.replay, BreakableCUDAGraphWrapper._replay
+        stock = breakable.BreakableCUDAGraphCapture.replay
 
-        def count(capture: Any) -> None:
+        def replay(capture: Any) -> None:
             self._replays += self._counted * capture.num_graphs
             stock(capture)
 
-        def replay(wrapper: Any, entry: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            run = functools.partial(stock_replay, wrapper, entry, args, kwargs)
-            shadow, context = process.SHADOW, forward_context._forward_context
-            if not self._counted or not _can_check(shadow, wrapper) or not context or not context.attn_metadata:
-                return run()
-            tokens = context.batch_descriptor.num_tokens
-            # Warm-ups of these graphs are not measured, and more than one rank checks no step that was not.
-            shadow.memory.needs.setdefault((id(wrapper), tokens), 0)
-            describe = functools.partial(runner_v1.step, shadow, wrapper, context, args, kwargs)
-            return shadow.check((id(wrapper), context.batch_descriptor), describe, run)
+        self._replace(breakable.BreakableCUDAGraphCapture, "replay", replay)
 
-        self._replace(BreakableCUDAGraphCapture, "replay", count)
-        self._replace(BreakableCUDAGraphWrapper, "_replay", replay)
+    def _compare_calls(self, kind: Any, name: str, call_of: Callable[..., _Call]) -> None:
+        stock = getattr(kind, name)
+        context_of = sys.modules["vllm.forward_context"]
+
+        def run(holder: Any, *args: Any, **kwargs: Any) -> Any:
+            replay = functools.partial(stock, holder, *args, **kwargs)
+            shadow, context = process.SHADOW, context_of._forward_context
+            if not (self._counted and _is_mixed(context) and _can_check(shadow, holder.vllm_config)):
+                return replay()
+            descriptor = context.batch_descriptor
+            # Warm-ups of these graphs are not measured, and more than one rank checks no step that was not.
+            shadow.memory.needs.setdefault((id(holder), descriptor.num_tokens), 0)
+            model, runnable, args, kwargs = call_of(holder, *args, **kwargs)
+            describe = functools.partial(
+                runner_v1.step, shadow, holder.vllm_config, context, runnable, args, kwargs, model
+            )
+            return shadow.check((id(holder), descriptor), describe, replay)
+
+        self._replace(kind, name, run)
 
     def _compare_caches(self, shadow: Shadow) -> None:
         """Compare what a replay has written to caches with what the step without its graph writes there."""
@@ -160,40 +169,6 @@ class ExactReplays:
         shadow.check = check  # type: ignore[method-assign]  # of this one instance
         self._undo.append(lambda: vars(shadow).pop("check"))
 
-    def _compare_pieces(self) -> None:
-        try:
-            from vllm import forward_context
-            from vllm.compilation.cuda_graph import CUDAGraphWrapper
-        except ImportError:
-            return
-        stock = CUDAGraphWrapper.__call__
-
-        def call(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._counted or not pieces.is_piece(wrapper):
-                return stock(wrapper, *args, **kwargs)
-            before, padded = self._replays, _padded_rows(forward_context._forward_context, wrapper.vllm_config)
-            replay = functools.partial(stock, wrapper, *args, **kwargs)
-            output, error = pieces.compare_piece(
-                wrapper, args, kwargs, replay, lambda: self._replays == before + 1, padded
-            )
-            if error is not None:
-                self._replays = before
-                self._count_piece(error)
-            return output
-
-        self._replace(CUDAGraphWrapper, "__call__", call)
-
-    def _count_piece(self, error: pieces.PieceError) -> None:
-        self._noise = max(self._noise, error.noise)
-        if error.is_noisy:
-            self._skipped += 1
-            return
-        self._pieces += 1
-        if error.is_wrong:
-            self._count_wrong(f"a piece differs by {error.error:.3g} from the same piece without its graph")
-        else:
-            self._rounding = max(self._rounding, error.error)
-
     def _count_wrong(self, finding: str) -> None:
         self._wrong += 1
         if len(self._findings) < _LISTED:
@@ -205,42 +180,53 @@ class ExactReplays:
         shadow = process.SHADOW
         if shadow is None:
             reason = "the shadow check did not start in this engine"
-            return ExactRank(0, 0, 0, self._replays, 0.0, 0.0, {}, (), 0, reason)
+            return ExactRank(0, 0, 0, self._replays, 0.0, 0.0, {}, (), reason)
         shadow.schedule.check_no_more()  # what comes next may be poisoned
         results = shadow.results
         return ExactRank(
             results.checks,
             results.mismatches + self._wrong,
-            results.skipped + self._skipped,
+            results.skipped,
             self._replays,
-            max(results.noise, self._noise),
-            max(results.rounding, self._rounding),
+            results.noise,
+            results.rounding,
             dict(self._graphs),
             (*(each.sentence() for each in results.to_report(_LISTED)), *self._findings),
-            self._pieces,
             process.REFUSED or shadow.stopped or _why_unwatched(),
         )
 
 
-def _padded_rows(context: Any, config: Any) -> slice:
-    """Return which rows of a step's tensors are padding, as far as the forward context tells."""
-    if context is None or context.batch_descriptor is None or not context.attn_metadata:
-        return slice(0, 0)
-    tokens = context.batch_descriptor.num_tokens
-    try:
-        return slice(runner_v1.real_rows(context, config), tokens)
-    except UnsafeError:
-        return slice(tokens, tokens)
+class _Call(NamedTuple):
+    """A call of a model, without a wrapper that replays."""
+
+    model: str
+    runnable: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
-def _can_check(shadow: Shadow | None, wrapper: Any) -> TypeGuard[Shadow]:
-    """Tell whether steps of *wrapper*'s model may run twice; ranks in lockstep do not replay the same ones."""
+def _call_of_v1(runner: Any, *args: Any, **kwargs: Any) -> _Call:
+    return _Call(TARGET, runner.get_model(), args, kwargs)
+
+
+def _call_of_v2(manager: Any, model: Any, model_inputs: dict[str, Any]) -> _Call:
+    name = TARGET if type(manager).__name__ == runner_v2.MANAGER else _DRAFT
+    return _Call(name, model, (), model_inputs)
+
+
+def _is_mixed(context: Any) -> bool:
+    """Tell whether a step of requests replays pieces or breakable graphs."""
+    return context is not None and context.cudagraph_runtime_mode.name == "PIECEWISE" and bool(context.attn_metadata)
+
+
+def _can_check(shadow: Shadow | None, config: Any) -> TypeGuard[Shadow]:
+    """Tell whether steps of an engine with *config* may run twice; ranks in lockstep do not replay the same ones."""
     return (
         shadow is not None
         and shadow.stopped is None
         and process.REFUSED is None
         and shadow.lockstep is None
-        and unsafe(wrapper.vllm_config) is None
+        and unsafe(config) is None
     )
 
 

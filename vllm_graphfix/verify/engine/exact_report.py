@@ -42,7 +42,7 @@ class ExactReport:
             return f"the engine whose replays were to be compared ended: {self.error}"
         if reason := next((rank.reason for rank in self.ranks if rank.reason), None):
             return f"not every replay was compared: {reason}"
-        # A drafter's alone prove nothing of the target model's tokens; whose pieces are, is not known.
+        # A drafter's alone prove nothing of the target model's tokens.
         if not self.ranks or not all(_has_target(rank) for rank in self.ranks):
             unseen = max((rank.unseen for rank in self.ranks), default=0)
             return f"no replay of a graph of the {TARGET} was compared; {unseen} replays were not looked at"
@@ -55,10 +55,10 @@ class ExactReport:
 
     def lines(self) -> list[str]:
         """Return the lines for people, without the verdict."""
-        if not any(rank.compared or rank.pieces for rank in self.ranks):
+        if not any(rank.compared for rank in self.ranks):
             return []
-        compared, pieces, wrong, unseen = (
-            max(getattr(rank, name) for rank in self.ranks) for name in ("compared", "pieces", "wrong", "unseen")
+        compared, wrong, unseen = (
+            max(getattr(rank, name) for rank in self.ranks) for name in ("compared", "wrong", "unseen")
         )
         noise, rounding = (max(getattr(rank, name) for rank in self.ranks) for name in ("noise", "rounding"))
         graphs = len({name for rank in self.ranks for name in rank.graphs})
@@ -67,8 +67,8 @@ class ExactReport:
         if noise:
             outcome += f" (two runs without the graph: up to {noise:.3g})"
         first = (
-            f"replays: {compared} of {graphs} full graphs and {pieces} of pieces compared with the same step without "
-            f"the graph: {outcome}; {unseen} of other graphs not compared"
+            f"replays: {compared} steps of {graphs} sizes compared with the same step without a graph: {outcome}; "
+            f"{unseen} of other graphs not compared"
         )
         return [first, *dict.fromkeys(finding for rank in self.ranks for finding in rank.findings)]
 
@@ -82,4 +82,4 @@ class ExactReport:
 
 
 def _has_target(rank: ExactRank) -> bool:
-    return any(name.startswith(TARGET) for name in rank.graphs) or bool(rank.pieces and not rank.unseen)
+    return any(name.startswith(TARGET) for name in rank.graphs)
