@@ -40,6 +40,11 @@ def test_what_a_draft_of_model_runner_v2_captures_for_itself_is_seen(release: st
     check_behaviours(release, "claims_of_drafts", {"VLLM_GRAPHFIX": "off"})
 
 
+@pytest.mark.parametrize("release", slow_but_for(("0.33.0",), ("0.28.0", "0.31.0", "0.32.0", "0.33.0")))
+def test_graphs_for_decodes_of_varying_lengths_are_known_by_their_bound(release: str) -> None:
+    check_behaviours(release, "varlen_graphs", {"VLLM_GRAPHFIX": "off"})
+
+
 class BuilderDouble:
     """Returns the metadata that it was made with; a capture's come from `build`, as most of vLLM's do."""
 
@@ -108,6 +113,13 @@ def test_a_builder_is_reported_once_with_its_first_graph_and_the_flag(warnings: 
     assert "the graph of 8 tokens" in text
     assert check.not_true()[0].advice in text
     assert f"{PAGES}/claims.md" in text
+
+
+def test_decodes_of_varying_lengths_need_not_fill_the_batch(graph: Any) -> None:
+    for longest, reported in ((1 + DRAFTS, ("FULL 8",)), (2 + DRAFTS, ())):
+        graph.now = Graph(None, "FULL", 8, serves=True, longest=longest)
+        check = captured(BuilderDouble(PROMPTS), batch(tokens=5))
+        assert tuple(each.graph for each in check.not_true()) == reported
 
 
 @pytest.mark.parametrize(

@@ -94,23 +94,26 @@ class ClaimCheck:
         try:
             if not refuses and not takes_for_prompts(metadata):
                 return
-            length = self._length_of_decodes(arguments)
-            if length is None or (refuses and builder.reorder_batch_threshold >= length):
-                return
             graph = graph_being_captured()
-            if graph is not None and graph.mode == "FULL" and graph.serves:
+            if graph is None or graph.mode != "FULL" or not graph.serves:
+                return
+            length = self._length_of_decodes(arguments, graph.longest)
+            if length is not None and not (refuses and builder.reorder_batch_threshold >= length):
                 self._see(type(builder).__name__, graph.tokens, refuses=refuses)
         except Exception as error:
             self._fail(error)
 
-    def _length_of_decodes(self, arguments: tuple[Any, ...]) -> int | None:
-        """Return the length of the rows of the batch among *arguments* if they may be decodes with drafts."""
+    def _length_of_decodes(self, arguments: tuple[Any, ...], longest: int | None) -> int | None:
+        """Return the length of the rows of the batch among *arguments* if they may be decodes with drafts.
+
+        They are, whatever their lengths, in a graph for decodes of at most *longest* tokens.
+        """
         batch = next((each for each in arguments if hasattr(each, "max_query_len")), None)
         if batch is None:
             return None
         length = int(batch.max_query_len)
-        uniform = batch.num_actual_tokens == batch.num_reqs * length
-        return length if 1 < length <= self._longest and uniform else None
+        is_meant = length == longest or batch.num_actual_tokens == batch.num_reqs * length
+        return length if 1 < length <= self._longest and is_meant else None
 
     def _see(self, builder: str, tokens: int, *, refuses: bool) -> None:
         claim = FalseClaim(builder[:SHORT], f"FULL {tokens}")

@@ -26,6 +26,8 @@ class Graph(NamedTuple):
     tokens: int
     serves: bool
     """False for a graph that is captured only to measure its size."""
+    longest: int | None = None
+    """Most tokens of a request in a graph for decodes of varying lengths (V2 from 0.28.0 on)."""
 
 
 def graph_being_captured() -> Graph | None:
@@ -54,7 +56,9 @@ def _graph_in_frame(module: str, function: str, variables: Any) -> Graph | None:
         tokens = variables["num_tokens"] if descriptor is None else descriptor.num_tokens
         return Graph(variables["self"], variables["cudagraph_runtime_mode"].name, int(tokens), serves=True)
     if module.startswith(_V2) and function == "capture" and hasattr(variables.get("self"), "_candidates"):
-        return Graph(variables["self"], variables["desc"].cg_mode.name, int(variables["desc"].num_tokens), serves=True)
+        desc = variables["desc"]
+        longest = getattr(desc, "max_query_len", None)
+        return Graph(variables["self"], desc.cg_mode.name, int(desc.num_tokens), serves=True, longest=longest)
     if module.startswith(_V2) and function == "capture_graph":  # 0.14.1-0.17.1; up to 0.16.0 every graph is a full one
         mode = variables.get("capture_cg_mode")
         return Graph(

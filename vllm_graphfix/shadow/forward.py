@@ -166,7 +166,9 @@ def _launches(config: Any, descriptor: Any) -> tuple[dict[str, int], ...]:
     lengths = {"max_seq_len": longest, "max_seqlen_k": longest}
     if getattr(descriptor, "uniform", False) or getattr(descriptor, "uniform_token_count", None) is not None:
         return (lengths,)
-    tokens = (descriptor.num_tokens, 1)
+    # A graph for decodes of varying lengths has their bound instead.
+    longest_query = getattr(descriptor, "max_query_len", None)
+    tokens = (descriptor.num_tokens, 1) if longest_query is None else (longest_query,)
     return (lengths, *(lengths | {"max_query_len": count, "max_seqlen_q": count} for count in tokens))
 
 
