@@ -38,7 +38,7 @@ def test_a_fix_without_a_file_has_no_tables_of_its_own_and_no_detector_has_tried
 ) -> None:
     monkeypatch.setattr(evidence_tables, "FOLDER", tmp_path)
     assert evidence_tables.of_fix.__wrapped__("idle-rank") == []
-    assert "| `idle-rank` | not tried | not tried | not tried |" in list(evidence_tables.detectors())
+    assert "| `idle-rank` | not tried | not tried | not tried | – |" in list(evidence_tables.detectors())
 
 
 def test_each_page_of_a_fix_has_its_tables_and_its_rows_of_those_of_all_fixes() -> None:

@@ -369,4 +369,4 @@ def test_the_table_of_detectors_has_each_fix_and_says_something_of_each_detector
         if line.startswith("| `")
     ]
     assert [row[0].strip("`") for row in rows] == list(BY_NAME)
-    assert all(len(row) == 4 and all(row) for row in rows)
+    assert all(len(row) == 5 and all(row) for row in rows)

@@ -25,7 +25,7 @@ FACTS = {"gpu", "date", "torch", "command", "commit", "figures"}
 ON_GPUS = "On [GPUs](../evidence.md#on-a-gpu-each-fix)"
 COLUMNS = {"release": "vLLM", "stock": "stock", "patched": "patched"}
 """Title and columns of a fix's own table that has none."""
-NOT_TRIED = {"shadow": "not tried", "poison": "not tried", "marks": "not tried"}
+NOT_TRIED = {"shadow": "not tried", "poison": "not tried", "marks": "not tried", "metadata": "–"}
 """What the detectors see of a fix that has no file."""
 SHARED = {
     "vectors": "[Engines that `verify` has not](../evidence.md#engines-that-verify-has-not)",
@@ -108,9 +108,9 @@ def _rows_of(fix: str, name: str) -> Iterator[list[str]]:
 
 def detectors() -> Iterator[str]:
     """Yield a row for each fix: where each detector has seen its defect, or why it cannot."""
-    yield from ("| defect | shadow check | poison | marks |", "|---|---|---|---|")
+    yield from ("| defect | shadow check | poison | marks | metadata |", "|---|---|---|---|---|")
     for fix in BY_NAME:
-        yield f"| `{fix}` | {' | '.join(_content_of(fix)['detectors'][each] for each in NOT_TRIED)} |"
+        yield f"| `{fix}` | {' | '.join((NOT_TRIED | _content_of(fix)['detectors']).values())} |"
 
 
 def _table(content: dict[str, Any]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm_graphfix.engine.claims import builders_of
 from vllm_graphfix.engine.graph_dispatch import managers_of
@@ -42,20 +42,26 @@ class Watched:
 
     It holds the object weakly. Where vLLM discards a graph, a cycle would keep it until a garbage collection, which may
     come in another capture, where CUDA refuses to free it. It looks the method up at each call: fixes, the marks and
-    `compare --exact` replace methods of classes, and a fix that was reverted must not run.
+    `compare --exact` replace methods of classes, and a fix that was reverted must not run. Another of ours may be
+    beneath it.
     """
+
+    own: ClassVar[weakref.WeakSet[Callable[..., Any]]] = weakref.WeakSet()
+    """The attributes of all objects."""
 
     def __init__(self, owned: Any, method: str, note: Callable[[Watched], None]) -> None:
         self.called = False
         self.owned: Callable[[], Any] = weakref.ref(owned)
         self.method = method
+        self._beneath = beneath = vars(owned).get(method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             note(self)
             owned = self.owned()
-            return getattr(type(owned), method)(owned, *args, **kwargs)
+            return beneath(*args, **kwargs) if beneath else getattr(type(owned), method)(owned, *args, **kwargs)
 
         self._attribute = call
+        self.own.add(call)
         setattr(owned, method, call)
 
     def is_on(self, owned: Any, method: str) -> bool:
@@ -66,7 +72,10 @@ class Watched:
         """Remove the attribute, unless it is under somebody else's, which calls it: it does nothing from then on."""
         owned = self.owned()
         if owned is not None and self.is_on(owned, self.method):
-            vars(owned).pop(self.method, None)  # with a default: a step may remove it now
+            if self._beneath is not None:
+                setattr(owned, self.method, self._beneath)
+            else:
+                vars(owned).pop(self.method, None)  # with a default: a step may remove it now
 
 
 class BypassWatch:
@@ -189,13 +198,15 @@ class BypassWatch:
     def _put(self, owned: Any, method: str, note: Callable[[Watched], None]) -> Watched | None:
         """Watch *method* of *owned*; None if it has an attribute of somebody else's there."""
         if method in vars(owned):
-            return next((each for each in self._watched if each.is_on(owned, method)), None)
+            existing = next((each for each in self._watched if each.is_on(owned, method)), None)
+            if existing is not None or vars(owned)[method] not in Watched.own:
+                return existing
         watched = Watched(owned, method, note)
         self._watched.append(watched)
         return watched
 
     def _count(self, replay: Watched) -> None:
-        if self._replays < REPLAYS and _serves_requests(sys._getframe(2)):
+        if self._replays < REPLAYS and serves_requests(sys._getframe(2)):
             self._replays += 1
 
     def _unwatch(self) -> None:
@@ -241,7 +252,8 @@ def _definer(owned: Any, method: str) -> type | None:
     return next((kind for kind in type(owned).__mro__ if method in vars(kind)), None)
 
 
-def _serves_requests(frame: FrameType | None) -> bool:
+def serves_requests(frame: FrameType | None) -> bool:
+    """Tell if the replay at *frame* belongs to a step with requests."""
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break

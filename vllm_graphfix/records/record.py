@@ -16,8 +16,7 @@ from vllm_graphfix.text import printable
 SCHEMA = 1
 ROLES = ("front-end", "api-server", "engine-core", "worker")
 SHORT = 200
-"""Characters of a text of a `Wrong`, a `MovedTensor`, `FalseClaim` or `OverwrittenBlock`; a record has five of each at
-most."""
+"""Characters of a text of a finding, a `Wrong` or `MovedTensor` for example; a record has five of each kind at most."""
 LARGEST = 64 * 1024
 """Bytes of a record. All texts are cut shorter where those of at most `LONGEST_TEXT` characters come to more."""
 MOST_FOLLOWERS = 512
@@ -114,6 +113,14 @@ class FalseClaim(NamedTuple):
         return f"serve with -cc.cudagraph_mode=PIECEWISE (NONE where nothing is compiled){also}"
 
 
+class OtherMetadata(NamedTuple):
+    """A field that is not as it was when a graph read it; every text is of at most `SHORT` characters."""
+
+    field: str
+    graph: str
+    difference: str
+
+
 class OverwrittenBlock(NamedTuple):
     """A finished cache block that has changed; every text is of at most `SHORT` characters."""
 
@@ -165,6 +172,7 @@ class Record(NamedTuple):
     wrong: tuple[Wrong, ...] = ()
     moved: tuple[MovedTensor, ...] = ()
     claims: tuple[FalseClaim, ...] = ()
+    metadata: tuple[OtherMetadata, ...] = ()
     overwritten: tuple[OverwrittenBlock, ...] = ()
     misconfigured: Mapping[str, str] = {}
     """Variables with an invalid value or an unknown name, each with its value. Not a state, since older readers refuse
@@ -219,6 +227,7 @@ class Record(NamedTuple):
             "wrong": _numbered(self.wrong, longest),
             **({"moved": _numbered(self.moved, longest)} if self.moved else {}),
             **({"claims": _numbered(self.claims, longest)} if self.claims else {}),
+            **({"metadata": _numbered(self.metadata, longest)} if self.metadata else {}),
             **({"overwritten": _numbered(self.overwritten, longest)} if self.overwritten else {}),
             "misconfigured": {name: each for name, each in self.misconfigured.items() if was_always_brief(name)},
             **({"mistyped": mistyped} if mistyped else {}),  # older readers would refuse such names
@@ -263,8 +272,8 @@ class Record(NamedTuple):
         decision = JsonObject(fields.get("decision"), "decision")
         fixes = {name: JsonObject(fix, f"fixes.{name}") for name, fix in fields.named("fixes")}
         events = {name: JsonObject(counts, f"events.{name}") for name, counts in fields.named("events")}
-        wrong, moved, claims, overwritten = (
-            _objects(fields, key) for key in ("wrong", "moved", "claims", "overwritten")
+        wrong, moved, claims, metadata, overwritten = (
+            _objects(fields, key) for key in ("wrong", "moved", "claims", "metadata", "overwritten")
         )
         return cls(
             graphfix=fields.text("graphfix"),
@@ -325,6 +334,7 @@ class Record(NamedTuple):
             ),
             moved=tuple(MovedTensor(*(each.text(field) for field in MovedTensor._fields)) for each in moved),
             claims=tuple(FalseClaim(*(each.text(field) for field in FalseClaim._fields)) for each in claims),
+            metadata=tuple(OtherMetadata(*(each.text(field) for field in OtherMetadata._fields)) for each in metadata),
             overwritten=tuple(
                 OverwrittenBlock(
                     each.whole("block"),
@@ -390,7 +400,7 @@ def _code(fix: JsonObject) -> str:
 
 
 def _numbered(
-    findings: Sequence[Wrong | MovedTensor | FalseClaim | OverwrittenBlock], longest: int
+    findings: Sequence[Wrong | MovedTensor | FalseClaim | OtherMetadata | OverwrittenBlock], longest: int
 ) -> dict[str, dict[str, Any]]:
     return {
         str(number): {

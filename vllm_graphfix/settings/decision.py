@@ -102,6 +102,7 @@ class Decision(NamedTuple):
     addresses: environment.Addresses = environment.Addresses.REPORT
     claims: environment.Claims = environment.Claims.REPORT
     bypass: environment.Bypass = environment.Bypass.OFF
+    metadata: environment.Metadata = environment.Metadata.OFF
     kv_marks: str = shadow_rate.OFF
     """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: shadow_rate.MarksAction = shadow_rate.MarksAction.REPORT
@@ -138,6 +139,11 @@ class Decision(NamedTuple):
         return self._is_watched and self.bypass is environment.Bypass.REPORT
 
     @property
+    def compares_metadata(self) -> bool:
+        """True if this engine compares metadata of replays: in the rollout, with the master switch on."""
+        return self._is_watched and self.metadata is environment.Metadata.REPORT
+
+    @property
     def marks(self) -> str:
         """The rate of marked blocks in this engine; off outside the rollout, or with the master switch off."""
         return self.kv_marks if self._is_watched else shadow_rate.OFF
@@ -165,7 +171,7 @@ class Decision(NamedTuple):
             shadow = decision.shadow, decision.shadow_action
             fixes = decision.withheld, decision.master, dict(decision.modes)
             marks = decision.kv_marks, decision.kv_marks_action
-            watches = decision.addresses, decision.claims, decision.bypass
+            watches = decision.addresses, decision.claims, decision.bypass, decision.metadata
             others = decision.agreement_timeout, dict(decision.misconfigured), dict(decision.trees)
             return (*fixes, *shadow, *marks, *watches, *others)
 
@@ -210,7 +216,7 @@ class Decision(NamedTuple):
             | self._asdict()
             | {"master": self.master.value, "shadow_action": self.shadow_action.value}
             | {"addresses": self.addresses.value, "claims": self.claims.value, "bypass": self.bypass.value}
-            | {"kv_marks_action": self.kv_marks_action.value}
+            | {"metadata": self.metadata.value, "kv_marks_action": self.kv_marks_action.value}
         )
         fields["modes"] = {name: mode.value for name, mode in self.modes.items()}
         return json.dumps(fields, separators=(",", ":"))
@@ -256,6 +262,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
         addresses=wanted.addresses,
         claims=wanted.claims,
         bypass=wanted.bypass,
+        metadata=wanted.metadata,
         kv_marks=wanted.kv_marks,
         kv_marks_action=wanted.kv_marks_action,
         misconfigured=misconfigured,
@@ -308,6 +315,7 @@ _ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
     "addresses": lambda fields, key: environment.Addresses(fields.get(key)),
     "claims": lambda fields, key: environment.Claims(fields.get(key)),
     "bypass": lambda fields, key: environment.Bypass(fields.get(key)),
+    "metadata": lambda fields, key: environment.Metadata(fields.get(key)),
     "kv_marks": lambda fields, key: shadow_rate.normal_fraction(fields.text(key)),
     "kv_marks_action": lambda fields, key: shadow_rate.MarksAction(fields.get(key)),
     "misconfigured": lambda fields, key: fields.table(key, environment.is_brief),

@@ -32,6 +32,7 @@ SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
 ADDRESSES = "VLLM_GRAPHFIX_ADDRESSES"
 CLAIMS = "VLLM_GRAPHFIX_CLAIMS"
 BYPASS = "VLLM_GRAPHFIX_BYPASS"
+METADATA = "VLLM_GRAPHFIX_METADATA"
 KV_MARKS = "VLLM_GRAPHFIX_KV_MARKS"
 KV_MARKS_ACTION = "VLLM_GRAPHFIX_KV_MARKS_ACTION"
 AGREEMENT_TIMEOUT = "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"
@@ -91,6 +92,14 @@ class Bypass(str, Enum):
     REPORT = "report"
 
 
+class Metadata(str, Enum):
+    """The response to a full graph that replays on other attention metadata than its capture read."""
+
+    OFF = "off"
+    """Compare no metadata."""
+    REPORT = "report"
+
+
 class Settings(NamedTuple):
     master: Master
     modes: Mapping[str, Mode]
@@ -113,6 +122,7 @@ class Settings(NamedTuple):
     addresses: Addresses = Addresses.REPORT
     claims: Claims = Claims.REPORT
     bypass: Bypass = Bypass.OFF
+    metadata: Metadata = Metadata.OFF
     kv_marks: str = shadow_rate.OFF
     """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: MarksAction = MarksAction.REPORT
@@ -123,7 +133,7 @@ class Settings(NamedTuple):
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Return every variable of this package, for vLLM's registry of variables."""
-    watches = (SHADOW, SHADOW_ACTION, ADDRESSES, CLAIMS, BYPASS, KV_MARKS, KV_MARKS_ACTION)
+    watches = (SHADOW, SHADOW_ACTION, ADDRESSES, CLAIMS, BYPASS, METADATA, KV_MARKS, KV_MARKS_ACTION)
     others = (ROLLOUT, ROLLOUT_KEY, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
     return (PREFIX, FIXES, *map(variable, fixes), *others)
 
@@ -163,6 +173,7 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
         addresses=values.one_of(ADDRESSES, Addresses, Addresses.REPORT, Addresses.OFF, "No address is watched"),
         claims=values.one_of(CLAIMS, Claims, Claims.REPORT, Claims.OFF, "No capture is watched"),
         bypass=values.one_of(BYPASS, Bypass, Bypass.OFF, Bypass.OFF, "No call of a fix is watched"),
+        metadata=values.one_of(METADATA, Metadata, Metadata.OFF, Metadata.OFF, "No metadata are compared"),
         kv_marks=values.parsed(
             KV_MARKS,
             shadow_rate.normal_fraction,

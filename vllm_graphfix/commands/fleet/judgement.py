@@ -220,6 +220,13 @@ def _detected(engine: Engine) -> Iterator[Finding]:
         yield Finding(
             f"full graphs hold decodes with drafts as prompts, and may answer wrongly. {what_to_do}. See docs/claims.md"
         )
+    if others := [other for member in engine.reporting_members for other in member.record.metadata]:
+        counts, other = engine.counts("metadata"), others[0]
+        yield Finding(
+            "full graphs replay on other metadata than they were captured with, in "
+            f"{counts.get('differing', 0)} of {counts.get('compared', 0)} replays: {other.field} {other.difference} "
+            f"({other.graph}). See docs/detectors.md#metadata-of-replays"
+        )
     if overwritten := [block for member in engine.reporting_members for block in member.record.overwritten]:
         block = overwritten[0]
         yield Finding(
@@ -239,6 +246,8 @@ def _idle_detectors(engine: Engine) -> Iterator[Finding]:
         yield Finding("addresses are not compared any more: the log of its ranks says why", is_wrong=False)
     if engine.counts("claims").get("failures"):
         yield Finding("claims of builders were not checked: the log of its ranks says why", is_wrong=False)
+    if engine.counts("metadata").get("failures"):
+        yield Finding("metadata of replays are not compared: the log of its ranks says why", is_wrong=False)
 
 
 def _settings(engine: Engine) -> Iterator[Finding]:

@@ -1,0 +1,340 @@
+"""Compares the attention metadata of replays with those that full graphs were captured with.
+
+A graph has the addresses of the tensors that its capture read, and the numbers that its kernels were launched with. The
+fields that matter are those that vLLM's layers read while the graph was captured: until the capture ends, the classes
+of metadata note which of their fields are read. A step's own are read in vLLM's forward context, or in the variables of
+model runner V2's `execute_model`, before the replay.
+
+It is off by default. One replay in `_EVERY` is compared: nothing is synchronised, no number of a tensor is read. Host
+tensors are left out: layers read lengths of a batch there that need not matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm_graphfix.engine.bypass import Watched, serves_requests
+from vllm_graphfix.engine.graph_dispatch import graph_being_captured
+from vllm_graphfix.log import logger
+from vllm_graphfix.records.record import SHORT, OtherMetadata
+from vllm_graphfix.text import PAGES
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+NAME = "metadata"
+"""Its name in records and metrics, which hold its counts like those of a fix."""
+_LISTED = 5
+"""Limit of fields that a record names."""
+_EVERY = 16
+_DEEPEST, _MAX_FRAMES = 6, 16
+_PRESENT, _MISSING = "present", "missing"
+Path = tuple[Any, ...]
+"""Keys, indices and names of fields that lead from the metadata of all layers to a value."""
+
+
+class MetadataCheck:
+    """Watches the captures and replays of one process."""
+
+    def __init__(self, publish: Callable[[], None] = lambda: None) -> None:
+        """*publish* is called when a field differs."""
+        self._publish = publish
+        self._is_on = False
+        self._failures = 0
+        self._replaced: list[tuple[Any, str, Any]] = []
+        """Classes that have a function of ours under a name until the capture ends, and what they had there."""
+        self._capture: _Capture | None = None
+        """The graph that is being captured."""
+        self._compared: int | None = None
+        """Replays that were compared; None before a capture."""
+        self._differing = 0
+        self._first: dict[str, OtherMetadata] = {}
+
+    def begin(self, *, is_on: bool) -> None:
+        """Watch the next captures, or none."""
+        if is_on is not self._is_on:
+            self.forked()
+        self._is_on = is_on
+
+    def begin_capture(self) -> None:
+        """Note from now on what graphs read."""
+        if not self._is_on or self._failures:
+            return
+        try:
+            import torch
+            from vllm.forward_context import ForwardContext
+
+            self._compared = self._compared or 0
+            self._device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._note_reads(ForwardContext)
+            for name, around in (("capture_begin", self._begin_graph), ("capture_end", self._end_graph)):
+                self._replace(torch.cuda.CUDAGraph, name, around)
+        except Exception as error:
+            self._fail(error)
+
+    def end_capture(self) -> None:
+        """Leave classes as they were."""
+        self._capture = None
+        replaced, self._replaced = self._replaced, []
+        for kind, name, stock in replaced:
+            if stock is _MISSING:
+                delattr(kind, name)
+            else:
+                setattr(kind, name, stock)
+
+    # -- the capture -----------------------------------------------------------------------------------------------
+
+    def _replace(self, kind: Any, name: str, around: Callable[..., Any]) -> None:
+        stock = getattr(kind, name)
+        self._replaced.append((kind, name, vars(kind).get(name, _MISSING)))
+
+        def replacement(owned: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(stock, owned, *args, **kwargs)
+
+        setattr(kind, name, replacement)
+
+    def _note_reads(self, kind: type) -> None:
+        """Note reads of fields of objects of *kind*, unless its `__getattribute__` is not Python's."""
+        if getattr(kind, "__getattribute__") == getattr(object, "__getattribute__"):  # noqa: B009 - mypy's types differ
+            self._replace(kind, "__getattribute__", self._read)
+
+    def _read(self, stock: Callable[..., Any], owned: Any, name: str) -> Any:
+        if (capture := self._capture) is not None:
+            try:
+                if name == "attn_metadata" and type(owned).__name__ == "ForwardContext":
+                    self._enter(capture, stock(owned, name))
+                elif (path := capture.paths.get(id(owned))) is not None:
+                    capture.read.add((*path, name))
+            except Exception as error:
+                self._fail(error)
+        return stock(owned, name)
+
+    def _begin_graph(self, stock: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> None:
+        stock(graph, *args, **kwargs)
+        self._capture = _Capture(self._device)
+        self._try(lambda: self._enter(self._capture, _metadata_of_context()))
+
+    def _enter(self, capture: Any, metadata: Any) -> None:
+        if metadata is not None and capture.begins(metadata):
+            for path, each in objects_of(metadata):
+                self._note_reads(type(each))
+                capture.add(path, each)
+
+    def _end_graph(self, stock: Callable[..., Any], graph: Any) -> None:
+        capture, self._capture = self._capture, None
+        stock(graph)
+        if capture is not None and (fields := capture.fields()):
+            self._try(
+                lambda: Watched(graph, "replay", _Sample(functools.partial(self._compare, capture.graph, fields)))
+            )
+
+    # -- replays ---------------------------------------------------------------------------------------------------
+
+    def _compare(self, name: str, fields: dict[Path, Any], graph: Any) -> None:
+        if self._is_on:
+            self._try(lambda: self._judge(name, fields, graph))
+
+    def _judge(self, name: str, fields: dict[Path, Any], graph: Any) -> None:
+        metadata = _metadata_of_context() or _metadata_of_runner(graph)
+        if not metadata or not serves_requests(sys._getframe()):
+            return
+        self._compared = (self._compared or 0) + 1
+        differences = list(differing(fields, metadata, self._device))
+        self._differing += bool(differences)
+        for path, difference in differences:
+            field = _name_of(metadata, path)
+            if field not in self._first and len(self._first) < _LISTED:
+                self._first[field] = OtherMetadata(field[:SHORT], name, difference[:SHORT])
+                logger.warning(
+                    "graphfix: graph %s replays on other metadata than it was captured with, and may answer wrongly: "
+                    "%s %s. See %s/detectors.md#metadata-of-replays",
+                    *(name, field, difference, PAGES),
+                )
+                self._publish()
+
+    def _try(self, function: Callable[[], Any]) -> None:
+        if self._failures:
+            return
+        try:
+            function()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._failures += 1
+        self._capture = None
+        logger.warning("graphfix: metadata of replays are not compared: %s: %s", type(error).__name__, error)
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Return the events for a record; empty before a capture."""
+        if self._compared is None and not self._failures:
+            return {}
+        counted = {"compared": self._compared or 0, "differing": self._differing, "failures": self._failures}
+        return {NAME: counted}
+
+    def differences(self) -> tuple[OtherMetadata, ...]:
+        """Return the first fields that differ, for a record."""
+        return tuple(self._first.values())
+
+    def forked(self) -> None:
+        """Discard the parent's capture; called in a forked child, which has no graphs yet."""
+        self.end_capture()
+        self._failures, self._compared, self._differing, self._first = 0, None, 0, {}
+
+
+class _Capture:
+    """What one graph is captured with, and reads."""
+
+    def __init__(self, device: str) -> None:
+        made = graph_being_captured()
+        self.graph = f"{made.mode} {made.tokens}" if made is not None else "a graph"
+        self.paths: dict[int, Path] = {}
+        self.read: set[Path] = set()
+        self._device = device
+        self._values: dict[Path, dict[Path, Any]] = {}
+        self._objects: list[Any] = []
+        """Metadata, which live as long as their ids are in use."""
+
+    def begins(self, metadata: Any) -> bool:
+        """Tell if *metadata*, of all layers, are new here."""
+        if any(each is metadata for each in self._objects):
+            return False
+        self._objects.append(metadata)
+        return True
+
+    def add(self, path: Path, owned: Any) -> None:
+        if id(owned) not in self.paths:
+            self.paths[id(owned)] = path
+            self._objects.append(owned)
+            for name, value in vars(owned).items():
+                own = (*path, name)
+                self._values[own] = {each: _seen(each, leaf, self._device) for each, leaf in _leaves(value, own)}
+
+    def fields(self) -> dict[Path, Any]:
+        """Return the values that the graph has read, as they were when its capture began."""
+        return {path: seen for read in self.read for path, seen in self._values.get(read, {}).items()}
+
+
+class _Sample:
+    """Calls *compare* with a graph for its first replay, and one in `_EVERY`."""
+
+    def __init__(self, compare: Callable[[Any], None]) -> None:
+        self._compare = compare
+        self._count = -1
+
+    def __call__(self, replay: Watched) -> None:
+        self._count += 1
+        if self._count % _EVERY == 0:
+            self._compare(replay.owned())
+
+
+def differing(fields: dict[Path, Any], metadata: Any, device: str) -> Iterator[tuple[Path, str]]:
+    """Yield the paths at which *metadata* have no longer what the capture read, each with the difference."""
+    planned = {
+        path[:-1] for path, before in fields.items() if "schedule" in str(path[-1]) and isinstance(before, tuple)
+    }
+    for path, before in fields.items():
+        value = _at(metadata, path)
+        if value is _MISSING:
+            continue
+        now = _seen(path, value, device)
+        if (before is None) != (now is None):
+            yield path, "is not None any more" if before is None else "is None"
+        elif isinstance(before, tuple) and isinstance(now, tuple):
+            if before[0] != now[0]:
+                yield path, "lies elsewhere"
+            elif len(before) == len(now) and before != now:
+                yield path, "has other strides"
+        elif isinstance(before, (int, float)) and isinstance(now, (int, float)) and before != now:
+            # The longest of a batch bounds what kernels do, unless a schedule is made for it.
+            is_bound = str(path[-1]).startswith("max_")
+            if not is_bound or now > before or (path[-1] == "max_query_len" and path[:-1] in planned):
+                yield path, f"is {now}, not {before}"
+
+
+def objects_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield the dataclasses among the metadata of layers, each with its path."""
+    if len(path) > _DEEPEST:
+        return
+    is_one = dataclasses.is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
+    if is_one:
+        yield path, value
+    for key, part in vars(value).items() if is_one else _parts(value):
+        yield from objects_of(part, (*path, key))
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    yield path, value
+    for key, part in _parts(value) if len(path) <= _DEEPEST else ():
+        yield from _leaves(part, (*path, key))
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _seen(path: Path, value: Any, device: str) -> Any:
+    """Return what a graph has of *value*: of a tensor its address and strides, of other objects that they are there."""
+    if value is None or isinstance(value, (int, float)):
+        return value
+    is_tensor = hasattr(value, "data_ptr") and hasattr(value, "stride")
+    if not is_tensor or value.device.type != device or str(path[-1]).endswith("_cpu") or not value.numel():
+        return _PRESENT
+    return (value.data_ptr(), *(step for size, step in zip(value.shape, value.stride(), strict=True) if size > 1))
+
+
+def _at(value: Any, path: Path) -> Any:
+    for key in path:
+        if isinstance(value, (dict, list, tuple)):
+            try:
+                value = value[key]
+            except LookupError:
+                return _MISSING
+        else:
+            value = getattr(value, "__dict__", {}).get(key, _MISSING)
+        if value is _MISSING:
+            break
+    return value
+
+
+def _name_of(metadata: Any, path: Path) -> str:
+    layer = 2 if isinstance(path[0], int) else 1  # with micro-batches, the number of one comes before the layer
+    return ".".join(map(str, (type(_at(metadata, path[:layer])).__name__, *path[layer:])))
+
+
+def _metadata_of_context() -> Any:
+    context = getattr(sys.modules.get("vllm.forward_context"), "_forward_context", None)
+    return vars(context)["attn_metadata"] if context is not None else None
+
+
+def _metadata_of_runner(graph: Any) -> Any:
+    """Return the metadata of the step in which a model runner V2 or its speculator replays *graph*, by its caller."""
+    frame: FrameType | None = sys._getframe()
+    for _ in range(_MAX_FRAMES):
+        frame = frame and frame.f_back
+        if frame is None:
+            break
+        names = [name for name in _VARIABLES if name in frame.f_code.co_varnames]
+        if names and _replays(frame.f_locals.get("self"), graph):
+            return frame.f_locals.get(names[0])
+    return None
+
+
+_VARIABLES = ("draft_attn_metadata", "attn_metadata_updated", "attn_metadata")
+
+
+def _replays(owner: Any, graph: Any) -> bool:
+    """Tell if a manager of *owner* has *graph*."""
+    managers = [*getattr(owner, "__dict__", {}).values()]
+    return any(graph is each for manager in managers for each in [*_graphs_of(manager).values()])
+
+
+def _graphs_of(manager: Any) -> dict[Any, Any]:
+    graphs = getattr(manager, "__dict__", {}).get("graphs")
+    return graphs if isinstance(graphs, dict) else {}
