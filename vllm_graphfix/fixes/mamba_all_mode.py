@@ -99,8 +99,7 @@ def indices_for_this_group(updated: Any, self: Any, *_: Any, **__: Any) -> Calla
 
     None if the graphs do not need them, or have them already. They need them where stock has copied the block table to
     the builder's own buffer: for decodes alone, up to the size of the largest graph. The copy runs on the device, in
-    the order of the steps, as stock's. The metadata keep the indices of the first group, which are right without a
-    graph.
+    the order of the steps, as stock's. The metadata get the copies, which are what the graph reads.
     """
     scheduled = updated.block_idx_last_scheduled_token
     if scheduled is None or updated.num_prefills:
@@ -109,15 +108,17 @@ def indices_for_this_group(updated: Any, self: Any, *_: Any, **__: Any) -> Calla
         return None
     if scheduled.data_ptr() == self.block_idx_last_scheduled_token.data_ptr():
         return None
-    return lambda: _copy_indices(self, [scheduled, updated.block_idx_last_computed_token])
+    return lambda: _copy_indices(self, updated)
 
 
-def _copy_indices(builder: Any, indices: list[Any]) -> None:
+def _copy_indices(builder: Any, updated: Any) -> None:
     from torch import _foreach_copy_  # both or none: an error between two copies would mix up states
 
-    rows = len(indices[0])
-    own = [builder.block_idx_last_scheduled_token[:rows], builder.block_idx_last_computed_token[:rows]]
+    names = ("block_idx_last_scheduled_token", "block_idx_last_computed_token")
+    indices = [getattr(updated, name) for name in names]
+    own = [getattr(builder, name)[: len(indices[0])] for name in names]
     _foreach_copy_(own, indices)
+    vars(updated).update(zip(names, own, strict=True))
 
 
 _SEVERAL_GROUPS = frozenset(
