@@ -138,6 +138,24 @@ def test_nan_in_blocks_of_a_request_is_noted_once_with_the_first_layer() -> None
     assert finding.text == "NaN in what requests hold: first in layers.0, block 2 (2 layers)"
 
 
+def test_nan_is_looked_for_in_a_block_as_the_layers_of_its_own_group_see_it() -> None:
+    """Groups share memory: half of a float32 may be a bfloat16 NaN. Layers of one shape see the same as well."""
+    memory = torch.zeros(6 * 64, dtype=torch.uint8)
+    attention, states = memory.view(torch.bfloat16).view(6, 32), memory.view(torch.float32).view(6, 16)
+    states[1:4] = torch.tensor(0x3F807FC0, dtype=torch.int32).view(torch.float32)  # about 1
+    holders = Holders(cached=False)
+    layers = {"mixer.0": states, "mixer.1": states, "attention": attention}
+    caches = [Cache(name, tensor, group=number) for number, (name, tensor) in enumerate(layers.items())]
+    blocks = Blocks([*caches, Cache("shares attention's", attention)], 6, groups=holders.groups)
+    assert attention[1].isnan().any()
+    holders.update(scheduler_output({"a": ([1], [2], [4, 5])}))
+    assert not blocks.with_nan(holders.held)
+    states[2, 3] = attention[4, 1] = torch.nan
+    assert blocks.with_nan(holders.held) == {"mixer.1": [2], "attention": [4]}
+    holders.update(scheduler_output({"b": ([], [], [3])}, finished_req_ids={"a"}))
+    assert blocks.with_nan(holders.held) == {"attention": [3]}
+
+
 def test_numbers_that_are_the_same_in_all_steps_are_no_rows() -> None:
     holder = SimpleNamespace(
         numbers=torch.arange(8),
@@ -257,6 +275,19 @@ def test_with_a_kv_connector_blocks_are_not_poisoned_which_is_noted() -> None:
     assert runner.cache.eq(1).all()
     (note,) = poisoned.remove()["notes"]
     assert note == "not poisoned: blocks, since workers are not told which a KV connector writes to"
+
+
+def test_a_runner_looks_for_nan_where_its_layers_groups_hold_blocks() -> None:
+    runner = RunnerStandIn()
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    layers["layer"].kv_cache, states = torch.zeros(6, 8, dtype=torch.bfloat16), torch.zeros(6, 4)
+    layers["mixer"] = SimpleNamespace(kv_cache=[states.set_(layers["layer"].kv_cache.view(torch.float32))])
+    runner.kv_cache_config.kv_cache_groups = [SimpleNamespace(layer_names=[name]) for name in ("mixer", "layer")]
+    poisoned = PoisonedRunner(runner)
+    runner.execute_model(step("a", ([1], [2])))
+    assert states.isnan().any(1).tolist() == [True, False, False, True, True, True]
+    states[1] = torch.tensor(0x3F807FC0, dtype=torch.int32).view(torch.float32)
+    assert not poisoned.remove()["findings"]
 
 
 def test_nan_of_the_engine_in_the_null_block_is_noted() -> None:

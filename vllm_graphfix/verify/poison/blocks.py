@@ -25,19 +25,25 @@ class Cache(NamedTuple):
     axis: int = 0
     kernel_blocks: int = 1
     """Kernel blocks in one block of the engine."""
+    group: int | None = None
+    """Number of the layer's cache group; None if it has none of its own."""
 
 
 class Blocks:
     """All caches of a model, each memory once. A block is poisoned or held by a request."""
 
-    def __init__(self, caches: Sequence[Cache], count: int, byte: int = NAN) -> None:
-        seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
-        self._caches = []
+    def __init__(
+        self, caches: Sequence[Cache], count: int, byte: int = NAN, groups: Mapping[int, int] | None = None
+    ) -> None:
+        """*groups*, which may change, has the cache group that a block was last allocated for."""
+        unique: dict[object, Cache] = {}
+        by_group: dict[object, Cache] = {}
         for cache in caches:
             key = (cache.tensor.data_ptr(), tuple(cache.tensor.shape), tuple(cache.tensor.stride()))
-            if key not in seen:
-                seen.add(key)
-                self._caches.append(cache)
+            first = unique.setdefault(key, cache)
+            by_group.setdefault((key, first.group if cache.group is None else cache.group), cache)
+        self._caches, self._by_group = list(unique.values()), list(by_group.values())
+        self._groups = {} if groups is None else groups
         self.count, self._byte = count, byte
         self.poisoned: set[int] = set()
 
@@ -79,11 +85,16 @@ class Blocks:
         return by_layer
 
     def with_nan(self, blocks: Iterable[int]) -> dict[str, list[int]]:
-        """Return *blocks* with a NaN, by layer, in the order of the layers; caches of one-byte types are skipped."""
-        listed = sorted(blocks)
+        """Return *blocks* with a NaN, by layer, in the order of the layers; caches of one-byte types are skipped.
+
+        A layer's blocks are those of its own group. Groups share memory: half of a float32 state may be a bfloat16 NaN.
+        """
+        numbers = sorted(blocks)
         by_layer: dict[str, list[int]] = {}
-        for cache in self._caches:
+        for cache in self._by_group:
             if cache.tensor.is_floating_point() and cache.tensor.element_size() > 1:
+                group = cache.group
+                listed = [each for each in numbers if group is None or self._groups.get(each, group) == group]
                 wrong = self._where(cache, listed, cache.tensor, torch.isnan)
                 if wrong:
                     by_layer.setdefault(cache.layer, []).extend(wrong)

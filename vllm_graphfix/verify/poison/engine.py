@@ -30,6 +30,8 @@ class Holders:
         self._cached = cached
         self._of: dict[str, set[int]] = {}
         self._cached_blocks: set[int] = set()
+        self.groups: dict[int, int] = {}
+        """The number of the cache group that each block was last allocated for."""
 
     def update(self, scheduler_output: Any) -> None:
         for name in (*scheduler_output.finished_req_ids, *(getattr(scheduler_output, "preempted_req_ids", None) or ())):
@@ -41,7 +43,9 @@ class Holders:
             self._add(name, blocks or ())
 
     def _add(self, name: str, groups: Iterable[Iterable[int]]) -> None:
-        blocks = {block for group in groups for block in group}
+        by_block = {block: number for number, group in enumerate(groups) for block in group}
+        self.groups.update(by_block)
+        blocks = by_block.keys()
         self._of.setdefault(name, set()).update(blocks)
         if self._cached:
             self._cached_blocks.update(blocks)
@@ -122,7 +126,10 @@ class PoisonedRunner:
         if unknown:
             named = ", ".join(dict.fromkeys(unknown))
             self.notes.append(f"not poisoned: blocks of {named}, whose cache has an unknown shape")
-        return Blocks(known, count, byte), count
+        groups = getattr(self._runner.kv_cache_config, "kv_cache_groups", ())
+        numbers = {name: number for number, group in enumerate(groups) for name in group.layer_names}
+        known = [cache._replace(group=numbers.get(cache.layer)) for cache in known]
+        return Blocks(known, count, byte, self._holders.groups), count
 
     def _states(self, chosen: Collection[str] | None = None) -> list[tuple[Buffer, list[int]]]:
         rows = free_rows(self._runner)
