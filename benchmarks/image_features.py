@@ -16,6 +16,7 @@ are right, too; eager, stock and patched alone run then. Training takes torchvis
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -63,12 +64,17 @@ ENGINES = {"eager": "off", "stock": "off", "observe": "observe", "patched": "on"
 
 
 def main() -> int:
-    folder, trained = Path(sys.argv[1]).resolve(), len(sys.argv) > 3
-    if len(sys.argv) == 3:
-        return _answer(folder, eager=sys.argv[2] == "eager")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("engine", nargs="?", choices=ENGINES, help="answer as this one alone, for this script itself")
+    parser.add_argument("--train", type=float, metavar="SECONDS")
+    options = parser.parse_args()
+    folder, trained = options.folder.resolve(), options.train is not None
+    if options.engine:
+        return _answer(folder, eager=options.engine == "eager")
     write(folder)
     if trained:
-        trained_images.train(folder / NAME, CONFIG, float(sys.argv[3]))
+        trained_images.train(folder / NAME, CONFIG, options.train)
     answers: dict[str, Any] = {}
     for name, mode in ENGINES.items():
         if trained and name not in ("eager", "stock", "patched"):

@@ -116,7 +116,7 @@ def test_what_standard_output_cannot_print_is_escaped(tmp_path: Path) -> None:
     "version",
     [  # where the same engine runs
         pytest.param(fetch_cpu_engine.AFFECTED, marks=pytest.mark.xdist_group("examples")),
-        pytest.param(fetch_cpu_engine.VERSION, marks=pytest.mark.xdist_group("decision")),
+        pytest.param(fetch_cpu_engine.VERSION, marks=[pytest.mark.xdist_group("decision"), pytest.mark.slow]),
     ],
 )
 def test_the_real_command_reports_running_engines_with_the_settings_of_their_start(

@@ -137,7 +137,7 @@ def test_corruption_with_graphs_alone_is_detected_where_it_begins(folder: Path) 
     assert "4 prompts: 1 equal, 0 diverge at a tie, 3 corrupt; 40 of 52 tokens compared" in done.stdout
     assert "also compared with the compiled engine without graphs" in done.stdout
     assert verdict == "corruption"
-    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["eager", "graphs", "no graphs"]
+    assert [line.partition(":")[0] for line in done.stderr.splitlines()] == ["eager", "graphs", "no graphs", "scored"]
 
 
 @planted

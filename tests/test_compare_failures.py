@@ -79,9 +79,10 @@ def test_a_setting_that_means_nothing_is_one_line_before_any_engine_starts(
 
 def test_corruption_is_exit_code_1(compare: Compare) -> None:
     done = compare("--json", code=1, graphs="wrong")
-    assert engines(done) == ["eager", "graphs", "no graphs"]
+    assert engines(done) == ["eager", "graphs", "no graphs", "scored"]
     output = report(done)
     assert output["corrupt"]
+    assert output["note"].endswith("without graphs, and scored in 8 orders")
     assert [(prompt["kind"], prompt["position"]) for prompt in output["prompts"]] == [("corrupt", 2)] * 3
 
 

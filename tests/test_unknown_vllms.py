@@ -34,7 +34,7 @@ SAMPLED = {
     "0.33.0": ("prefill-dispatch", "prompt-logprobs", "triton-mla-padding", "compressor-skip"),
 }
 """Three releases: a warm process takes as long as twenty mutants."""
-OF_EACH = 2
+OF_EACH = 1
 WITHOUT_A_REMEDY = {"draft-prefill-state"}
 """No vLLM with the remedy runs in its scenario: the speculator is another one since then."""
 RELEASE_OF = {fix: release for release, fixes in SAMPLED.items() for fix in fixes}

@@ -239,7 +239,7 @@ def judge(
         if padded.result is not None:
             comparison = exonerate(comparison, graphed.result.passes[0], padded.result.passes[0])
     scored = None
-    if comparison.corrupt:
+    if comparison.corrupt and arbiter is not None and arbiter.result is not None:
         # Prompts that follow each other in another order share steps with others, and so batches differ.
         tokens = tuple(answer.tokens for answer in graphed.result.passes[0])
         name = compiled.name.replace(COMPILED, SCORED)

@@ -85,9 +85,8 @@ def score(llm: LLM, prompts: tuple[Any, ...], job: Job, turn: int) -> tuple[Answ
     order = [*range(first, len(whole)), *range(first)]
     adapters = {"lora_request": [_lora_requests(job.adapters)[number] for number in order]} if job.adapters else {}
     sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=BEST)
-    outputs = llm.generate(
-        [{"prompt_token_ids": whole[number]} for number in order], sampling, use_tqdm=False, **adapters
-    )
+    inputs = [{"prompt_token_ids": whole[number]} for number in order]
+    outputs = llm.generate(inputs, [sampling] * len(order), use_tqdm=False, **adapters)
     scored: dict[int, Answer] = {}
     for number, output in zip(order, outputs, strict=True):
         top = [_top(best) for best in output.prompt_logprobs[len(tokens[number]) :]]
