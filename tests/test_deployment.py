@@ -297,6 +297,9 @@ def test_variables_of_ours_in_front_of_the_line_count() -> None:
     [
         (("--for", "x '"), "a shell could not parse"),
         (("--for", "x" * 20_000), "more than 16,384 characters"),
+        # What is left of unquoted JSON between double quotes, without blanks and with them.
+        (("--for", "x --speculative-config {method:mtp,tokens:3}"), "Put the flags in single quotes: --for 'MODEL …"),
+        (("--for", "x -cc {mode: 3, cudagraph_mode: NONE}"), "did the shell remove its quotation marks?"),
         (("--gpu", HOPPER), "--gpu only goes with --for"),
     ],
 )
@@ -315,8 +318,9 @@ def test_what_is_missing_is_reported_once_for_all_that_miss_it() -> None:
     assert out[out.index("LIKELY IF attention runs on FlashMLA:") + 1].startswith("  flashmla-fp8: garbage")
     missing = [line for line in out if "config.json" in line]
     assert len(missing) == 1
-    assert missing[0].startswith("  the config.json of no/such-model; it is not in the cache of Hugging Face")
-    assert missing[0].endswith(", or `hf download no/such-model config.json` first")
+    assert out[0].startswith("MAYBE HIT by ")
+    assert out[1] == missing[0]
+    assert out[1].startswith("First get the config.json of no/such-model: `hf download no/such-model config.json` and ")
     off = (
         CliRunner()
         .invoke(app, ["status", "--vllm", str(release_root("0.18.1")), "--for", "VLLM_GRAPHFIX=off no/such-model"])

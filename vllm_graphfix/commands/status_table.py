@@ -11,6 +11,7 @@ from vllm_graphfix.commands.explain import by_default
 from vllm_graphfix.commands.links import fix_name, linked
 from vllm_graphfix.commands.next_step import may_be_stored, other_flags, upgrade
 from vllm_graphfix.deployment import Concern
+from vllm_graphfix.deployment.model import UNCACHED
 from vllm_graphfix.deployment.needs import DRAFTS, briefly_here, by_choice, has_chosen
 from vllm_graphfix.fix import State, Verdict
 from vllm_graphfix.fixes import about
@@ -72,6 +73,18 @@ class _Output:
             self._print_next_step(self._status.deployment)
         self._print_rest(everything=everything)
 
+    @property
+    def _missing(self) -> Sequence[str]:
+        """What decides whether the deployment has the defects that it may have.
+
+        Whoever has one item needs no other that contains it, such as an alternative to it.
+        """
+        answers = [row.answer for row in [*self._needed, *self._open] if row.answer and row.answer.undecided]
+        missing = dict.fromkeys(
+            each for answer in answers if answer.concern is Concern.UNKNOWN for each in answer.missing
+        )
+        return [each for each in missing if not any(other != each and other in each for other in missing)]
+
     def _seen(self, row: Row) -> str:
         deployment = self._status.deployment
         return about(row.fix, deployment.decode_length() if deployment else "one token").seen.replace("`", "")
@@ -90,6 +103,9 @@ class _Output:
         runner = f"; model runner {status.default_runner} by default" if needed and status.default_runner else ""
         if status.deployment is not None:
             self._line(_sentence_on_deployment(status, status.deployment), "bold")
+            for each in self._missing:
+                if each.startswith(UNCACHED):
+                    self._line(f"First get {each}", "bold yellow")
         for look_alike, answer in status.look_alikes:
             self._line(look_alike.sentence(answer), "bold")
         self._line(f"vLLM {status.source.version or '(version unknown)'}{where}, {origin}{runner}")
@@ -199,14 +215,12 @@ class _Output:
         if rows:
             self._console.print()
         groups: dict[str, list[Row]] = {}
-        missing: dict[str, None] = {}
         for row in rows:
             if row.answer is None:
                 continue
             if row.answer.undecided:
                 clauses = _joined(row.answer.undecided)
                 title = f"{'ONLY' if ' here)' in clauses else 'LIKELY'} IF {clauses}:"
-                missing |= dict.fromkeys(row.answer.missing)
             else:
                 title = f"CANNOT BE TOLD without {row.answer.reason}:"
             groups.setdefault(title, []).append(row)
@@ -217,8 +231,7 @@ class _Output:
                 _, *more = self._details_of(row, with_reason=True)
                 for text in more:
                     self._line(f"    {text}", "yellow")
-        # Whoever has one item needs no other that contains it, such as an alternative to it.
-        decisive = [each for each in missing if not any(other != each and other in each for other in missing)]
+        decisive = [each for each in self._missing if not each.startswith(UNCACHED)]
         if decisive:
             self._line("Decided by:", "yellow")
         for each in decisive:

@@ -57,6 +57,12 @@ class Flags:
                 raise FlagsError(
                     f"vLLM {source.version or 'as given'} takes no {name} {quoted_value(flag.value or '')}; {instead}"
                 )
+            value = flag.value or ""
+            if value.startswith("{") and name.endswith("-config") and json_or(value, None) is None:
+                raise FlagsError(
+                    f"{name} {quoted_value(value)} is not JSON; did the shell remove its quotation marks? Put "
+                    f"the flags in single quotes: --for 'MODEL … {name} {{\"…\": …}}'"
+                )
         if not line.split():
             raise FlagsError("--for is empty: give it the arguments of your `vllm serve`, the model first")
         self._line = line.lower()

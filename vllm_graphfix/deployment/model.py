@@ -16,6 +16,8 @@ from vllm_graphfix.deployment.secrets import brief_value, quoted_value
 from vllm_graphfix.text import printable
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+UNCACHED = "the config.json of "
+"""Begins what is missing of a model that is named and whose config.json is not on this machine."""
 _LARGEST_CONFIG = 1024 * 1024
 _MOST_NODES = 100_000
 """Limit of values in a model's config.json."""
@@ -116,9 +118,9 @@ class Model(Flags):
             raise FlagsError(f"{quoted_value(place)} does not exist; name a model, its folder or its config.json")
         cached = in_the_hub_cache(place, self.value("--revision")[0] or "main", self._environment, self._read)
         name = brief_value(place, 80)
-        otherwise = f", or `hf download {name} config.json` first" if _HUB_NAME.fullmatch(name) else ""
-        where = f"it is not in the cache of Hugging Face (HF_HOME): name a local folder that contains it{otherwise}"
-        return cached, "" if cached else f"the config.json of {name}; {where}"
+        fetch = f"`hf download {name} config.json` and ask again, or " if _HUB_NAME.fullmatch(name) else ""
+        how = f"{fetch}name a folder that contains it (not in the cache of Hugging Face, HF_HOME)"
+        return cached, "" if cached else f"{UNCACHED}{name}: {how}"
 
     @cached_property
     def _config(self) -> tuple[dict[str, Any], str | None]:
