@@ -25,7 +25,7 @@ from deployed import (
     rules,
     runbook,
 )
-from judged_fleets import FLEETS, JUDGE_VALUES
+from judged_fleets import CANARY, FLEETS, JUDGE_VALUES, OTHER, an_engine
 from promtool import ran
 from vllm_graphfix.text import PAGES
 
@@ -142,3 +142,49 @@ def test_success_and_failure_of_an_analysis_leave_nothing_between_them(metric: M
     assert success
     assert failure
     assert failure.groups() == (opposite[success[1]], success[2])
+
+
+# The queries on the page of Argo Rollouts, on engines of which one is of another model.
+
+
+def test_the_queries_on_the_argo_page_find_what_the_page_says(promtool: Path, tmp_path: Path) -> None:
+    page = (PROJECT / "docs" / "argo-rollouts.md").read_text()
+    observed, judged = re.findall(r"^```promql\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    # A query goes on in the lines behind it that are indented.
+    loaded, met = re.split(r"\n(?=\S)", observed.strip().replace("my-model", "m"))
+    corrected = met.replace("observing", "active")
+    share, faults, disagreeing = re.split(r"\n(?=\S)", judged.strip().replace("my-model", "m"))
+    count = 'graphfix_events_total{{{where}, fix="mamba-padding", event="padded"}}'
+    others = 'job="vllm", namespace="llm", instance="other"'
+    another = {name.replace('"m"', '"n"'): values for name, values in an_engine(others, 0, 0.02, 0).items()}
+    events = {
+        count.format(where=where): values for where, values in ((CANARY, "3x30"), (OTHER, "0x30"), (others, "7x30"))
+    }
+    row = count.format(where=CANARY)
+    for state, agreeing, expected in (
+        ("observing", 2, {loaded: 2, met: row, corrected: None, faults: None, disagreeing: None}),
+        ("active", 2, {loaded: 2, met: None, corrected: row, faults: None, disagreeing: None}),
+        ("failed", 1, {loaded: 2, met: None, corrected: None, faults: 2, disagreeing: 1}),
+    ):
+        engines = an_engine(CANARY, 1, 0.02, 0, agreeing, state) | an_engine(OTHER, 0, 0.02, 0, state="observing")
+        series = {**engines, **another, **events}
+        checks = [(share, 0.5), *expected.items()]
+        made = [
+            {
+                "expr": query if isinstance(value, str) else f"sum({query})",
+                "eval_time": "20m",
+                "exp_samples": []
+                if value is None
+                else [{"labels": value, "value": 3} if isinstance(value, str) else {"labels": "{}", "value": value}],
+            }
+            for query, value in checks
+        ]
+        tests = [
+            {
+                "interval": "1m",
+                "input_series": [{"series": name, "values": values} for name, values in series.items()],
+                "promql_expr_test": made,
+            }
+        ]
+        (tmp_path / "page.yml").write_text(json.dumps({"evaluation_interval": "1m", "tests": tests}))
+        ran(promtool, "test", "rules", tmp_path / "page.yml")
