@@ -51,7 +51,7 @@ NOT_RUN = {
         "needs a cluster with Argo Rollouts",
     ),
     (
-        "kubectl exec POD -- sh -c 'pip install -q --target /tmp/g vllm-graphfix && PYTHONPATH=/tmp/g python3 -m "
+        "kubectl exec POD -- sh -c   'pip install -q --target /tmp/g vllm-graphfix && PYTHONPATH=/tmp/g python3 -m "
         "vllm_graphfix status --running'"
     ): "needs a cluster",
     "VLLM_GRAPHFIX_KV_MARKS=1/16 vllm serve MODEL": "an engine that is marked is in test_kv_marks.py",
