@@ -28,7 +28,7 @@ from wheels import wheel_index  # noqa: F401 - a fixture
 # The same examples everywhere and each time. `make test-all` runs "whole" (--hypothesis-profile).
 settings.register_profile(
     "sample",
-    max_examples=60,
+    max_examples=30,
     derandomize=True,
     database=None,
     deadline=None,

@@ -37,8 +37,11 @@ RELEASES = {
     "ubatch-max-seq-len": "0.19.1",
 }
 SLOW = {"c128a-stride": "0.27.0", "capture-state": "0.16.0 0.18.1", "mamba-all-mode": "0.16.0"}
-PAIRS = [(fix, release) for fix, releases in RELEASES.items() for release in releases.split()]
-PAIRS_SLOW = [(fix, release) for fix, releases in SLOW.items() for release in releases.split()]
+PAIRS = [(fix, releases.split()[-1]) for fix, releases in RELEASES.items()]
+PAIRS_SLOW = [
+    *((fix, release) for fix, releases in RELEASES.items() for release in releases.split()[:-1]),
+    *((fix, release) for fix, releases in SLOW.items() for release in releases.split()),
+]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,11 @@ def ran(model: Path, folder: Path, *flags: str, **env: str) -> subprocess.Comple
 
 
 @pytest.mark.parametrize(
-    ("ranks", "checked", "counters"), [(1, "", "off"), (2, "1/2", "{'checks': 0, 'mismatches': 0,")], ids=["one", "two"]
+    ("ranks", "checked", "counters"),
+    [
+        pytest.param(1, "", "off", marks=pytest.mark.slow, id="one"),
+        pytest.param(2, "1/2", "{'checks': 0, 'mismatches': 0,", id="two"),
+    ],
 )
 def test_rollouts_go_on_after_a_reload_and_every_worker_has_the_fixes_that_it_needs(
     ranks: int, checked: str, counters: str, model: Path, tmp_path: Path
