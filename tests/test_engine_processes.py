@@ -207,14 +207,19 @@ def test_an_engine_that_takes_too_long_ends_with_its_children(vllm: Path, logs: 
 def test_a_job_may_shorten_the_time_limit_from_the_last_observation_not_extend_it(vllm: Path, logs: Path) -> None:
     name = "engine that hangs"
     seen, saw = logs / "engine-that-hangs.json", '{"observed": {"lengths": [-1.0]}, "error": ""}'
-    seen.write_text(saw)
+
+    def see() -> None:
+        """Write what the engine has seen, half a second after its start."""
+        threading.Timer(0.5, seen.write_text, [saw]).start()
+
+    see()
     end = ended(vllm, logs, "hangs with a child", name=name, seconds=2.0)
     assert HANG.fullmatch(end.error or "")
     assert (end.observed, end.seconds < 20) == ({"lengths": [-1.0]}, True)
+    see()
     assert (
         ended(vllm, logs, "hangs with a child", timeout=2.0, name=name, seconds=60.0).error == "did not finish in 2 s"
     )
-    seen.unlink()
     assert ended(vllm, logs, "hangs with a child", timeout=2.0, name=name, seconds=0.1).error == "did not finish in 2 s"
 
 

@@ -58,7 +58,8 @@ class StageStandIn:
         self.checked: list[int] = []
         self.fails: Exception | None = None
         self.model = runner_v1._checking_class(ModelStandIn, self.shadow)()
-        self.model.stage = self
+        self.model.stage = self.model.runnable = self
+        self.model.vllm_config = None
         vars(self.shadow.schedule)["wanted"] = lambda cost: wanted(self.calls)
 
     def call(self) -> None:
@@ -135,7 +136,7 @@ def _stand_in_for_vllm(patched: pytest.MonkeyPatch) -> None:
     context._forward_context = SimpleNamespace(batch_descriptor="a descriptor")
     patched.setitem(sys.modules, "vllm.forward_context", context)
     patched.setattr(runner_v1, "_replays", lambda wrapper, _: wrapper.stage.replays)
-    patched.setattr(runner_v1, "_step", lambda _, wrapper, *__: wrapper.stage.describe())
+    patched.setattr(runner_v1, "step", lambda _, config, context, stage, *__: stage.describe())
     patched.setattr(runner_v2, "unsafe", lambda config: None)
     patched.setattr(
         runner_v2,
