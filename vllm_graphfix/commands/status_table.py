@@ -268,7 +268,7 @@ class _Output:
             hidden = [f"{title}: {number}" for title, number in counts if number]
             if hidden:
                 self._line(f"{', '.join(hidden)} (--all)", "dim")
-        yours = "" if self._has_deployment else 'Yours?  vllm-graphfix status --for "MODEL FLAGS"    '
+        yours = "" if self._has_deployment else "Yours?  vllm-graphfix status --for 'MODEL FLAGS'    "
         self._line(f"{yours}Where?  --verbose    More?  vllm-graphfix explain FIX", "dim")
 
 
