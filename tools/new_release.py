@@ -170,8 +170,8 @@ def hunt(version: str, previous: str, python: str, report: list[str]) -> bool:
     """Hunt in *version* by *python* where that can be, and append to *report*; return False if a case is wrong."""
     out = str(PROJECT / "build" / f"hunt-{version}")
     arguments = ["hunt", "--out", out, "--cases", _CASES, "--changed-since", str(release(previous))]
-    asked = [python, "-c", "import importlib.metadata; print(importlib.metadata.version('vllm'))"]
-    has = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() if gpus() else ""
+    command = [python, "-c", "import importlib.metadata; print(importlib.metadata.version('vllm'))"]
+    has = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() if gpus() else ""
     if has != version:
         why = f"{python} has {f'vLLM {has}' if has else 'no vLLM'}" if gpus() else "this machine has no GPU"
         report += [

@@ -75,7 +75,7 @@ class _Output:
 
     @property
     def _missing(self) -> Sequence[str]:
-        """What decides whether the deployment has the defects that it may have.
+        """Return what is missing to decide whether the deployment has the defects that it may have.
 
         Whoever has one item needs no other that contains it, such as an alternative to it.
         """

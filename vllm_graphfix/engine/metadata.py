@@ -60,8 +60,8 @@ class MetadataCheck:
             self.forked()
         self._is_on = is_on
 
-    def begin_capture(self) -> None:
-        """Note from now on what graphs read."""
+    def begin_capture(self, _: Any = None) -> None:
+        """Note from now on what graphs read, whichever worker captures."""
         if not self._is_on or self._failures:
             return
         try:
@@ -187,7 +187,7 @@ class MetadataCheck:
 
 
 class _Capture:
-    """What one graph is captured with, and reads."""
+    """Holds the metadata that one graph is captured with, and the fields of them that it reads."""
 
     def __init__(self, device: str) -> None:
         made = graph_being_captured()

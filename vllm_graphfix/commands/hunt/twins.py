@@ -24,7 +24,7 @@ TEXT, IMAGES = "_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"
 VOCABULARY = 512
 """So small that a prompt can have every token: an n-gram drafter then has drafts for each."""
 _BIASED = {"topk_method": "noaux_tc"}
-"""As published; transformers always has the bias of the router, vLLM only then."""
+"""The routing method as published: without it vLLM has no bias of the router, which transformers always saves."""
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},  # vLLM always routes by groups

@@ -97,6 +97,47 @@ class Component:
         """Discard the parent's state; called in a forked child."""
 
 
+class CaptureComponent(Component):
+    """Owns a check that watches captures, and is made where a rank captures."""
+
+    has_state = False
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
+        self.check: Any = None
+        self._is_on = False
+
+    def is_on(self, decision: Decision) -> bool:
+        raise NotImplementedError("each subclass has a setting of its own")
+
+    def make(self) -> Any:
+        raise NotImplementedError("each subclass imports its check")
+
+    def start(self, decision: Decision, policy: Policy) -> None:
+        self._is_on = self.is_on(decision)
+        if self.check is not None:
+            self.check.begin(is_on=self._is_on)
+
+    def begin_capture(self, worker: Any) -> None:
+        if self.check is None and self._is_on:
+            self.check = self.make()
+            self.check.begin(is_on=True)
+        if self.check is not None:
+            self.check.begin_capture(worker)
+
+    def end_capture(self) -> None:
+        if self.check is not None:
+            self.check.end_capture()
+
+    def counts(self) -> Mapping[str, Mapping[str, int]]:
+        counted: Mapping[str, Mapping[str, int]] = self.check.counts() if self.check is not None else {}
+        return counted
+
+    def after_fork(self) -> None:
+        if self.check is not None:
+            self.check.forked()
+
+
 def make_all(services: Services) -> tuple[Component, ...]:
     """Make the component of each module in this package, those first that others use."""
     kinds = sorted(_kinds(), key=lambda kind: (not kind.starts_first, kind.name))
