@@ -122,7 +122,12 @@ class LLM:
         best = -0.1 - 0.01 * (self.calls > 1)  # the engine's own noise
         best = float("nan") if self.behaviour == "no numbers" else best
         top = [{token: LogProbability(best), token + 1: LogProbability(best - 3.0)} for token in tokens]
-        scored = [None, *({token: LogProbability(best - 1.0)} for token in prompt[1:])]
+        # Each token is the one before it and one, so that an answer's right tokens are the most likely when scored.
+        counted = [{(one + 1) % 1000: LogProbability(best)} for one in prompt[:-1]]
+        scored = [
+            None,
+            *({token: LogProbability(best - 3.0)} | at for token, at in zip(prompt[1:], counted, strict=True)),
+        ]
         return SimpleNamespace(
             outputs=[SimpleNamespace(token_ids=tokens, logprobs=top)],
             prompt_token_ids=prompt,

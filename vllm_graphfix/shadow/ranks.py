@@ -14,7 +14,7 @@ its GPU is idle before it continues. A rank that does not reach that point ends 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -41,12 +41,19 @@ def group() -> Any:
     return experts if experts is not None and experts.world_size > tensor_parallel.world_size else tensor_parallel
 
 
+_was_single_rank = True
+
+
 def is_single_rank() -> bool:
-    """Tell whether this rank has no other one in its group, so that a failure concerns nobody else."""
-    try:
-        return bool(group().world_size == 1)
-    except Exception:  # there is no group
-        return True
+    """Tell whether this rank has no other one in its group, so that a failure concerns nobody else.
+
+    A group that cannot be read is as it was before: a rank that took itself for the only one would let the others wait
+    for it as long as a step may take. Without any group, as before vLLM makes one, the rank is alone.
+    """
+    global _was_single_rank  # noqa: PLW0603 - one process is one rank
+    with suppress(Exception):
+        _was_single_rank = bool(group().world_size == 1)
+    return _was_single_rank
 
 
 def step_timeout() -> float:

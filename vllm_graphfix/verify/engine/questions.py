@@ -83,8 +83,10 @@ def score(llm: LLM, prompts: tuple[Any, ...], job: Job, turn: int) -> tuple[Answ
     whole = [list(each + more)[:longest] for each, more in zip(tokens, job.continued, strict=True)]
     first = turn * len(whole) // (1 + job.extra_passes)
     order = [*range(first, len(whole)), *range(first)]
-    requests = _lora_requests(job.adapters)
-    adapters = {"lora_request": [requests[number] for number in order]} if requests else {}
+    adapters = {}
+    if job.adapters:
+        requests = _lora_requests(job.adapters)
+        adapters = {"lora_request": [requests[number] for number in order]}
     sampling = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, prompt_logprobs=BEST)
     inputs = [{"prompt_token_ids": whole[number]} for number in order]
     outputs = llm.generate(inputs, [sampling] * len(order), use_tqdm=False, **adapters)
