@@ -12,3 +12,8 @@ from table import slow_but_for
 @pytest.mark.parametrize("release", slow_but_for(("0.18.1", "0.20.0", "0.33.0"), ALL_RELEASES))
 def test_stock_does_what_the_page_says(release: str) -> None:
     check_behaviours(release, "looked_at", {"VLLM_GRAPHFIX": "off"}, also=("looked_at_outside",))
+
+
+@pytest.mark.parametrize("release", slow_but_for(("0.16.0",), ("0.15.0", "0.15.1", "0.16.0")))
+def test_model_runner_v2_serves_no_image(release: str) -> None:
+    check_behaviours(release, "looked_at_images", {"VLLM_GRAPHFIX": "off"})
