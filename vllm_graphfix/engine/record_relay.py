@@ -23,7 +23,7 @@ _TIMEOUT = timedelta(seconds=10)
 """Limit of one access to the store."""
 _LEADER = "relay/leader"
 """The key of the file name of rank 0's record."""
-_BEAT = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18}) ([0-9a-f]{16}-[A-Za-z0-9._-]{1,64}-[0-9]{1,10}\.json)")
+_BEAT = re.compile(rf"([0-9]{{1,18}}) ([0-9]{{1,18}}) ({records.FILE_NAME})".encode())
 """Number of the heartbeat, version of the record, and name of its file."""
 
 

@@ -13,6 +13,7 @@ from vllm_graphfix.records.process_identity import Identity, exists, identity
 from vllm_graphfix.records.pruning import PRUNED_AFTER, prune
 from vllm_graphfix.records.reading import FILES, Reading, StoredRecord, Unreadable, read
 from vllm_graphfix.records.record import (
+    FILE_NAME,
     LARGEST,
     MOST_FOLLOWERS,
     AgreementReport,
@@ -33,6 +34,7 @@ from vllm_graphfix.records.writing import remove, touch, touch_outdated, write
 __all__ = [
     "CLOCKS_DIFFER",
     "FILES",
+    "FILE_NAME",
     "HEARTBEAT",
     "LARGEST",
     "MOST_FOLLOWERS",

@@ -13,12 +13,13 @@ from vllm_graphfix.records.folder import ENTRIES, opened
 from vllm_graphfix.records.liveness import Liveness, all_liveness
 from vllm_graphfix.records.process_identity import identity
 from vllm_graphfix.records.reading import read
+from vllm_graphfix.records.record import FILE_NAME
 
 PRUNED_AFTER = 3600.0
 """Seconds after the last heartbeat of a process that has ended."""
 _FORGOTTEN_AFTER = 7 * 24 * 3600.0
 """Seconds after the last heartbeat of an engine whose processes may have ended."""
-_TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[A-Za-z0-9._-]{1,64}-[0-9]{1,10}\.json\.[0-9a-f]{8}")
+_TEMPORARY = re.compile(rf"\.{FILE_NAME}\.[0-9a-f]{{8}}")
 
 
 def prune(base: Path, offset: float = 0.0) -> None:

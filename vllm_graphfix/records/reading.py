@@ -22,14 +22,14 @@ from vllm_graphfix.records.folder import (
     path_text,
     why,
 )
-from vllm_graphfix.records.record import LARGEST, Record, RecordError
+from vllm_graphfix.records.record import FILE_NAME, LARGEST, Record, RecordError
 from vllm_graphfix.records.writing import is_outdated
 from vllm_graphfix.text import printable
 
 FILES = 4 * 4096
 """Limit of records in one reading, of which each folder gets its share."""
 _FOLDER = re.compile(r"vllm-graphfix-(0|[1-9][0-9]{0,9})")
-_FILE = re.compile(r"([0-9a-f]{16})-([A-Za-z0-9._-]{1,64})-([0-9]{1,10})\.json")
+_FILE = re.compile(FILE_NAME)
 
 
 class StoredRecord(NamedTuple):

@@ -26,6 +26,8 @@ _LEAST_TEXT = 32
 
 _ENGINE = r"[0-9a-f]{16}"
 _HOST = r"[A-Za-z0-9._-]{1,64}"
+FILE_NAME = rf"({_ENGINE})-({_HOST})-([0-9]{{1,10}})\.json"
+"""Engine, host and PID of a record, in the name of its file."""
 _GROUP = r"[!-~]{1,128}"
 _WORD = r"[!-~]{0,128}"
 _MASTERS = frozenset(master.value for master in Master)
