@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from datetime import timedelta
@@ -18,7 +19,7 @@ from vllm_graphfix.engine import capture_gate, gate_reports, rank_agreement
 from vllm_graphfix.engine.metrics import Exposition, Watcher
 from vllm_graphfix.engine.metrics_snapshot import ServedEngine
 from vllm_graphfix.engine.record_relay import RecordRelay
-from vllm_graphfix.records import Record, own_folder, read
+from vllm_graphfix.records import Record, own_folder, read, writing
 
 FOLLOWER = "fedcba9876543210"
 
@@ -123,7 +124,8 @@ def test_a_file_of_shared_storage_is_never_replaced(store: PrefixStore, tmp_path
 
 
 def test_a_node_with_metrics_of_its_own_is_not_relayed(store: PrefixStore, tmp_path: Path) -> None:
-    ranks = [rank(store, tmp_path / "a", 0), rank(store, tmp_path / "b", 1, engine=FOLLOWER, leader=ENGINE)]
+    leader = rank(store, tmp_path / "a", 0, followers=(FOLLOWER,))
+    ranks = [leader, rank(store, tmp_path / "b", 1, engine=FOLLOWER, leader=ENGINE)]
     ranks.append(rank(store, tmp_path / "b", 2, engine=FOLLOWER, leader=ENGINE))
     beat(ranks)
     assert len(names(ranks[0].folder)) == 3
@@ -150,7 +152,7 @@ def test_a_removed_file_is_written_again(ranks: list[Rank]) -> None:
 
 def test_a_folder_that_refuses_one_record_gets_the_next(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     beat(ranks)
-    write, changed = records.write, ranks[1].published[0].file_name
+    write, changed = writing.write, ranks[1].published[0].file_name
     full = True
 
     def written(base: Path, one: Record) -> object:
@@ -158,7 +160,7 @@ def test_a_folder_that_refuses_one_record_gets_the_next(ranks: list[Rank], monke
             raise OSError(28, "No space left on device")
         return write(base, one)
 
-    monkeypatch.setattr(records, "write", written)
+    monkeypatch.setattr(writing, "write", written)
     for one in ranks[1:]:
         one.publish(one.published[0]._replace(problem="it stops"))
     beat(ranks)
@@ -180,6 +182,39 @@ def test_a_name_that_is_no_records_is_not_written(ranks: list[Rank], store: Pref
     store.set("relay/beat/1", f"9 9 {name}")
     ranks[0].relay.relay()
     assert not [each for each in names(ranks[0].folder) if "node-1" in each]
+
+
+STRANGERS = {
+    "no JSON": b"#!/bin/sh\n" * 9,
+    "no record": b"{}",
+    "nested": b"[" * 60_000,
+    "too large": b" " * (records.LARGEST + 1),
+    "of another file": record(elsewhere(999, "node-1"), rank=1, world_size=3),
+    "of another rank": record(elsewhere(101, "node-1"), rank=2, world_size=3),
+    "of no rank": record(elsewhere(101, "node-1")),
+    "of an engine that was not compared": record(elsewhere(101, "node-1"), rank=1, world_size=3, engine=FOLLOWER),
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_what_is_no_record_of_that_rank_is_not_written(ranks: list[Rank], store: PrefixStore, what: str) -> None:
+    """The store has no password."""
+    ranks[0].relay.relay()
+    content = STRANGERS[what]
+    engine = content.engine if isinstance(content, Record) else ENGINE
+    store.set("relay/beat/1", f"1 1 {engine}-node-1-101.json")
+    store.set("relay/record/1", content.encode() if isinstance(content, Record) else content)
+    ranks[0].relay.relay()
+    assert names(ranks[0].folder) == [ranks[0].published[0].file_name]
+
+
+def test_a_record_is_written_without_what_it_should_not_hold(ranks: list[Rank], store: PrefixStore) -> None:
+    beat(ranks)
+    content = ranks[1].published[0]
+    store.set("relay/beat/1", f"9 9 {content.file_name}")
+    store.set("relay/record/1", json.dumps(content.as_json() | {"payload": "x"}))
+    ranks[0].relay.relay()
+    assert "payload" not in (own_folder(ranks[0].folder) / content.file_name).read_text()
 
 
 def test_a_rank_relays_from_its_capture_on(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:

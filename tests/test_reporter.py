@@ -133,7 +133,7 @@ def test_where_no_mark_can_be_set_an_old_record_gets_no_heartbeat(
         refused.append(one.file_name)
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr("vllm_graphfix.records.reporter.write", refuse)
+    monkeypatch.setattr("vllm_graphfix.records.writing.write", refuse)
     monkeypatch.setattr(os, "fchmod", lambda descriptor, mode: None)
     reporter.publish(record(rank=0, problem="why"))
     assert eventually(lambda: refused and threads() == [])

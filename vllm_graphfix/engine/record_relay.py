@@ -8,6 +8,7 @@ done on shared storage. So whatever reads records needs to know nothing of this.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -25,16 +26,17 @@ _LEADER = "relay/leader"
 """The key of the file name of rank 0's record."""
 _BEAT = re.compile(rf"([0-9]{{1,18}}) ([0-9]{{1,18}}) ({records.FILE_NAME})".encode())
 """Number of the heartbeat, version of the record, and name of its file."""
+_LONGEST_NAME, _LONGEST_BEAT = 128, 256
+"""Bytes of a file name and of a heartbeat that are looked at: more than either has."""
+
+
+_FILE = re.compile(records.FILE_NAME)
 
 
 class _Relayed(NamedTuple):
-    """The record of another rank, as it goes into a file. Not parsed: readers trust no file anyway."""
+    """The file of another rank's record."""
 
     file_name: str
-    data: bytes = b""
-
-    def encode(self) -> bytes:
-        return self.data
 
 
 class RecordRelay:
@@ -115,7 +117,7 @@ class RecordRelay:
         if not self._store.check([_LEADER]):
             return
         beat = f"relay/beat/{self._rank}"
-        if not self._is_needed(record, self._store.get(_LEADER).decode("ascii", "replace")):
+        if not self._is_needed(record, self._store.get(_LEADER)[:_LONGEST_NAME].decode("ascii", "replace")):
             if self._sent is not None:
                 self._sent = None
                 self._store.set(beat, b"")
@@ -133,7 +135,7 @@ class RecordRelay:
 
     def _is_needed(self, record: records.Record, leader: str) -> bool:
         """Tell if rank 0, whose record has the file name *leader*, should write *record* to its folder."""
-        if (records.own_folder(self._base) / Path(leader).name).exists():
+        if not _FILE.fullmatch(leader) or records.is_stored(self._base, _Relayed(leader)):
             return False  # shared storage, or the same machine
         if leader.startswith(record.engine):
             return True
@@ -143,7 +145,8 @@ class RecordRelay:
 
     def _receive(self) -> None:
         beats = self._store.multi_get([f"relay/beat/{other}" for other in self._others])
-        for other, beat in zip(self._others, beats, strict=True):
+        for other, whole_beat in zip(self._others, beats, strict=True):
+            beat = whole_beat[:_LONGEST_BEAT]  # of a longer one, no more is kept in memory, and it is none
             if beat != self._beats.get(other, b""):
                 with suppress(OSError):  # the next ranks' records may be smaller, and this one is tried again
                     self._receive_from(other, beat)
@@ -159,20 +162,28 @@ class RecordRelay:
             version, file = b"", None
         if parts is None or relayed is None:
             return  # it needs no relay, or none any more
-        if file is None and (records.own_folder(self._base) / relayed.file_name).exists():
+        if file is None and records.is_stored(self._base, relayed):
             return  # shared storage of which that rank has not seen this rank's record yet
         if version == parts[2]:
             with suppress(FileNotFoundError):  # somebody has removed it: write it again
                 records.touch(self._base, relayed)
                 return
-        data = self._store.get(f"relay/record/{rank}")
-        if len(data) > records.LARGEST:
+        record = _decoded(self._store.get(f"relay/record/{rank}"))
+        # Whoever reaches the store can write to it, and what is written here passes for this user's own.
+        if record is None or record.file_name != relayed.file_name or not self._is_from(rank, record):
             return
-        relayed = relayed._replace(data=data)
-        try:
-            records.write(self._base, relayed)
-        except OSError:
-            with suppress(OSError):  # on a full disk: that rank lives, but a touch alone would vouch for old content
-                records.touch_outdated(self._base, relayed)
-            raise
-        self._files[rank] = parts[2], relayed._replace(data=b"")
+        records.write_or_mark(self._base, record)
+        self._files[rank] = parts[2], relayed
+
+    def _is_from(self, rank: int, record: records.Record) -> bool:
+        """Tell if *record* is of *rank*, and of an engine whose ranks were compared with this one."""
+        own = self._newest()
+        compared = () if own is None else (own.engine, *own.followers)
+        return record.rank is not None and record.rank.rank == rank and record.engine in compared
+
+
+def _decoded(data: bytes) -> records.Record | None:
+    try:
+        return records.Record.from_json(json.loads(data)) if len(data) <= records.LARGEST else None
+    except (ValueError, RecursionError):
+        return None

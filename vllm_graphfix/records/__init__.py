@@ -29,7 +29,7 @@ from vllm_graphfix.records.record import (
     Wrong,
 )
 from vllm_graphfix.records.reporter import HEARTBEAT, Reporter
-from vllm_graphfix.records.writing import remove, touch, touch_outdated, write
+from vllm_graphfix.records.writing import is_stored, remove, touch, touch_outdated, write, write_or_mark
 
 __all__ = [
     "CLOCKS_DIFFER",
@@ -62,6 +62,7 @@ __all__ = [
     "by_this_clock",
     "exists",
     "identity",
+    "is_stored",
     "liveness_of",
     "may_run",
     "own_folder",
@@ -73,4 +74,5 @@ __all__ = [
     "touch_outdated",
     "visible",
     "write",
+    "write_or_mark",
 ]

@@ -14,7 +14,7 @@ from vllm_graphfix.records.clock import OffsetMeter
 from vllm_graphfix.records.folder import own_folder, path_text
 from vllm_graphfix.records.pruning import prune
 from vllm_graphfix.records.record import Record
-from vllm_graphfix.records.writing import remove, touch, touch_outdated, write
+from vllm_graphfix.records.writing import remove, touch, write_or_mark
 from vllm_graphfix.settings.environment import STATUS_DIR
 
 HEARTBEAT = 10.0
@@ -176,14 +176,9 @@ class Reporter:
                 self._meter.note(*touch(self._base, record))  # a new offset goes into the record at the next heartbeat
                 self._on_disk[name] = before
                 return
-        try:
-            if self._meter.note(*write(self._base, record)):
-                record = record._replace(clock_offset=self._meter.offset)
-                write(self._base, record)
-        except OSError:
-            with suppress(OSError):  # on a full disk: this process lives, but a touch alone would vouch for old content
-                touch_outdated(self._base, record)
-            raise
+        if self._meter.note(*write_or_mark(self._base, record)):
+            record = record._replace(clock_offset=self._meter.offset)
+            write_or_mark(self._base, record)
         self._on_disk[name] = record
         while len(self._tried) > _ENGINES:
             oldest = next(iter(self._tried))

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from vllm_graphfix.records.folder import opened
-from vllm_graphfix.records.record import LARGEST
+from vllm_graphfix.records.record import LARGEST, Record
 
 
-class Storable(Protocol):
-    """A `Record`, or one that another rank has encoded."""
+class Named(Protocol):
+    """A `Record`, or the name of its file alone."""
 
     @property
     def file_name(self) -> str: ...
-    def encode(self) -> bytes: ...
 
 
-def write(base: Path, record: Storable) -> Dated:
+def write(base: Path, record: Record) -> Dated:
     """Replace this process's record for the engine by *record*, atomically. Raises OSError."""
     data = record.encode()
     with opened(base, "write a status record", make=True) as folder:
@@ -51,6 +50,16 @@ class Dated(NamedTuple):
     after: float
 
 
+def write_or_mark(base: Path, record: Record) -> Dated:
+    """`write`, or mark the file that is there as outdated. Raises OSError then, too."""
+    try:
+        return write(base, record)
+    except OSError:
+        with suppress(OSError):  # on a full disk: its process lives, but a touch alone would vouch for old content
+            touch_outdated(base, record)
+        raise
+
+
 _OUTDATED = stat.S_ISVTX
 """The mode bit of a record whose content could not be rewritten. Setting it needs no space on a full disk, the system
 ignores it on a file, and so does an older reader; a recursive chmod by the owner rarely sets it."""
@@ -61,7 +70,7 @@ def is_outdated(mode: int) -> bool:
     return bool(mode & _OUTDATED)
 
 
-def touch_outdated(base: Path, record: Storable) -> None:
+def touch_outdated(base: Path, record: Named) -> None:
     """Touch the file of *record* and mark its content as outdated.
 
     Raises OSError, also if the file system does not store the mark: without it, the heartbeat would vouch for old
@@ -81,7 +90,7 @@ def touch_outdated(base: Path, record: Storable) -> None:
             os.close(descriptor)
 
 
-def touch(base: Path, record: Storable) -> Dated:
+def touch(base: Path, record: Named) -> Dated:
     """Date the file of *record* anew: it still holds. Raises OSError; FileNotFoundError if the file is gone."""
     with opened(base, "touch a status record") as folder:
         return _date(folder, record.file_name)
@@ -94,7 +103,15 @@ def _date(folder: int, name: str) -> Dated:
     return Dated(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime, before, after)
 
 
-def remove(base: Path, record: Storable) -> None:
+def is_stored(base: Path, record: Named) -> bool:
+    """Tell if our folder has a file of *record*; False if the folder cannot be used."""
+    with suppress(OSError), opened(base, "find a status record") as folder:
+        os.stat(record.file_name, dir_fd=folder, follow_symlinks=False)
+        return True
+    return False
+
+
+def remove(base: Path, record: Named) -> None:
     """Remove the file of *record*, if it is there. Raises OSError."""
     with suppress(FileNotFoundError), opened(base, "remove a status record") as folder:
         os.unlink(record.file_name, dir_fd=folder)
