@@ -131,6 +131,17 @@ def test_a_name_that_may_have_been_meant_to_switch_off_does(name: str, value: st
     assert handed_on not in settings.names(FIXES)
 
 
+@pytest.mark.parametrize(
+    "name", ["VLLM_GRAPHVIZ_TOKEN", "VLLM_GRAPHFIX_ROLLOUTKEY", "VLLM_GRAPHFIX_OFF", "VLLM_GRAPHFIX_X"]
+)
+@pytest.mark.parametrize("value", ["sk-secret", "8817", "on-call", "1\n2"])
+def test_the_value_of_a_mistyped_name_is_published_only_if_it_is_a_setting(name: str, value: str) -> None:
+    parsed = read({name: value}, FIXES)
+    assert parsed.misconfigured == {name: "(set)"}
+    assert not [each for each in parsed.problems if value in each]
+    assert read({name: " Off "}, FIXES).misconfigured == {name: "Off"}
+
+
 @pytest.mark.parametrize("name", ["VLLM_GRAPHICS", "VLLM_GRAPH_OFF", "VLLM_PLUGINS", "GRAPHFIX_RELEASES", "PATH", ""])
 def test_a_name_of_somebody_else_is_none_of_ours(name: str) -> None:
     assert read({name: "off"}, FIXES) == read({}, FIXES)

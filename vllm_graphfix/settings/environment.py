@@ -53,6 +53,12 @@ _MAX_PASSED_ON, _LONGEST_PASSED_ON = 8, 64
 """Unknown variables that a decision holds, and the characters of a name: every variable's value has to fit, too."""
 _LONGEST_VALUE = 40
 _ON_A_TREE = re.compile(r"on:([0-9a-f]{16})")
+_SET = "(set)"
+_OF_A_SETTING = re.compile(
+    r"|on|off|auto|observe|strict|report|repair|quarantine|abort|true|false|yes|no|none|disabled"
+    r"|[0-9]{1,3}(\.[0-9]{1,2})? ?%?"
+)
+"""Values that `asks_for_less` goes by, and others that no secret has."""
 _SAME = {"1": "on", "true": "on", "yes": "on", "0": "off", "false": "off", "no": "off"}
 
 
@@ -127,7 +133,7 @@ class Settings(NamedTuple):
     """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: MarksAction = MarksAction.REPORT
     misconfigured: Mapping[str, str] = {}
-    """Variables with an invalid value, and unknown variables, each with its value as `brief` writes it;
+    """Variables with an invalid value, and unknown variables, each with its value as `brief` or `_published` writes it;
     `decision.decide` adds the percentage."""
 
 
@@ -314,7 +320,7 @@ class _Values:
         for key in ordered[:_MAX_PASSED_ON]:
             name = re.sub(r"[^A-Za-z0-9_]", "_", key)[:_LONGEST_PASSED_ON]
             # A cut or replaced name must not stand for a valid variable.
-            self.misconfigured[f"{name}_" if name in known else name] = brief(self._environment[key])
+            self.misconfigured[f"{name}_" if name in known else name] = _published(self._environment[key])
         return True in unknown.values()
 
     def refuse_entry(self, entry: str, fixes: Iterable[str]) -> bool:
@@ -413,6 +419,14 @@ def is_brief(name: object, value: object) -> bool:
 def was_always_brief(name: str) -> bool:
     """Return True if versions that knew no unknown variables in `misconfigured` accept *name* there."""
     return re.fullmatch(rf"{PREFIX}[A-Z0-9_]{{0,64}}", name) is not None
+
+
+def _published(value: str) -> str:
+    """Return *value* of an unknown variable for all to read: `_SET` for it, unless it can only be a setting.
+
+    The variable may be another program's, and hold its password, or ours, and hold the key of the rollout.
+    """
+    return value.strip() if _OF_A_SETTING.fullmatch(value.strip().lower()) else _SET
 
 
 def brief(value: str) -> str:
