@@ -6,6 +6,8 @@ alone, `python collect_env.py` from vLLM's bug template, loads none.
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -20,11 +22,11 @@ def extend(collect_env: ModuleType, report: Callable[[], str]) -> None:
     """Append the result of *report* to vLLM's own report."""
 
     def around(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        vllms_report = stock(*args, **kwargs)
+        vllms_report = _without_our_variables(stock(*args, **kwargs))
         try:
-            return f"{_without_our_variables(vllms_report)}\n\n{_encodable(report())}"
+            return f"{vllms_report}\n\n{_encodable(report())}"
         except Exception:
-            logger.exception("graphfix: nothing could be added to vLLM's report; the rest of it is as it was")
+            logger.exception("graphfix: nothing could be added to vLLM's report")
             return vllms_report
 
     wrap(collect_env, "get_pretty_env_info", around)
@@ -35,8 +37,10 @@ def _without_our_variables(vllms_report: str) -> str:
 
     The plugin's part of the report holds what may be published of them.
     """
-    lines = [line for line in vllms_report.split("\n") if not (line.startswith(PREFIX) and "=" in line)]
-    return "\n".join(lines).rstrip("\n")
+    ours = [f"{name}={value}" for name, value in os.environ.items() if name.startswith(PREFIX)]
+    for setting in sorted(ours, key=len, reverse=True):  # a value may have several lines, and hold another setting
+        vllms_report = re.sub(rf"^{re.escape(setting)}(?:\n|\Z)", "", vllms_report, flags=re.MULTILINE)
+    return vllms_report.rstrip("\n")
 
 
 def _encodable(text: str) -> str:
