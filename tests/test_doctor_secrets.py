@@ -23,6 +23,8 @@ from vllm_graphfix.engine import rank_agreement
 from vllm_graphfix.fixes import BY_NAME, FIXES, about
 from vllm_graphfix.records import AgreementReport, FixReport, own_folder
 from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.settings.decision import decide
+from vllm_graphfix.settings.environment import read
 
 pytestmark = pytest.mark.usefixtures(nothing_of_this_machine.__name__)
 
@@ -44,6 +46,20 @@ MASKED = [
 @pytest.mark.parametrize(("text", "masked"), MASKED)
 def test_what_is_nobodys_business_is_masked_in_every_text(text: str, masked: str) -> None:
     assert Mask({}, ()).text(text) == masked
+
+
+def test_the_rollout_key_of_another_engine_is_masked_whatever_its_length() -> None:
+    for key in ("acme", "a'c", "x" * 200, 'a"\''):
+        reason = decide(read({"VLLM_GRAPHFIX_ROLLOUT": "0", "VLLM_GRAPHFIX_ROLLOUT_KEY": key}, ["a"]), "").withheld
+        assert reason is not None
+        assert repr(key) in reason
+        assert Mask({}, ()).text(reason) == reason.replace(repr(key), "(hidden)")
+
+
+def test_a_secret_that_a_text_repeats_is_masked_to_its_end() -> None:
+    password = "never tell this to anybody; " * 4
+    text = Mask({"DB_PASSWORD": password}, ()).text(f"x{password * 80}")
+    assert text == f"x{'(hidden)' * 80}"[:299] + "…"
 
 
 PLAIN = [

@@ -13,6 +13,8 @@ from vllm_graphfix.text import printable
 
 _LONGEST = 300
 """Characters of a text."""
+_LONGEST_MASKED = 64 * 1024
+"""Characters of a text that are masked before it is cut: the part of a secret at their end is cut off, too."""
 _LONGEST_COMMAND = 64 * 1024
 """Characters of a command that are read for secrets before it is cut."""
 
@@ -84,6 +86,8 @@ _MISTYPED = rf"""\b(?P<name>(?!{settings.STATUS_DIR}=)(?:NAMES))=(?:
       |(?!(?:{_WORDS})(?![\w/:=+-]))[^\s,;]+)"""
 """Invalid value of one of our variables (by a pattern of names): where it is quoted or reported, and any other one that
 is no word of ours."""
+_KEY = re.compile(r"""(?<=\bkey )(?:'(?:[^'\\]|\\.)*(?:'|$)|"(?:[^"\\]|\\.)*(?:"|$))""")
+"""The rollout key in a reason."""
 _NAMED = re.compile(r"\b\w+(?==)")
 _HOMES = re.compile(r"(?<![\w.])/(?:home|Users|export/home|var/home)/[^/\s'\"`]+")
 
@@ -99,7 +103,7 @@ class Mask:
             for name, value in environment.items()
             if name == ours or (name not in known and _is_secret_name(name))
         )
-        # A short value would match in any text, and a longer one in none, since texts are cut.
+        # A short value would match in any text, and a longer one in none, since records cut their texts.
         values = {value for value in (*named, *models) if 6 <= len(value) <= 4 * _LONGEST}
         self._values = sorted(values, key=lambda value: (-len(value), value))
         self._home = (environment.get("HOME") or "").rstrip("/")
@@ -113,14 +117,14 @@ class Mask:
         ]
 
     def text(self, text: str) -> str:
-        text = self.whole_text(text[: 4 * _LONGEST])
+        text = self.whole_text(text[:_LONGEST_MASKED])
         return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
     def whole_text(self, text: str) -> str:
         """Mask *text* without cutting it; the result is one line."""
         for value in self._values:
             text = text.replace(value, HIDDEN)
-        text = without_secrets(text)
+        text = without_secrets(_KEY.sub(HIDDEN, text))
         if len(self._home) > 1:
             text = re.sub(rf"{re.escape(self._home)}(?![\w.-])", "~", text)
         text = _HOMES.sub("~", text)
