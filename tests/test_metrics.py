@@ -114,7 +114,7 @@ def test_states_count_ranks(scraped: Scraped, tmp_path: Path) -> None:
         "fix": "capture-state",
         "mode": "auto",
         "state": "active",
-        "reason": "applied to GPUModelRunner.capture_model",
+        "reason": "none",
         "vllm": "0.21.0",
         "graphfix": "0.1.0",
     }
@@ -669,12 +669,40 @@ def test_numbers_of_an_earlier_engine_are_none_where_prometheus_client_removes_n
         assert [str(sample.value) for sample in samples_of(text, name)] == ["nan"], name
 
 
-def test_engines_outside_a_rollout_are_one_series_whatever_their_key(scraped: Scraped, tmp_path: Path) -> None:
+WORDS = {
+    "not-in-canary": "bucket 9000 of 10,000 is not among the first 5 % (VLLM_GRAPHFIX_ROLLOUT, key 'tenant-{}')",
+    "failed": "OSError: no route to tenant-{}",
+}
+
+
+@pytest.mark.parametrize("state", WORDS)
+def test_ranks_are_one_series_whatever_their_reason_in_words(scraped: Scraped, tmp_path: Path, state: str) -> None:
     for number in range(2):
-        why = f"bucket 9000 of 10,000 is not among the first 5 % (VLLM_GRAPHFIX_ROLLOUT, key 'tenant-{number}')"
-        fixes = {"capture-state": FixReport("auto", "not-in-canary", why)}
+        fixes = {"capture-state": FixReport("auto", state, WORDS[state].format(number))}
         leave(tmp_path, record(elsewhere(100 + number), rank=number, world_size=2, fixes=fixes))
     scraped.look()
     (sample,) = scraped.samples("graphfix_fix_state")
-    assert (sample.labels["state"], sample.labels["reason"], sample.value) == ("not-in-canary", "none", 2)
+    assert (sample.labels["state"], sample.labels["reason"], sample.value) == (state, "none", 2)
     assert b"tenant" not in generate_latest(scraped.registry)
+
+
+@pytest.mark.parametrize("multiprocess", [False, True])
+def test_the_number_of_series_and_of_followers_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, multiprocess: bool
+) -> None:
+    """Whoever has the same uid can write records with any names."""
+    monkeypatch.setattr(metrics, "MOST_SERIES", 70)
+    monkeypatch.setattr(metrics.records, "MOST_FOLLOWERS", 3)
+    if multiprocess:
+        monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    scraped = Scraped(tmp_path)
+    for turn in range(3):
+        fixes = {f"fix-{turn}-{number}": FixReport("auto", "active", "") for number in range(60)}
+        events = {name: {"event": 1} for name in fixes}
+        followers = tuple(f"{turn}{number}".rjust(16, "0") for number in range(3))
+        leave(tmp_path, record(rank=0, fixes=fixes, events=events, followers=followers))
+        scraped.look()
+        assert scraped.watcher._followers == {*followers}
+    for name in ("graphfix_fix_ranks", "graphfix_fix_state"):
+        assert len(scraped.samples(name)) == (70 if multiprocess else 60)
+    assert len(scraped.samples("graphfix_events_total")) == 70

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 EVERY = 5.0
 """Seconds between two readings of the records."""
 
+MOST_SERIES = 1024
+"""Series of one metric: several times as many as the fixes and detectors of an engine make. Names of fixes and events
+come from records, which whoever has this user's rights can write."""
+
 FIX_LABELS = ("fix", "mode", "state", "code")
 EVENT_LABELS = ("fix", "event")
 BUILD_LABELS = ("version", "vllm")
@@ -68,6 +72,13 @@ _TROUBLES = {
 """Gauges that are 0 where all is well, each with what it says of itself."""
 
 
+def _has_room(present: set[tuple[str, ...]], labels: tuple[str, ...]) -> bool:
+    """Add *labels* to those of a metric that are *present*; return False if it has `MOST_SERIES` others."""
+    if len(present) < MOST_SERIES:
+        present.add(labels)
+    return labels in present
+
+
 class _Labelled:
     """A gauge with labels, of which a series ends when nothing is in it any more."""
 
@@ -81,11 +92,12 @@ class _Labelled:
         for labels in self._present - values.keys():
             if self._can_remove:
                 self._gauge.remove(*labels)
+                self._present.remove(labels)
             else:
                 self._gauge.labels(*labels).set(0)
         for labels, value in values.items():
-            self._gauge.labels(*labels).set(value)
-        self._present = {*values} if self._can_remove else self._present | values.keys()
+            if _has_room(self._present, labels):
+                self._gauge.labels(*labels).set(value)
 
 
 class Exposition:
@@ -145,6 +157,7 @@ class Exposition:
         )
         self._counts = counts
         self._exposed: dict[Process, dict[tuple[str, ...], int]] = {}
+        self._counted: set[tuple[str, ...]] = set()
 
     def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
         from prometheus_client import Gauge
@@ -206,6 +219,8 @@ class Exposition:
             # By process: of a rank that is gone, or whose record is missing for a moment, what it has counted stays.
             exposed = self._exposed.setdefault(process, {})
             for labels, count in events.items():
+                if not _has_room(self._counted, labels):
+                    continue
                 before = exposed.get(labels, 0)
                 self._events.labels(*labels).inc(max(0, count - before))
                 if labels[1] == "milliseconds":
@@ -256,7 +271,8 @@ class Watcher:
         # Our own user's: what others write is not ours to publish.
         stored, _, _, unreadable = records.read(self._base, own=True, engines={self.engine.id})
         # By name: on shared storage there are those of a whole fleet, and this process serves requests.
-        self._followers = self._followers.union(*(each.record.followers for each in stored)) - {self.engine.id}
+        named = {name for each in stored for name in each.record.followers} - {self.engine.id}
+        self._followers = frozenset([*named, *self._followers - named][: records.MOST_FOLLOWERS])
         if self._followers:
             of_followers = records.read(self._base, own=True, engines=self._followers)
             stored, unreadable = stored + of_followers.found, unreadable + of_followers.unreadable

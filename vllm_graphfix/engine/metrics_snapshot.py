@@ -148,9 +148,8 @@ def snapshot_of(
     all_records = list(records)
     for record in all_records:
         for name, fix in record.fixes.items():
-            # Outside the rollout the reason quotes the key, which is not for everybody and differs between engines.
-            reason = fix.code if fix.state == "not-in-canary" else fix.reason
-            states[name, fix.mode, fix.state, reason, record.vllm, record.graphfix] += 1
+            # Not the reason in words: it may quote the rollout key, an error, a host, and /metrics is for everybody.
+            states[name, fix.mode, fix.state, fix.code, record.vllm, record.graphfix] += 1
             if fix.state != "not-needed":
                 fixes[name, fix.mode, fix.state, fix.code] += 1
         if record.agreement is not None:
