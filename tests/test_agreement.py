@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from ranks import STAGE, compared, report
-from vllm_graphfix.engine import own_report, rank_agreement
+from vllm_graphfix.engine import own_report, rank_agreement, rank_report
 from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import compare, publish, publish_end
 from vllm_graphfix.engine.rank_report import RankReport
@@ -54,6 +54,20 @@ def test_a_rank_of_another_build_that_leaves_no_engine_is_not_waited_for() -> No
     assert store.delete_key(f"{place}/engine/1")
     agreement = compare(store, place, 0, 2, report(), print, timeout=60.0)
     assert (agreement.agreeing, agreement.followers) == (2, ())
+
+
+def test_what_is_too_large_for_a_report_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[object] = []
+    monkeypatch.setattr(json, "loads", decoded.append)
+    assert RankReport.decode(b" " * 2**21 + b"{}") is None
+    assert decoded == []
+
+
+def test_the_largest_report_is_read() -> None:
+    texts = {f"{number:064}": "\N{GOTHIC LETTER AHSA}" * 255 for number in range(64)}
+    graphs = [(f"{number:064}", f"{'g' * 80} PIECEWISE {number:09}") for number in range(rank_report.MOST_GRAPHS)]
+    largest = report(modes=texts, states=texts, reasons=texts, failed=texts, graphs=graphs)
+    assert RankReport.decode(largest.encode()) == largest
 
 
 def test_code_that_a_rank_does_not_run_differs_from_nothing() -> None:

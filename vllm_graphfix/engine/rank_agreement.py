@@ -97,7 +97,7 @@ def _notes(store: Any, kind: str, place: str, ranks: list[int]) -> dict[int, str
     """Return the errors of *ranks* that called `publish_unchecked`, or `publish_stop`, for the stage of *place*."""
     stage = place.rpartition("-")[0]
     keys = {rank: f"{stage}/{kind}/{rank}" for rank in ranks}
-    return {rank: one_line(store.get(key).decode(errors="replace")) for rank, key in keys.items() if store.check([key])}
+    return {rank: one_line(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
 
 def compare(
@@ -156,8 +156,8 @@ def _followers(store: Any, place: str, reporting: list[int], engine: str) -> tup
     # Checked first: another build of this version may write none, and `get` waits minutes for a missing key.
     if not store.check(keys):
         return ()
-    engines = [each.decode("ascii", "replace") for each in store.multi_get(keys)]
-    return _without(engine, (each for each in engines if re.fullmatch(HEX_ID, each)))
+    engines = [each.decode() for each in store.multi_get(keys) if re.fullmatch(HEX_ID.encode(), each)]
+    return _without(engine, engines)
 
 
 def _without(engine: str, engines: Iterable[str]) -> tuple[str, ...]:

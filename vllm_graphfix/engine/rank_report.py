@@ -17,6 +17,8 @@ _LONGEST = 255
 """Limit of characters of a text in another rank's report."""
 MOST_GRAPHS = 4096
 """Limit of graphs in another rank's report: more than vLLM captures, for all fixes."""
+_LARGEST = 2 * 1024 * 1024
+"""Bytes of another rank's report: more than one with all its texts at their limits."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 _GRAPH = re.compile(r"[A-Za-z0-9_.]{1,80} (FULL|PIECEWISE) [0-9]{1,9}")
 HEX_ID = r"[0-9a-f]{16}"
@@ -85,6 +87,8 @@ class RankReport(NamedTuple):
     @classmethod
     def decode(cls, data: str | bytes) -> RankReport | None:
         """Return the report in *data*; None if another version or somebody else has written it."""
+        if len(data) > _LARGEST:  # decoding it could take minutes
+            return None
         try:
             fields = JsonObject(json.loads(data), "the report")
             return cls(**{name: _FIELDS[name](fields, name) for name in cls._fields if name in fields})
@@ -145,9 +149,11 @@ _FIELDS: dict[str, Callable[[JsonObject, str], Any]] = {
 }
 
 
-def one_line(text: str) -> str:
-    """Return *text* on one line, cut to the limit of a report's texts."""
-    return printable(text)[:_LONGEST]
+def one_line(text: str | bytes) -> str:
+    """Return *text* on one line, cut to the limit of a report's texts; from the store, as bytes of UTF-8."""
+    if isinstance(text, bytes):
+        text = text[: 4 * _LONGEST].decode(errors="replace")  # at most four bytes a character
+    return printable(text[:_LONGEST])
 
 
 def new_token() -> str:
