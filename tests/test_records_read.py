@@ -176,3 +176,11 @@ def test_names_beyond_the_limit_of_a_folder_are_reported(tmp_path: Path, monkeyp
     result = read(tmp_path)
     assert (len(result.found), result.skipped) == (3, 1)
     assert result.problems == (f"{own_folder(tmp_path)}: only its first 3 entries were examined",)
+
+
+def test_folders_beyond_the_limit_may_hold_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "ENTRIES", 1)
+    write(tmp_path, GOOD)
+    assert read(tmp_path).skipped == 0
+    (tmp_path / "another").mkdir()
+    assert (len(read(tmp_path).found), read(tmp_path).skipped) == (1, 1)

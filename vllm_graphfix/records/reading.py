@@ -68,7 +68,7 @@ class Reading(NamedTuple):
     problems: tuple[str, ...]
     """Errors, a line for each folder."""
     skipped: int = 0
-    """Files beyond `FILES` or `ENTRIES`, and folders that are refused: engines may be missing."""
+    """Files beyond `FILES`, names beyond `ENTRIES`, and folders that are refused: engines may be missing."""
     unreadable: tuple[Unreadable, ...] = ()
 
 
@@ -90,6 +90,7 @@ def read(base: Path, *, own: bool = False, engines: Collection[str] | None = Non
                 seen = [entry.name for entry in islice(entries, ENTRIES + 1)]
             if len(seen) > ENTRIES:
                 problems.append(f"{path_text(base)}: only its first {ENTRIES} entries were examined")
+                skipped += 1
             folders += sorted(base / name for name in seen if _FOLDER.fullmatch(name) and name != mine.name)
         except OSError as error:
             problems.append(f"{path_text(base)}: {why(error)}")
