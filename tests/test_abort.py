@@ -502,6 +502,44 @@ def test_no_message_is_longer_than_what_is_read() -> None:
         Verdict.decode(verdict.encode()[: abort_channel.MOST_BYTES])
 
 
+def test_what_is_longer_than_a_message_or_no_verdict_closes_its_connection_and_is_warned_of_once(
+    its: Aborts, caplog: pytest.LogCaptureFixture
+) -> None:
+    its._begin(SchedulerStandIn())
+    content = Verdict("shadow", ("=a",), (), "").encode()
+    for message in (content.ljust(abort_channel.MOST_BYTES + 1), b"{}", b"[]"):
+        sender = abort_channel.Sender(its._engine, os.getpid())
+        sender.send(message)
+        until(lambda: sender.closed, sender.catch_up)
+        sender.close()
+    assert not its._pending
+    assert sum("is not understood" in each.getMessage() for each in caplog.records) == 1
+
+
+def test_no_message_is_read_beyond_the_limit_whatever_number_of_ranks_send_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(abort_channel, "MOST_PENDING", 2)
+    read: list[bytes] = []
+    held = False
+    receiver = abort_channel.Receiver(os.urandom(8).hex(), read.append, lambda: 99 if held else len(read))
+    senders = [abort_channel.Sender(receiver.engine, os.getpid()) for _ in range(9)]
+    for sender in senders:
+        until(lambda: sender.admitted, sender.catch_up)
+    held = True
+    for number, sender in enumerate(senders):
+        sender._socket.send(b"%d" % number)
+    held = False
+    until(lambda: len(read) >= 2)
+    time.sleep(3 * abort_channel._BEHIND)
+    assert len(read) == 2
+    taken: set[bytes] = set()
+    until(lambda: len(taken) == len(senders), lambda: taken.update(read.pop() for _ in [*read]))
+    receiver.close()
+    for sender in senders:
+        sender.close()
+
+
 # -- what is told of it ----------------------------------------------------------------------------------------------
 
 

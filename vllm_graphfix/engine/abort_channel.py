@@ -81,7 +81,7 @@ class Receiver:
         except OSError:
             self._listener.close()
             raise
-        self._warned = False
+        self._warned = self._warned_of_message = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="graphfix-abort", daemon=True)
         self._thread.start()
@@ -107,10 +107,11 @@ class Receiver:
             ready = select.poll()
             ready.register(self._listener, select.POLLIN)
             while not self._over.is_set():
-                if self._pending() >= MOST_PENDING:
-                    time.sleep(_BEHIND)
-                    continue
                 for number, _ in ready.poll():
+                    # Before each message: a poll may find a thousand sockets. Waiting here, not before the poll, keeps
+                    # the turn of the ranks behind one that floods.
+                    while self._pending() >= MOST_PENDING and not self._over.is_set():
+                        time.sleep(_BEHIND)
                     if number != self._listener.fileno():
                         if not self._read(number):
                             ready.unregister(number)
@@ -155,6 +156,8 @@ class Receiver:
             message = connection.recv(MOST_BYTES + 1)
             if not message:
                 return False
+            if len(message) > MOST_BYTES:
+                raise ValueError(f"it has more than {MOST_BYTES} bytes")
             self._accept(message)
             self._ranks[number] = connection, count + 1
         except (BlockingIOError, ConnectionResetError):
@@ -163,7 +166,9 @@ class Receiver:
         except OSError:
             return False
         except ValueError as error:
-            logger.warning("graphfix: what a rank says to the scheduler is not understood: %s", error)
+            if not self._warned_of_message:  # the rank counts the others: its connection is closed each time
+                self._warned_of_message = True
+                logger.warning("graphfix: what a rank says to the scheduler is not understood: %s", error)
             return False
         with suppress(OSError):  # the rank reads no answers, or has just ended; the next answer has the total, too
             connection.send(b"%d" % (count + 1))
