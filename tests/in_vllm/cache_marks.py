@@ -192,6 +192,7 @@ def test_of_two_requests_the_one_whose_block_was_overwritten_is_ended() -> None:
     ((names, blocks, why),) = ended
     assert (names, blocks) == (("first",), [BLOCKS["first"][1][0]])
     assert "has changed although it was finished" in why
+    assert "of its request), in" in why
 
 
 def test_a_verdict_that_does_not_reach_the_scheduler_is_reported() -> None:

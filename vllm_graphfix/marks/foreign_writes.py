@@ -22,11 +22,13 @@ class ForeignWrite(NamedTuple):
     idle: int
     """Steps without requests in between, in which a rank keeps the others company."""
 
-    def sentence(self) -> str:
+    def sentence(self, *, named: bool = False) -> str:
+        """Describe it; *named*: with the name of the request, which a client may have chosen."""
+        of = f"request {ascii(self.block.request)[1:-1][:80]}" if named else "its request"
         more = f" and {len(self.layers) - 1} more layers" if len(self.layers) > 1 else ""
         return (
             f"block {self.block.number} of cache group {self.block.group} has changed although it was finished (block "
-            f"{self.block.place} of request {ascii(self.block.request)[1:-1][:80]}), in {self.layers[0]}{more}; "
+            f"{self.block.place} of {of}), in {self.layers[0]}{more}; "
             f"between steps {self.before} and {self.after} of this rank: {self.ran()}"
         )
 

@@ -369,7 +369,7 @@ class ChecksumMonitor:
             self._count("changed", 1)
             if len(self.foreign_writes) < _MAX_LOGGED:
                 self.foreign_writes.append(each)
-                logger.warning("graphfix: %s. docs/kv-marks.md says what to do", each.sentence())
+                logger.warning("graphfix: %s. docs/kv-marks.md says what to do", each.sentence(named=True))
         if fresh:
             self._end_users(fresh, tuple(dict.fromkeys(users)))
             self._publish()
