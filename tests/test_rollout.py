@@ -342,6 +342,13 @@ def test_what_cannot_be_a_value_that_means_nothing_is_no_decision(value: object)
     assert decode(json.dumps(GOOD | {"misconfigured": {"VLLM_GRAPHFIX": "observ"}})) is not None
 
 
+@pytest.mark.parametrize(("length", "read"), [(200, True), (201, False)])
+def test_a_key_longer_than_one_is_written_is_no_decision(length: int, read: bool) -> None:
+    assert (decode(json.dumps(GOOD | {"key": "x" * length})) is not None) is read
+    long = decide(settings.read({"VLLM_GRAPHFIX_ROLLOUT": "5", "VLLM_GRAPHFIX_ROLLOUT_KEY": "\t" * 300}, ()), "0.21.0")
+    assert decode(long.encode()) is not None
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, 604801.0, 600, True, "600", None])
 def test_what_cannot_be_a_timeout_is_no_decision(value: object) -> None:
     assert decode(json.dumps(GOOD | {"agreement_timeout": value})) is None

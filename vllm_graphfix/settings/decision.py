@@ -286,7 +286,7 @@ def decode(text: str) -> Decision | None:
             vllm=fields.text("vllm"),
             host=fields.text("host"),
             pid=fields.whole("pid"),
-            key=fields.text("key") if fields.has("key") else None,
+            key=fields.text("key", _LONGEST_KEY) if fields.has("key") else None,
             bucket=fields.whole("bucket", BUCKETS) if fields.has("bucket") else None,
             rollout=fields.whole("rollout", BUCKETS + 1) if fields.has("rollout") else None,
             canary=fields.truth("canary"),

@@ -52,10 +52,13 @@ class JsonObject:
         """Return the object at *key*; None if it is missing or null."""
         return JsonObject(self._value[key], f"{self._place}{key}") if self.has(key) else None
 
-    def names(self) -> Collection[str]:
-        """Return the keys, at most 64, each in the form of a name."""
+    def _check_size(self) -> None:
         if len(self._value) > _ENTRIES:
             raise JsonError(f"{self._place[:-1]} has {len(self._value)} entries; at most {_ENTRIES} are allowed")
+
+    def names(self) -> Collection[str]:
+        """Return the keys, at most 64, each in the form of a name."""
+        self._check_size()
         for name in self._value:
             if not re.fullmatch(_NAME, name):
                 raise JsonError(f"{self._place[:-1]} has an entry named {_brief_ascii(name)}")
@@ -70,8 +73,7 @@ class JsonObject:
     def table(self, key: str, fits: Callable[[str, object], bool]) -> dict[str, str]:
         """Return the object at *key*, if every name and value in it *fits*."""
         inner = JsonObject(self.get(key), f"{self._place}{key}")
-        if len(inner._value) > _ENTRIES:
-            raise JsonError(f"{inner._place[:-1]} has {len(inner._value)} entries; at most {_ENTRIES} are allowed")
+        inner._check_size()
         for name, value in inner._value.items():
             if not fits(name, value):
                 raise JsonError(f"{inner._place[:-1]} has an entry {_brief_ascii(name)}: {_brief_ascii(value)}")
@@ -103,11 +105,11 @@ class JsonObject:
             self.refuse(key, "true or false")
         return value
 
-    def text(self, key: str) -> str:
+    def text(self, key: str, longest: int = LONGEST_TEXT) -> str:
         """Return a text, made printable."""
         value = self._value.get(key)
-        if not isinstance(value, str) or len(value) > LONGEST_TEXT:
-            self.refuse(key, f"a text of at most {LONGEST_TEXT} characters")
+        if not isinstance(value, str) or len(value) > longest:
+            self.refuse(key, f"a text of at most {longest} characters")
         return printable(value)
 
     def line(self, key: str, longest: int = LONGEST_TEXT) -> str:
