@@ -326,6 +326,19 @@ def test_where_nothing_else_can_be_imported_an_entry_that_insists_is_one_that_in
     assert not vllm_graphfix._requires_a_fix()
 
 
+@pytest.mark.parametrize("name", ["_ABOUT", "X/Y", "", "../MANIFEST", "mamba_padding\n"])
+def test_where_nothing_else_can_be_imported_a_name_that_no_fix_can_have_insists_on_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", {f"VLLM_GRAPHFIX_{name}": "on"})
+    assert not vllm_graphfix._requires_a_fix()
+
+
+def test_no_variable_is_kept_that_is_neither_ours_nor_read() -> None:
+    environment = {"VLLM_API_KEY": "x", "vllm_graphfix_x": "1", "VLLM_ENGINE_READY_TIMEOUT_S": "900", "PATH": "/"}
+    assert settings.own_variables(environment).keys() == {"vllm_graphfix_x", "VLLM_ENGINE_READY_TIMEOUT_S"}
+
+
 def test_the_action_of_a_detector_stands_beside_its_rate_and_a_variable_of_its_own_wins() -> None:
     both = {"VLLM_GRAPHFIX_SHADOW": "0.1% , quarantine", "VLLM_GRAPHFIX_KV_MARKS": "1/16,abort"}
     parsed = read(both, FIXES)

@@ -105,6 +105,8 @@ def _is_a_fix(variable: str) -> bool:
     # os.path, because pathlib is one more module that may be broken
     folder = os.path.join(os.path.dirname(__file__), "fixes")  # noqa: PTH118, PTH120
     name = variable.removeprefix(f"{PREFIX}_").lower()
+    if not re.fullmatch("[a-z0-9][a-z0-9_]*", name):
+        return False  # no module of a fix, or none in that folder
     return not os.path.isdir(folder) or os.path.isfile(  # noqa: PTH112, PTH113
         os.path.join(folder, f"{name}.py")  # noqa: PTH118
     )

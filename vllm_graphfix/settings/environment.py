@@ -146,7 +146,7 @@ def names(fixes: Iterable[str]) -> tuple[str, ...]:
 
 def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of *environment* that `read` may use or complain about."""
-    return {name: value for name, value in environment.items() if name.upper().startswith("VLLM_") or is_ours(name)}
+    return {name: value for name, value in environment.items() if name == _VLLM_TIMEOUT or is_ours(name)}
 
 
 def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Container[str] = ()) -> Settings:
