@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -21,15 +22,18 @@ from vllm_graphfix.records import (
     Record,
     StoredRecord,
     Unreadable,
+    all_liveness,
     exists,
     identity,
     liveness_of,
     may_run,
     own_folder,
     prune,
+    pruning,
     read,
     write,
 )
+from vllm_graphfix.records.process_identity import owner_of
 
 
 @pytest.fixture
@@ -119,6 +123,15 @@ def test_the_identity_is_that_of_this_process_and_cheap() -> None:
     assert time.perf_counter() - started < 0.1
 
 
+def test_the_owner_of_a_process_is_known_whatever_its_name(tmp_path: Path) -> None:
+    program = os.fsencode(tmp_path) + b"/\xff\xfe"
+    shutil.copy("/bin/sleep", program)
+    with subprocess.Popen([program, "600"]) as process:
+        owner = owner_of(process.pid)
+        process.kill()
+    assert owner == os.geteuid()
+
+
 def remaining(base: Path) -> set[str]:
     prune(base)
     return {one.record.engine for one in read(base).found}
@@ -163,6 +176,20 @@ def test_half_written_files_are_removed_after_an_hour(tmp_path: Path) -> None:
         os.utime(path, (time.time() - age,) * 2)
     prune(tmp_path)
     assert names(tmp_path) == [f".{record().file_name}.00000000", record().file_name]
+
+
+def test_a_record_that_is_written_while_others_are_judged_is_not_removed(
+    tmp_path: Path, dead: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(tmp_path, record(dead), age=2 * AN_HOUR)
+
+    def judged(*args: Any) -> list[Liveness]:
+        leave(tmp_path, record(dead))
+        return all_liveness(*args)
+
+    monkeypatch.setattr(pruning, "all_liveness", judged)
+    prune(tmp_path)
+    assert names(tmp_path) == [record(dead).file_name]
 
 
 def test_nothing_is_removed_that_is_not_a_record_of_ours(tmp_path: Path, dead: Identity) -> None:

@@ -61,7 +61,8 @@ def owner_of(pid: int) -> int | None:
     Not the owner of its folder in /proc, which is root if the process cannot be dumped.
     """
     with suppress(OSError, ValueError):
-        match = re.search(r"^Uid:\s+\d+\s+(\d+)", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"), re.MULTILINE)
+        # As bytes: the name of the program may not be UTF-8.
+        match = re.search(rb"^Uid:\s+\d+\s+(\d+)", Path(f"/proc/{pid}/status").read_bytes(), re.MULTILINE)
         return int(match[1]) if match else None
     return None
 

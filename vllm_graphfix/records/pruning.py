@@ -43,7 +43,9 @@ def prune(base: Path, offset: float = 0.0) -> None:
                 forgotten = state is Liveness.SILENT and freshest[one.record.engine] < now - _FORGOTTEN_AFTER
                 if (ended and one.heartbeat < now - PRUNED_AFTER) or forgotten:
                     with suppress(OSError):
-                        os.unlink(one.path.name, dir_fd=folder)
+                        # Its process, or another with its PID, may have written it again since it was read.
+                        if os.stat(one.path.name, dir_fd=folder, follow_symlinks=False).st_mtime == one.heartbeat:
+                            os.unlink(one.path.name, dir_fd=folder)
             with os.scandir(folder) as entries:
                 names = [entry.name for entry in islice(entries, ENTRIES)]
             for name in names:
