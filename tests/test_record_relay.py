@@ -7,7 +7,8 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -19,6 +20,7 @@ from vllm_graphfix.engine import capture_gate, gate_reports, rank_agreement
 from vllm_graphfix.engine.metrics import Exposition, Watcher
 from vllm_graphfix.engine.metrics_snapshot import ServedEngine
 from vllm_graphfix.engine.record_relay import RecordRelay
+from vllm_graphfix.engine.status_record import StatusRecord
 from vllm_graphfix.records import Record, own_folder, read, writing
 
 FOLLOWER = "fedcba9876543210"
@@ -229,6 +231,27 @@ def test_a_rank_relays_from_its_capture_on(store: PrefixStore, monkeypatch: pyte
     assert started == []
     me.gate.before_capture(worker_of(1), "compile_or_warm_up_model")
     assert started == [(store, 1, 2)]
+
+
+def test_a_relay_that_no_thread_can_be_started_for_is_tried_again(
+    store: PrefixStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context: Any = SimpleNamespace(environment={"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)})
+    status_record = StatusRecord(context)
+    at_the_end: list[object] = []
+    monkeypatch.setattr("multiprocessing.util.Finalize", lambda _, call, **__: at_the_end.append(call.__self__))
+
+    def no_threads(relay: RecordRelay) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordRelay, "start", no_threads)
+        with pytest.raises(RuntimeError):
+            status_record.start_relay(store, 1, 2)
+    assert not [each for each in at_the_end if isinstance(each, RecordRelay)]  # to join it would raise
+    status_record.start_relay(store, 1, 2)
+    (relay,) = (each for each in at_the_end if isinstance(each, RecordRelay))
+    relay.close()
 
 
 def test_what_was_relayed_goes_at_a_clean_end(ranks: list[Rank]) -> None:

@@ -10,11 +10,13 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from records import eventually, names, only, record, run_python
+from vllm_graphfix.engine.status_record import StatusRecord
 from vllm_graphfix.records import Record, Reporter, identity, own_folder, read
 
 
@@ -45,6 +47,30 @@ def test_a_published_record_is_written_by_a_thread_that_then_ends(tmp_path: Path
     reporter.flush(10.0)
     assert only(tmp_path).record == record()
     assert threads() == []
+
+
+def test_two_threads_that_publish_first_at_once_make_one_reporter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Reporter] = []
+
+    def slow(base: Path, warn: Any) -> Reporter:
+        time.sleep(0.1)
+        made.append(Reporter(base, warn))
+        return made[-1]
+
+    monkeypatch.setattr("vllm_graphfix.records.Reporter", slow)
+    context: Any = SimpleNamespace(environment={"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)})
+    status_record = StatusRecord(context)
+    others = [threading.Thread(target=status_record.flush) for _ in range(2)]
+    for each in others:
+        each.start()
+    for each in others:
+        each.join()
+    assert len(made) == 1
+    status_record._making_reporter.acquire()
+    status_record.reset_in_child()  # the thread that held it is not there
+    status_record.flush()
 
 
 def test_of_many_records_the_last_one_is_written(tmp_path: Path, reporter: Reporter) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ class StatusRecord:
         self.graphs: bool | None = None
         """This rank captures CUDA graphs; None until that is known."""
         self._reporter: Any = None
+        self._making_reporter = threading.Lock()
         self._relay: Any = None
         self._has_heartbeat = False
 
@@ -90,9 +92,10 @@ class StatusRecord:
             from vllm_graphfix.engine.record_relay import RecordRelay
 
             reporter = self._reporter_here()
-            self._relay = RecordRelay(self.base(), lambda: reporter.newest, store, rank, world_size)
-            Finalize(None, self._relay.close, exitpriority=0)
-            self._relay.start()
+            relay = RecordRelay(self.base(), lambda: reporter.newest, store, rank, world_size)
+            relay.start()  # first: a thread that could not be started cannot be joined at the end
+            self._relay = relay
+            Finalize(None, relay.close, exitpriority=0)
 
     def flush(self) -> None:
         """Wait a moment for the record to be written, before the process ends."""
@@ -105,15 +108,16 @@ class StatusRecord:
         self.flush()
 
     def _reporter_here(self) -> Any:
-        if self._reporter is None:
-            from multiprocessing.util import Finalize
+        with self._making_reporter:  # a step's thread and the heartbeat's may publish at once
+            if self._reporter is None:
+                from multiprocessing.util import Finalize
 
-            from vllm_graphfix import records
+                from vllm_graphfix import records
 
-            self._reporter = records.Reporter(self.base(), lambda text: logger.warning("graphfix: %s", text))
-            # Not atexit, which the children that multiprocessing forks do not run.
-            Finalize(None, self._reporter.close, exitpriority=0)
-        return self._reporter
+                self._reporter = records.Reporter(self.base(), lambda text: logger.warning("graphfix: %s", text))
+                # Not atexit, which the children that multiprocessing forks do not run.
+                Finalize(None, self._reporter.close, exitpriority=0)
+            return self._reporter
 
     def record(self) -> Any:
         """Build the record; None before there is a decision."""
