@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from records import ENGINE, elsewhere, leave, names, only, record
+from records import ENGINE, elsewhere, eventually, leave, names, only, record
 from test_gate_faults import process_double, worker_of
 from vllm_graphfix import records
 from vllm_graphfix.engine import capture_gate, gate_reports, rank_agreement
@@ -252,6 +252,22 @@ def test_a_relay_that_no_thread_can_be_started_for_is_tried_again(
     status_record.start_relay(store, 1, 2)
     (relay,) = (each for each in at_the_end if isinstance(each, RecordRelay))
     relay.close()
+
+
+def test_an_error_of_the_store_is_one_line_of_the_log(ranks: list[Rank], caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("no store\nframe #0: " + "c10d::TCPStore " * 99)
+
+    relay = ranks[1].relay
+    vars(relay)["relay"] = fail
+    with caplog.at_level("INFO", "vllm.graphfix"):
+        relay.start()
+        assert eventually(lambda: caplog.records)
+        relay.close()
+    (line,) = (each.getMessage() for each in caplog.records)
+    assert "RuntimeError: no store frame #0: c10d" in line
+    assert "\n" not in line
+    assert len(line) < 400
 
 
 def test_what_was_relayed_goes_at_a_clean_end(ranks: list[Rank]) -> None:

@@ -22,6 +22,11 @@ def printable(text: str) -> str:
     )
 
 
+def error_text(error: BaseException) -> str:
+    """Return class and message of *error* on one line, 300 characters at most: torch adds pages of C++ frames."""
+    return printable(f"{type(error).__name__}: {error}")[:300]
+
+
 def ranks_named(ranks: Iterable[int]) -> str:
     """Format *ranks* as ``rank 3`` or ``ranks 0, 2-5``."""
     ordered = sorted(set(ranks))

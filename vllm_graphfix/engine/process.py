@@ -37,6 +37,7 @@ from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import Decision
+from vllm_graphfix.text import error_text
 
 _configuring: ContextVar[bool] = ContextVar("graphfix_configuring", default=False)
 """An engine is being configured: one wrapped function may call another."""
@@ -182,7 +183,7 @@ class EngineProcess(EngineContext):
         except Exception as error:
             logger.exception("graphfix: %s cannot begin; vLLM itself is not affected", component.name)
             if component.has_state:
-                self.not_begun[component.name] = f"{type(error).__name__}: {error}"
+                self.not_begun[component.name] = error_text(error)
 
     def _watch_engines(self, arg_utils: Any) -> None:
         """Wrap the function that configures an engine: each engine of this process gets a decision of its own."""

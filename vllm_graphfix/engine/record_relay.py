@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from vllm_graphfix import records
 from vllm_graphfix.log import logger
+from vllm_graphfix.text import error_text
 
 _TIMEOUT = timedelta(seconds=10)
 """Limit of one access to the store."""
@@ -82,8 +83,8 @@ class RecordRelay:
             except Exception as error:
                 self._store = None  # a connection that broke is made anew
                 if not (self._warned or self._ended.is_set()):
-                    self._warned = True
-                    logger.info("graphfix: records of ranks on other hosts are not relayed for the moment: %s", error)
+                    self._warned, why = True, error_text(error)
+                    logger.info("graphfix: records of ranks on other hosts are not relayed for the moment: %s", why)
             self._ended.wait(records.HEARTBEAT)
         for _, relayed in self._files.values():
             with suppress(OSError):

@@ -29,6 +29,7 @@ from vllm_graphfix.marks.sums import BATCH, BlockChecksums, ChecksumResult
 from vllm_graphfix.marks.turns import CheckQueue
 from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.settings.shadow_rate import Abort
+from vllm_graphfix.text import error_text
 
 TRACKING = 0.0008
 """The share of the host's time for tracking blocks, where not all requests are marked.
@@ -430,7 +431,7 @@ class ChecksumMonitor:
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:
-        self.stopped = f"{type(error).__name__}: {error}"
+        self.stopped = error_text(error)
         guarded(self._count, "failures", 1)  # hooks call this in their handlers, where nothing may fail
         logger.warning(
             "graphfix: cache blocks are not marked any more on this rank; serving goes on: %s",

@@ -16,6 +16,7 @@ from vllm_graphfix.log import HeldLog
 from vllm_graphfix.patching import sites
 from vllm_graphfix.patching.applied_fix import AppliedFix, FixState, Policy, Proof
 from vllm_graphfix.patching.hooks import when_imported
+from vllm_graphfix.text import error_text
 
 if TYPE_CHECKING:
     from vllm_graphfix.fix import Patchable
@@ -276,7 +277,7 @@ class FixManager:
 
     def _fail(self, applied: AppliedFix, error: Exception) -> None:
         self._log.debug("graphfix: %s failed", applied.fix.name, exc_info=error)
-        applied.revert(State.FAILED, f"{type(error).__name__}: {error}", Code.ERROR)
+        applied.revert(State.FAILED, error_text(error), Code.ERROR)
         self._warn(applied, "is not applied; vLLM runs its own code there")
 
     # -- gate, log -------------------------------------------------------------------------------------------------
