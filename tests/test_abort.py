@@ -510,7 +510,7 @@ def test_what_is_longer_than_a_message_or_no_verdict_closes_its_connection_and_i
     for message in (content.ljust(abort_channel.MOST_BYTES + 1), b"{}", b"[]"):
         sender = abort_channel.Sender(its._engine, os.getpid())
         sender.send(message)
-        until(lambda: sender.closed, sender.catch_up)
+        until(partial(getattr, sender, "closed"), sender.catch_up)
         sender.close()
     assert not its._pending
     assert sum("is not understood" in each.getMessage() for each in caplog.records) == 1
@@ -524,8 +524,7 @@ def test_no_message_is_read_beyond_the_limit_whatever_number_of_ranks_send_at_on
     held = False
     receiver = abort_channel.Receiver(os.urandom(8).hex(), read.append, lambda: 99 if held else len(read))
     senders = [abort_channel.Sender(receiver.engine, os.getpid()) for _ in range(9)]
-    for sender in senders:
-        until(lambda: sender.admitted, sender.catch_up)
+    until(lambda: all(sender.admitted for sender in senders), lambda: [sender.catch_up() for sender in senders])
     held = True
     for number, sender in enumerate(senders):
         sender._socket.send(b"%d" % number)
