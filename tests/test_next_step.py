@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -321,7 +323,9 @@ def test_a_running_server_is_judged_by_its_own_flags_environment_and_model(serve
 
 
 def test_a_process_that_titled_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    titled = type("Process", (), {"pid": 7, "info": {"ppid": 1, "cmdline": ["VLLM::EngineCore", ""]}})
+    titled = type(
+        "Process", (), {"pid": 7, "info": {"ppid": 1, "cmdline": ["VLLM::EngineCore", ""], "uids": (0, 0, 0)}}
+    )
     monkeypatch.setattr("psutil.process_iter", lambda attributes: [titled])
     _, notes = running.servers()
     assert " ".join(notes) == (
@@ -331,17 +335,34 @@ def test_a_process_that_titled_itself_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_servers_beyond_the_limit_are_not_passed_over_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = type("Process", (), {"info": {"ppid": 1, "cmdline": ["vllm", "serve", "m"]}})
-    processes = [kind() for _ in range(3)]
-    for pid, process in enumerate(processes, 1 << 30):
-        process.pid = pid
-    monkeypatch.setattr("psutil.process_iter", lambda attributes: processes)
-    monkeypatch.setattr("psutil.Process.environ", lambda self: {})
-    monkeypatch.setattr("psutil.Process._init", lambda self, pid: None)
+    """And of one user's many servers none takes the place of another user's."""
+    of_processes(monkeypatch, *(({"uids": (uid,) * 3}, {}) for uid in (7, 7, 7, 8)))
     monkeypatch.setattr(running, "_MOST_SERVERS", 2)
     servers, notes = running.servers()
-    assert len(servers) == 2
-    assert notes == [f"only the first 2 servers are examined; there are more, from process {(1 << 30) + 2} on"]
+    assert [each.pid - FIRST for each in servers] == [0, 3]
+    assert notes == [f"only 2 servers are examined, of each user a share; not 2 others, such as process {FIRST + 1}"]
+
+
+FIRST = 1 << 30
+
+
+def of_processes(monkeypatch: pytest.MonkeyPatch, *doubles: tuple[dict[str, Any], dict[str, str]]) -> None:
+    """Let this machine have a server for each of *doubles*, with fields of psutil and an environment."""
+    infos = [{"ppid": 1, "cmdline": ["vllm", "serve", "m"], "uids": (0, 0, 0)} | fields for fields, _ in doubles]
+    processes = [SimpleNamespace(pid=pid, info=info) for pid, info in enumerate(infos, FIRST)]
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: processes)
+    monkeypatch.setattr("psutil.Process", lambda pid: SimpleNamespace(environ=lambda: doubles[pid - FIRST][1]))
+
+
+def test_a_server_whose_line_or_environment_is_too_large_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    line, variables = ["vllm", "serve", *("x" * 99_999)], {"A": "x" * 2**21}
+    of_processes(monkeypatch, ({"cmdline": line}, {}), ({}, variables), ({}, {"A": "x"}))
+    servers, notes = running.servers()
+    assert [each.pid - FIRST for each in servers] == [2]
+    assert notes == [
+        f"process {pid} has a command line or an environment that is too large to be examined"
+        for pid in (FIRST, FIRST + 1)
+    ]
 
 
 def test_a_server_that_cannot_be_judged_is_no_all_clear(server: int, monkeypatch: pytest.MonkeyPatch) -> None:

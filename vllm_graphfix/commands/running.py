@@ -11,11 +11,11 @@ import os
 import re
 import shlex
 import stat
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_graphfix.commands.fleet.unrecorded import TITLE, is_engine_command
 from vllm_graphfix.commands.redaction import command_line
@@ -24,6 +24,11 @@ from vllm_graphfix.deployment.secrets import quoted_value
 
 _MOST_LINKS = 40
 _MOST_SERVERS = 64
+_LARGEST_LINE = 64 * 1024
+_LARGEST_ENVIRONMENT = 1024 * 1024
+"""Characters of a server's command line and of its environment."""
+_FIRST_WORDS, _LONGEST_WORD = 32, 256
+"""The part of a longer command line that shows if it is a server's."""
 _LARGEST_MAPS = 16 * 1024 * 1024
 """Bytes; an engine has a few thousand mapped regions."""
 _KERNELS = re.compile(r"^(?:[^\s/]+ +){5}(/[^\n]*)/vllm/[^/\n]*\.so$", re.MULTILINE)
@@ -52,28 +57,49 @@ def servers() -> tuple[list[Server], list[str]]:
 
     servers: list[Server] = []
     notes: list[str] = []
-    commands = {each.pid: each.info for each in psutil.process_iter(["pid", "ppid", "cmdline"])}
+    commands: dict[int, Mapping[str, Any]] = {}
+    for each in psutil.process_iter(["pid", "ppid", "cmdline", "uids"]):
+        words = [word for word in each.info["cmdline"] or () if word]  # a title is followed by empty ones
+        if too_long := sum(map(len, words)) > _LARGEST_LINE:  # cut at once: any user may have thousands of them
+            words = [word[:_LONGEST_WORD] for word in words[:_FIRST_WORDS]]
+        each.info["cmdline"], each.info["too_long"] = words, too_long
+        commands[each.pid] = each.info
+    users = {pid: info["uids"] for pid, info in commands.items() if is_engine_command(info["cmdline"])}
+    examined = _examined(users)
     for pid, info in sorted(commands.items()):
-        words = [word for word in info["cmdline"] or () if word]  # a title is followed by empty ones
+        words = info["cmdline"]
         if TITLE.match(" ".join(words)):
             if not _has_server_above(pid, commands):
                 notes.append(
                     f"process {pid} has given itself the title {quoted_value(words[0])} in place of its command line, "
                     "and no `vllm serve` has started it: give its flags with --for"
                 )
-        elif is_engine_command(words):
-            if len(servers) == _MOST_SERVERS:
-                notes.append(
-                    f"only the first {_MOST_SERVERS} servers are examined; there are more, from process {pid} on"
-                )
-                break
+        elif pid in examined:
             try:
                 environment = psutil.Process(pid).environ()
             except (psutil.Error, OSError):
                 notes.append(f"process {pid} belongs to another user or has ended: run this as its user, or as root")
                 continue
+            if info["too_long"] or sum(map(len, (*environment, *environment.values()))) > _LARGEST_ENVIRONMENT:
+                notes.append(f"process {pid} has a command line or an environment that is too large to be examined")
+                continue
             servers.append(Server(pid, shlex.join(words), environment, _reader(pid)))
+    if others := users.keys() - examined:
+        notes.append(
+            f"only {_MOST_SERVERS} servers are examined, of each user a share; not {len(others)} others, such as "
+            f"process {min(others)}"
+        )
     return servers, notes
+
+
+def _examined(users: Mapping[int, Any]) -> set[int]:
+    """Choose `_MOST_SERVERS` of the processes in *users*, each user's in turn: none displaces another's."""
+    turns: Counter[Any] = Counter()
+    order = []
+    for pid in sorted(users):
+        turns[users[pid]] += 1
+        order.append((turns[users[pid]], pid))
+    return {pid for _, pid in sorted(order)[:_MOST_SERVERS]}
 
 
 def why_another_vllm(pid: int, folder: Path | None) -> str | None:
@@ -96,15 +122,14 @@ def loaded_vllm(maps: str) -> Path | None:
     return Path(match[1]) if match else None
 
 
-def _has_server_above(pid: int, commands: Mapping[int, Mapping[str, object]]) -> bool:
+def _has_server_above(pid: int, commands: Mapping[int, Mapping[str, Any]]) -> bool:
     for _ in range(10):
         info = commands.get(pid)
         if info is None:
             return False
-        words = [word for word in info["cmdline"] or () if word]  # type: ignore[attr-defined]
-        if is_engine_command(words):
+        if is_engine_command(info["cmdline"]):
             return True
-        pid = int(str(info["ppid"]))
+        pid = info["ppid"]
     return False
 
 
