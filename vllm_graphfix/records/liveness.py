@@ -35,9 +35,11 @@ def may_run(file: Unreadable, here: Identity) -> bool:
 
 def exists_here(stored: StoredRecord, here: Identity) -> bool:
     """Tell if the process of *stored* exists, visible to this process, whatever the date of its record."""
+    return visible(stored.record, here) and _exists(stored)
+
+
+def _exists(stored: StoredRecord) -> bool:
     record = stored.record
-    if not visible(record, here):
-        return False
     seen = seen_by_system(record.pid)
     if seen is not None and (seen.start_ticks != record.start_ticks or seen.state in ("Z", "X", "x")):
         return False
@@ -61,7 +63,7 @@ def liveness_of(stored: StoredRecord, now: float, here: Identity, among: Collect
     """
     record = stored.record
     if visible(record, here):
-        if not exists_here(stored, here):
+        if not _exists(stored):
             return Liveness.DEAD
         if not _has_to_be_heard_of(record):
             return Liveness.ALIVE
