@@ -692,7 +692,7 @@ def test_the_number_of_series_and_of_followers_is_limited(
 ) -> None:
     """Whoever has the same uid can write records with any names."""
     monkeypatch.setattr(metrics, "MOST_SERIES", 70)
-    monkeypatch.setattr(metrics.records, "MOST_FOLLOWERS", 3)
+    monkeypatch.setattr("vllm_graphfix.records.MOST_FOLLOWERS", 3)
     if multiprocess:
         monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     scraped = Scraped(tmp_path)

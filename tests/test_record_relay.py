@@ -186,7 +186,7 @@ def test_a_name_that_is_no_records_is_not_written(ranks: list[Rank], store: Pref
     assert not [each for each in names(ranks[0].folder) if "node-1" in each]
 
 
-STRANGERS = {
+STRANGERS: dict[str, bytes | Record] = {
     "no JSON": b"#!/bin/sh\n" * 9,
     "no record": b"{}",
     "nested": b"[" * 60_000,

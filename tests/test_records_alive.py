@@ -125,7 +125,7 @@ def test_the_identity_is_that_of_this_process_and_cheap() -> None:
 
 def test_the_owner_of_a_process_is_known_whatever_its_name(tmp_path: Path) -> None:
     program = os.fsencode(tmp_path) + b"/\xff\xfe"
-    shutil.copy("/bin/sleep", program)
+    shutil.copy(b"/bin/sleep", program)
     with subprocess.Popen([program, "600"]) as process:
         owner = owner_of(process.pid)
         process.kill()
