@@ -186,11 +186,11 @@ def test_a_name_that_is_no_records_is_not_written(ranks: list[Rank], store: Pref
     assert not [each for each in names(ranks[0].folder) if "node-1" in each]
 
 
-STRANGERS: dict[str, bytes | Record] = {
-    "no JSON": b"#!/bin/sh\n" * 9,
-    "no record": b"{}",
-    "nested": b"[" * 60_000,
-    "too large": b" " * (records.LARGEST + 1),
+STRANGERS: dict[str, str | Record] = {
+    "no JSON": "#!/bin/sh\n" * 9,
+    "no record": "{}",
+    "nested": "[" * 60_000,
+    "too large": " " * (records.LARGEST + 1),
     "of another file": record(elsewhere(999, "node-1"), rank=1, world_size=3),
     "of another rank": record(elsewhere(101, "node-1"), rank=2, world_size=3),
     "of no rank": record(elsewhere(101, "node-1")),
@@ -205,7 +205,7 @@ def test_what_is_no_record_of_that_rank_is_not_written(ranks: list[Rank], store:
     content = STRANGERS[what]
     engine = content.engine if isinstance(content, Record) else ENGINE
     store.set("relay/beat/1", f"1 1 {engine}-node-1-101.json")
-    store.set("relay/record/1", content.encode() if isinstance(content, Record) else content)
+    store.set("relay/record/1", content if isinstance(content, str) else content.encode().decode())
     ranks[0].relay.relay()
     assert names(ranks[0].folder) == [ranks[0].published[0].file_name]
 
