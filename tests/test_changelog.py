@@ -51,7 +51,7 @@ def test_fragments_are_named_by_subject_and_kind() -> None:
 
 
 def test_the_subjects_that_are_no_fix_and_no_command_exist() -> None:
-    detectors = {"shadow", "kv-marks", "addresses", "claims", "metadata", "abort"}
+    detectors = {"shadow", "kv-marks", "addresses", "claims", "metadata", "traced", "abort"}
     assert detectors <= SUBJECTS
     assert {"status", "fleet", "verify", "compare", "explain", "doctor", "report", "mamba-padding", "docs"} <= SUBJECTS
 

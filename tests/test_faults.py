@@ -57,8 +57,8 @@ def test_the_calls_are_counted(release: str, every: int, record_property: Callab
     }  # `test_fault_acts.py` has these
     # `test_addresses.py`, `test_record_relay.py`
     where_a_rank_has_captured = {"engine/rank_addresses.py", "engine/inventory.py", "engine/record_relay.py"}
-    # `test_bypass.py`, `test_metadata.py`
-    where_it_is_switched_on = {"engine/bypass.py", "engine/live_deployment.py", "engine/metadata.py"}
+    # `test_bypass.py`, `test_metadata.py`, `test_traced.py`
+    where_it_is_switched_on = {f"engine/{name}.py" for name in ("bypass", "live_deployment", "metadata", "traced")}
     in_a_report = "engine/environment_report.py"  # `test_collect_env.py`
     where_requests_are_ended = {
         f"engine/{name}.py" for name in ("abort", "abort_channel", "ended_requests", "verdict")

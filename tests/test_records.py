@@ -25,7 +25,7 @@ from vllm_graphfix.records import (
     identity,
     write,
 )
-from vllm_graphfix.records.record import SHORT, FalseClaim, MovedTensor, OtherMetadata, OverwrittenBlock
+from vllm_graphfix.records.record import SHORT, FalseClaim, MovedTensor, OtherMetadata, OverwrittenBlock, TracedArgument
 
 
 def test_a_record_is_the_json_object_that_is_documented() -> None:
@@ -250,6 +250,7 @@ def test_a_record_is_written_whatever_its_texts_are(letter: str, tmp_path: Path)
         moved=(MovedTensor(short, short, short, short),) * 5,
         claims=(FalseClaim(short, short),) * 5,
         metadata=(OtherMetadata(short, short, short),) * 5,
+        traced=(TracedArgument(short, short, short, short),) * 5,
         overwritten=(OverwrittenBlock(2**62, 2**62, 2**62, short, short),) * 5,
     )
     write(tmp_path, written)
@@ -270,6 +271,7 @@ def test_half_a_letter_keeps_no_record_from_being_written(tmp_path: Path) -> Non
             moved=(MovedTensor("name", "weight", half, half),),
             claims=(FalseClaim("Builder", half),),
             metadata=(OtherMetadata("Builder", half, half),),
+            traced=(TracedArgument("Model", half, half, half),),
             overwritten=(OverwrittenBlock(1, 0, 0, half, half),),
         ),
     )

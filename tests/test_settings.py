@@ -214,6 +214,7 @@ CLOSED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("VLLM_GRAPHFIX_BYPASS", "reprot", "did you mean report? No call of a fix is watched", {}),
     ("VLLM_GRAPHFIX_BYPASS", "on", "valid: off, report. No call of a fix is watched", {}),
     ("VLLM_GRAPHFIX_METADATA", "on", "valid: off, report. No metadata are compared", {}),
+    ("VLLM_GRAPHFIX_TRACED", "on", "valid: off, report. No arguments are compared", {}),
     ("VLLM_GRAPHFIX_KV_MARKS", "0.1%", "and an action behind a comma: 1/16,abort. No cache block is marked", {}),
     ("VLLM_GRAPHFIX_KV_MARKS_ACTION", "abrot", "did you mean abort? It counts as report", {}),
     ("VLLM_GRAPHFIX_AGREEMENT_TIMEOUT", "10 minutes", "Ranks wait 600 s", {}),

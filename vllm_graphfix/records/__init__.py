@@ -26,6 +26,7 @@ from vllm_graphfix.records.record import (
     Rank,
     Record,
     RecordError,
+    TracedArgument,
     Wrong,
 )
 from vllm_graphfix.records.reporter import HEARTBEAT, Reporter
@@ -55,6 +56,7 @@ __all__ = [
     "RecordError",
     "Reporter",
     "StoredRecord",
+    "TracedArgument",
     "Unreadable",
     "Wrong",
     "all_liveness",

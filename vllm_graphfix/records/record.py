@@ -123,6 +123,17 @@ class OtherMetadata(NamedTuple):
     difference: str
 
 
+class TracedArgument(NamedTuple):
+    """An argument that is not as it was when a model was traced; every text is of at most `SHORT` characters."""
+
+    model: str
+    """The class of the compiled model."""
+    argument: str
+    traced: str
+    """What it was: ``None``, ``3``, ``a tensor``."""
+    now: str
+
+
 class OverwrittenBlock(NamedTuple):
     """A finished cache block that has changed; every text is of at most `SHORT` characters."""
 
@@ -175,6 +186,7 @@ class Record(NamedTuple):
     moved: tuple[MovedTensor, ...] = ()
     claims: tuple[FalseClaim, ...] = ()
     metadata: tuple[OtherMetadata, ...] = ()
+    traced: tuple[TracedArgument, ...] = ()
     overwritten: tuple[OverwrittenBlock, ...] = ()
     misconfigured: Mapping[str, str] = {}
     """Variables with an invalid value or an unknown name, each with its value. Not a state, since older readers refuse
@@ -230,6 +242,7 @@ class Record(NamedTuple):
             **({"moved": _numbered(self.moved, longest)} if self.moved else {}),
             **({"claims": _numbered(self.claims, longest)} if self.claims else {}),
             **({"metadata": _numbered(self.metadata, longest)} if self.metadata else {}),
+            **({"traced": _numbered(self.traced, longest)} if self.traced else {}),
             **({"overwritten": _numbered(self.overwritten, longest)} if self.overwritten else {}),
             "misconfigured": {name: each for name, each in self.misconfigured.items() if was_always_brief(name)},
             **({"mistyped": mistyped} if mistyped else {}),  # older readers would refuse such names
@@ -274,8 +287,8 @@ class Record(NamedTuple):
         decision = JsonObject(fields.get("decision"), "decision")
         fixes = {name: JsonObject(fix, f"fixes.{name}") for name, fix in fields.named("fixes")}
         events = {name: JsonObject(counts, f"events.{name}") for name, counts in fields.named("events")}
-        wrong, moved, claims, metadata, overwritten = (
-            _objects(fields, key) for key in ("wrong", "moved", "claims", "metadata", "overwritten")
+        wrong, moved, claims, metadata, traced, overwritten = (
+            _objects(fields, key) for key in ("wrong", "moved", "claims", "metadata", "traced", "overwritten")
         )
         return cls(
             graphfix=fields.text("graphfix"),
@@ -337,6 +350,7 @@ class Record(NamedTuple):
             moved=tuple(MovedTensor(*(each.text(field) for field in MovedTensor._fields)) for each in moved),
             claims=tuple(FalseClaim(*(each.text(field) for field in FalseClaim._fields)) for each in claims),
             metadata=tuple(OtherMetadata(*(each.text(field) for field in OtherMetadata._fields)) for each in metadata),
+            traced=tuple(TracedArgument(*(each.text(field) for field in TracedArgument._fields)) for each in traced),
             overwritten=tuple(
                 OverwrittenBlock(
                     each.whole("block"),
@@ -402,7 +416,8 @@ def _code(fix: JsonObject) -> str:
 
 
 def _numbered(
-    findings: Sequence[Wrong | MovedTensor | FalseClaim | OtherMetadata | OverwrittenBlock], longest: int
+    findings: Sequence[Wrong | MovedTensor | FalseClaim | OtherMetadata | TracedArgument | OverwrittenBlock],
+    longest: int,
 ) -> dict[str, dict[str, Any]]:
     return {
         str(number): {

@@ -103,6 +103,7 @@ class Decision(NamedTuple):
     claims: environment.Claims = environment.Claims.REPORT
     bypass: environment.Bypass = environment.Bypass.OFF
     metadata: environment.Metadata = environment.Metadata.OFF
+    traced: environment.Traced = environment.Traced.OFF
     kv_marks: str = shadow_rate.OFF
     """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: shadow_rate.MarksAction = shadow_rate.MarksAction.REPORT
@@ -144,6 +145,11 @@ class Decision(NamedTuple):
         return self._is_watched and self.metadata is environment.Metadata.REPORT
 
     @property
+    def compares_traces(self) -> bool:
+        """True if this engine compares arguments of compiled models: in the rollout, with the master switch on."""
+        return self._is_watched and self.traced is environment.Traced.REPORT
+
+    @property
     def marks(self) -> str:
         """The rate of marked blocks in this engine; off outside the rollout, or with the master switch off."""
         return self.kv_marks if self._is_watched else shadow_rate.OFF
@@ -171,7 +177,7 @@ class Decision(NamedTuple):
             shadow = decision.shadow, decision.shadow_action
             fixes = decision.withheld, decision.master, dict(decision.modes)
             marks = decision.kv_marks, decision.kv_marks_action
-            watches = decision.addresses, decision.claims, decision.bypass, decision.metadata
+            watches = decision.addresses, decision.claims, decision.bypass, decision.metadata, decision.traced
             others = decision.agreement_timeout, dict(decision.misconfigured), dict(decision.trees)
             return (*fixes, *shadow, *marks, *watches, *others)
 
@@ -216,7 +222,8 @@ class Decision(NamedTuple):
             | self._asdict()
             | {"master": self.master.value, "shadow_action": self.shadow_action.value}
             | {"addresses": self.addresses.value, "claims": self.claims.value, "bypass": self.bypass.value}
-            | {"metadata": self.metadata.value, "kv_marks_action": self.kv_marks_action.value}
+            | {"metadata": self.metadata.value, "traced": self.traced.value}
+            | {"kv_marks_action": self.kv_marks_action.value}
         )
         fields["modes"] = {name: mode.value for name, mode in self.modes.items()}
         return json.dumps(fields, separators=(",", ":"))
@@ -263,6 +270,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
         claims=wanted.claims,
         bypass=wanted.bypass,
         metadata=wanted.metadata,
+        traced=wanted.traced,
         kv_marks=wanted.kv_marks,
         kv_marks_action=wanted.kv_marks_action,
         misconfigured=misconfigured,
@@ -316,6 +324,7 @@ _ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
     "claims": lambda fields, key: environment.Claims(fields.get(key)),
     "bypass": lambda fields, key: environment.Bypass(fields.get(key)),
     "metadata": lambda fields, key: environment.Metadata(fields.get(key)),
+    "traced": lambda fields, key: environment.Traced(fields.get(key)),
     "kv_marks": lambda fields, key: shadow_rate.normal_fraction(fields.text(key)),
     "kv_marks_action": lambda fields, key: shadow_rate.MarksAction(fields.get(key)),
     "misconfigured": lambda fields, key: fields.table(key, environment.is_brief),

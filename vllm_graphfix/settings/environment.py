@@ -33,6 +33,7 @@ ADDRESSES = "VLLM_GRAPHFIX_ADDRESSES"
 CLAIMS = "VLLM_GRAPHFIX_CLAIMS"
 BYPASS = "VLLM_GRAPHFIX_BYPASS"
 METADATA = "VLLM_GRAPHFIX_METADATA"
+TRACED = "VLLM_GRAPHFIX_TRACED"
 KV_MARKS = "VLLM_GRAPHFIX_KV_MARKS"
 KV_MARKS_ACTION = "VLLM_GRAPHFIX_KV_MARKS_ACTION"
 AGREEMENT_TIMEOUT = "VLLM_GRAPHFIX_AGREEMENT_TIMEOUT"
@@ -106,6 +107,14 @@ class Metadata(str, Enum):
     REPORT = "report"
 
 
+class Traced(str, Enum):
+    """The response to a compiled model that is called with other arguments than were traced."""
+
+    OFF = "off"
+    """Compare no arguments."""
+    REPORT = "report"
+
+
 class Settings(NamedTuple):
     master: Master
     modes: Mapping[str, Mode]
@@ -129,6 +138,7 @@ class Settings(NamedTuple):
     claims: Claims = Claims.REPORT
     bypass: Bypass = Bypass.OFF
     metadata: Metadata = Metadata.OFF
+    traced: Traced = Traced.OFF
     kv_marks: str = shadow_rate.OFF
     """The fraction of requests whose finished cache blocks are marked, as `shadow_rate.normal_fraction` writes it."""
     kv_marks_action: MarksAction = MarksAction.REPORT
@@ -139,7 +149,7 @@ class Settings(NamedTuple):
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Return every variable of this package, for vLLM's registry of variables."""
-    watches = (SHADOW, SHADOW_ACTION, ADDRESSES, CLAIMS, BYPASS, METADATA, KV_MARKS, KV_MARKS_ACTION)
+    watches = (SHADOW, SHADOW_ACTION, ADDRESSES, CLAIMS, BYPASS, METADATA, TRACED, KV_MARKS, KV_MARKS_ACTION)
     others = (ROLLOUT, ROLLOUT_KEY, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
     return (PREFIX, FIXES, *map(variable, fixes), *others)
 
@@ -180,6 +190,7 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
         claims=values.one_of(CLAIMS, Claims, Claims.REPORT, Claims.OFF, "No capture is watched"),
         bypass=values.one_of(BYPASS, Bypass, Bypass.OFF, Bypass.OFF, "No call of a fix is watched"),
         metadata=values.one_of(METADATA, Metadata, Metadata.OFF, Metadata.OFF, "No metadata are compared"),
+        traced=values.one_of(TRACED, Traced, Traced.OFF, Traced.OFF, "No arguments are compared"),
         kv_marks=values.parsed(
             KV_MARKS,
             shadow_rate.normal_fraction,

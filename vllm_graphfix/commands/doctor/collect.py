@@ -212,6 +212,7 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     choices[settings.CLAIMS] = [check.value for check in settings.Claims]
     choices[settings.BYPASS] = [watch.value for watch in settings.Bypass]
     choices[settings.METADATA] = [check.value for check in settings.Metadata]
+    choices[settings.TRACED] = [check.value for check in settings.Traced]
     choices[settings.KV_MARKS_ACTION] = [action.value for action in shadow_rate.MarksAction]
     switches = ("1", "0", "true", "false", "yes", "no")
     for name, values in choices.items():

@@ -227,6 +227,13 @@ def _detected(engine: Engine) -> Iterator[Finding]:
             f"{counts.get('differing', 0)} of {counts.get('compared', 0)} replays: {other.field} {other.difference} "
             f"({other.graph}). See docs/detectors.md#metadata-of-replays"
         )
+    if arguments := [argument for member in engine.reporting_members for argument in member.record.traced]:
+        counts, one = engine.counts("traced"), arguments[0]
+        yield Finding(
+            "compiled models are called with other arguments than torch.compile traced, in "
+            f"{counts.get('differing', 0)} of {counts.get('compared', 0)} calls: {one.argument} of {one.model} is "
+            f"{one.now}, and was {one.traced}. Serve with -cc.mode=0. See docs/detectors.md#traced-constants"
+        )
     if overwritten := [block for member in engine.reporting_members for block in member.record.overwritten]:
         block = overwritten[0]
         yield Finding(
@@ -248,6 +255,9 @@ def _idle_detectors(engine: Engine) -> Iterator[Finding]:
         yield Finding("claims of builders were not checked: the log of its ranks says why", is_wrong=False)
     if engine.counts("metadata").get("failures"):
         yield Finding("metadata of replays are not compared: the log of its ranks says why", is_wrong=False)
+    if engine.counts("traced").get("failures"):
+        text = "arguments of compiled models are not compared: the log of its ranks says why"
+        yield Finding(text, is_wrong=False)
 
 
 def _settings(engine: Engine) -> Iterator[Finding]:

@@ -97,9 +97,11 @@ _EVENTS = {
     ("kv-marks", "changed"): "finished cache blocks have changed",
     ("claims", "prompts-in-graphs"): "full graphs hold decodes with drafts as prompts, and may answer wrongly",
     ("metadata", "differing"): "full graphs replay on other metadata than they were captured with",
+    ("traced", "differing"): "compiled models are called with other arguments than torch.compile traced",
     ("addresses", "failures"): "addresses are not compared any more",
     ("claims", "failures"): "claims of builders were not checked",
     ("metadata", "failures"): "metadata of replays are not compared",
+    ("traced", "failures"): "arguments of compiled models are not compared",
 }
 _FINDINGS = f'fix=~"{"|".join({fix for fix, _ in _EVENTS})}", event=~"{"|".join({event for _, event in _EVENTS})}"'
 _TROUBLES = (
