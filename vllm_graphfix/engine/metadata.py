@@ -5,6 +5,10 @@ fields that matter are those that vLLM's layers read while the graph was capture
 of metadata note which of their fields are read. A step's own are read in vLLM's forward context, or in the variables of
 model runner V2's `execute_model`, before the replay.
 
+Segments of a breakable graph may read metadata, too, if these lie in persistent buffers. What reads others needs an
+eager break (53030). Model runner V1 captures segments without metadata, so that a reader of these takes another path.
+Segments are compared without host numbers, which layers read there only to choose what they do in an eager break.
+
 It is off by default. One replay in `_EVERY` is compared: nothing is synchronised, no number of a tensor is read. Host
 tensors are left out: layers read lengths of a batch there that need not matter.
 """
@@ -33,6 +37,9 @@ _LISTED = 5
 _EVERY = 16
 _DEEPEST, _MAX_FRAMES = 6, 16
 _PRESENT, _MISSING = "present", "missing"
+_BREAKABLE = "vllm.compilation.breakable_cudagraph"
+_OF_CONTEXT = ("attn_metadata", "slot_mapping")
+"""Fields of the forward context that a step's metadata are in."""
 Path = tuple[Any, ...]
 """Keys, indices and names of fields that lead from the metadata of all layers to a value."""
 
@@ -49,6 +56,8 @@ class MetadataCheck:
         """Classes that have a function of ours under a name until the capture ends, and what they had there."""
         self._capture: _Capture | None = None
         """The graph that is being captured."""
+        self._segment: _Sample | None = None
+        """Compares the segment whose capture has ended, until the breakable graph has its replay."""
         self._compared: int | None = None
         """Replays that were compared; None before a capture."""
         self._differing = 0
@@ -73,6 +82,8 @@ class MetadataCheck:
             self._note_reads(ForwardContext)
             for name, around in (("capture_begin", self._begin_graph), ("capture_end", self._end_graph)):
                 self._replace(torch.cuda.CUDAGraph, name, around)
+            if (breakable := sys.modules.get(_BREAKABLE)) is not None:
+                self._replace(breakable.BreakableCUDAGraphCapture, "_end_segment", self._end_segment)
         except Exception as error:
             self._fail(error)
 
@@ -105,8 +116,11 @@ class MetadataCheck:
     def _read(self, stock: Callable[..., Any], owned: Any, name: str) -> Any:
         if (capture := self._capture) is not None:
             try:
-                if name == "attn_metadata" and type(owned).__name__ == "ForwardContext":
-                    self._enter(capture, stock(owned, name))
+                if type(owned).__name__ == "ForwardContext":
+                    if name in _OF_CONTEXT and not stock(owned, name):
+                        capture.absent.setdefault(f"{name} in {_reader()}", name)
+                    elif name == "attn_metadata":
+                        self._enter(capture, stock(owned, name))
                 elif (path := capture.paths.get(id(owned))) is not None:
                     capture.read.add((*path, name))
             except Exception as error:
@@ -127,26 +141,39 @@ class MetadataCheck:
     def _end_graph(self, stock: Callable[..., Any], graph: Any) -> None:
         capture, self._capture = self._capture, None
         stock(graph)
-        if capture is not None and (fields := capture.fields()):
-            self._try(
-                lambda: Watched(graph, "replay", _Sample(functools.partial(self._compare, capture.graph, fields)))
-            )
+        if capture is None or not ((fields := capture.fields()) or capture.absent):
+            return
+        sample = _Sample(functools.partial(self._compare, capture.graph, fields, capture.absent))
+        if capture.is_segment:
+            self._segment = sample
+        else:
+            self._try(lambda: Watched(graph, "replay", lambda watched: sample(watched.owned())))
+
+    def _end_segment(self, stock: Callable[..., Any], breakable: Any) -> None:
+        graph = breakable._current_graph
+        stock(breakable)
+        sample, self._segment = self._segment, None
+        if sample is not None:
+            # A `Watched` on the graph would not do: of a segment's graph nothing but the bound `replay` is held.
+            breakable.segments[-1] = functools.partial(_replay, sample, graph)
 
     # -- replays ---------------------------------------------------------------------------------------------------
 
-    def _compare(self, name: str, fields: dict[Path, Any], graph: Any) -> None:
+    def _compare(self, name: str, fields: dict[Path, Any], absent: dict[str, str], graph: Any) -> None:
         if self._is_on:
-            self._try(lambda: self._judge(name, fields, graph))
+            self._try(lambda: self._judge(name, fields, absent, graph))
 
-    def _judge(self, name: str, fields: dict[Path, Any], graph: Any) -> None:
+    def _judge(self, name: str, fields: dict[Path, Any], absent: dict[str, str], graph: Any) -> None:
         metadata = _metadata_of_context() or _metadata_of_runner(graph)
         if not metadata or not serves_requests(sys._getframe()):
             return
         self._compared = (self._compared or 0) + 1
-        differences = list(differing(fields, metadata, self._device))
+        differences = [
+            (_name_of(metadata, path), difference) for path, difference in differing(fields, metadata, self._device)
+        ]
+        differences += [(read, "was None or empty") for read, field in absent.items() if _of_context(field)]
         self._differing += bool(differences)
-        for path, difference in differences:
-            field = _name_of(metadata, path)
+        for field, difference in differences:
             if field not in self._first and len(self._first) < _LISTED:
                 self._first[field] = OtherMetadata(field[:SHORT], name, difference[:SHORT])
                 logger.warning(
@@ -166,7 +193,7 @@ class MetadataCheck:
 
     def _fail(self, error: Exception) -> None:
         self._failures += 1
-        self._capture = None
+        self._capture = self._segment = None
         logger.warning("graphfix: metadata of replays are not compared: %s: %s", type(error).__name__, error)
 
     def counts(self) -> dict[str, dict[str, int]]:
@@ -194,6 +221,11 @@ class _Capture:
         self.graph = f"{made.mode} {made.tokens}" if made is not None else "a graph"
         self.paths: dict[int, Path] = {}
         self.read: set[Path] = set()
+        self.absent: dict[str, str] = {}
+        """Fields of the forward context that had nothing when they were read, by field and reader."""
+        breakable = sys.modules.get(_BREAKABLE)
+        self.is_segment = breakable is not None and breakable.BreakableCUDAGraphCapture.current() is not None
+        self._breaks = self.is_segment and getattr(_of_context("cudagraph_runtime_mode"), "name", "") != "FULL"
         self._device = device
         self._values: dict[Path, dict[Path, Any]] = {}
         self._objects: list[Any] = []
@@ -216,20 +248,28 @@ class _Capture:
 
     def fields(self) -> dict[Path, Any]:
         """Return the values that the graph has read, as they were when its capture began."""
-        return {path: seen for read in self.read for path, seen in self._values.get(read, {}).items()}
+        all_fields = {path: seen for read in self.read for path, seen in self._values.get(read, {}).items()}
+        if not self._breaks:
+            return all_fields
+        return {path: seen for path, seen in all_fields.items() if not isinstance(seen, (int, float))}
 
 
 class _Sample:
-    """Calls *compare* with a graph for its first replay, and one in `_EVERY`."""
+    """Calls *compare* with the graph for its first replay, and one in `_EVERY`."""
 
     def __init__(self, compare: Callable[[Any], None]) -> None:
         self._compare = compare
         self._count = -1
 
-    def __call__(self, replay: Watched) -> None:
+    def __call__(self, graph: Any) -> None:
         self._count += 1
         if self._count % _EVERY == 0:
-            self._compare(replay.owned())
+            self._compare(graph)
+
+
+def _replay(sample: _Sample, graph: Any) -> None:
+    sample(graph)
+    graph.replay()
 
 
 def differing(fields: dict[Path, Any], metadata: Any, device: str) -> Iterator[tuple[Path, str]]:
@@ -309,8 +349,23 @@ def _name_of(metadata: Any, path: Path) -> str:
 
 
 def _metadata_of_context() -> Any:
+    return _of_context("attn_metadata")
+
+
+def _of_context(field: str) -> Any:
+    """Return a field of the present forward context; None without one."""
     context = getattr(sys.modules.get("vllm.forward_context"), "_forward_context", None)
-    return vars(context)["attn_metadata"] if context is not None else None
+    return vars(context).get(field) if context is not None else None
+
+
+def _reader() -> str:
+    """Return the name of the function of vLLM's that reads the forward context now."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (
+        frame.f_globals.get("__name__") == __name__ or frame.f_code.co_name.startswith("get_")
+    ):
+        frame = frame.f_back
+    return frame.f_code.co_name if frame is not None else "a function"
 
 
 def _metadata_of_runner(graph: Any) -> Any:
