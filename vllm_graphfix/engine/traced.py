@@ -122,7 +122,7 @@ class TracedCheck:
 
         check = self
         own_wrappers.add(call)
-        owner.__call__ = call
+        setattr(owner, "__call__", call)  # noqa: B010 - to mypy it is a method
 
     def _call(self, stock: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not self._is_on or self._failures:
