@@ -141,6 +141,12 @@ def test_a_log_probability_that_is_no_number_is_corrupt_at_any_tolerance(number:
     assert isinf(judgement.distance)
 
 
+def test_nan_is_corrupt_beside_a_level_reference_whose_token_is_not_among_the_best() -> None:
+    level, actual = {A: -1.0, B: -1.01, C: -1.02}, {ELSEWHERE: nan, E: nan}
+    judgement = judge(answer([A], level), answer([ELSEWHERE], actual), ROUNDING)
+    assert (judgement.kind, judgement.distance) == (Kind.CORRUPT, inf)
+
+
 @pytest.mark.parametrize("number", [nan, inf, -inf])
 def test_numbers_that_are_none_do_not_agree_with_each_other(number: float) -> None:
     both = answer([A], {A: number, B: number})

@@ -234,8 +234,8 @@ def _distance_of_token(one: Top, other: Top, token: int) -> float:
         missing, known = (one, y) if x is None else (other, x)
         if known is None or not missing:
             return math.inf
-        worst = min(missing.values())
-        return _or_infinite(max(0.0, known - worst))
+        # `max` would take 0.0 before NaN.
+        return max(0.0, _or_infinite(known - min(missing.values())))
     return _or_infinite(abs(x - y))
 
 
