@@ -305,7 +305,7 @@ def compare(
         bool,
         typer.Option(
             "--exact",
-            help="Also: is each replay of a full graph equal to the same step without the graph? One more engine.",
+            help="Also: is each replayed step equal to the same step without graphs? One more engine.",
         ),
     ] = False,
     gap: Annotated[

@@ -62,7 +62,7 @@ class Options(NamedTuple):
     poison: bool = False
     """Ask the engine with graphs once more, with poison in memory that belongs to no request."""
     exact: bool = False
-    """Ask it once more, and compare each replay of a full graph with the same step without the graph."""
+    """Ask it once more, and compare each replayed step with the same step without graphs."""
     gap: bool = False
     """Ask every engine without graphs, to split the gap between eager and graphs by what it comes from."""
 

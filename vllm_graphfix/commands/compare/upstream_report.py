@@ -31,8 +31,9 @@ lengths inside of the cache. The same engine answered the same prompts twice wit
 )
 _EXACT = (
     "Replays of CUDA graphs differ from the same steps without them",
-    """Each replay of a full
-graph was compared with the same step, padded as it was, from the same state and without the graph.""",
+    """Each step that replays
+full graphs, pieces or breakable graphs was compared with the same step, padded as it was, from the same state and
+without graphs.""",
 )
 _CORRUPT = (
     "Answers with CUDA graphs differ from those without",

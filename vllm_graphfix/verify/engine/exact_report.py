@@ -13,7 +13,7 @@ from vllm_graphfix.verify.engine.exact import ExactRank
 
 @dataclass(frozen=True)
 class ExactReport:
-    """An engine with graphs, asked once with each replay of a full graph compared."""
+    """An engine with graphs, asked once with each replayed step compared with the same step without graphs."""
 
     ranks: Sequence[ExactRank]
     error: str | None = None
