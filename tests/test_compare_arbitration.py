@@ -8,7 +8,7 @@ from math import nan
 
 import pytest
 
-from vllm_graphfix.commands.compare.arbitration import arbitrate, exonerate, rescore
+from vllm_graphfix.commands.compare.arbitration import accept_from_padded, accept_from_scores, judge_by_compiled
 from vllm_graphfix.verify.comparison import Answer, Judgement, Kind, compare
 
 LENGTH = 8
@@ -33,8 +33,8 @@ def answer(changes: dict[int, int] | None = None, ties: Sequence[int] = ()) -> A
 
 
 def judged(eager: Answer, graphs: Answer, compiled: Answer) -> tuple[Judgement, int]:
-    comparison = arbitrate(compare([eager], [graphs], 0.0), [graphs], [compiled])
-    return comparison.judgements[0], comparison.compared
+    comparison = judge_by_compiled(compare([eager], [graphs], 0.0), [graphs], [compiled])
+    return comparison.judgements[0], comparison.tokens_compared
 
 
 EVERYWHERE = range(LENGTH)
@@ -139,7 +139,7 @@ def test_the_second_reference_is_judged_by_eagers_noise() -> None:
     graphs = answer({5: OTHER})
     compiled = replace(graphs, top=({BEST: -0.22, SECOND: -4.0, OTHER: -6.0}, *graphs.top[1:]))
     kinds = {
-        noise: arbitrate(compare([answer()], [graphs], noise), [graphs], [compiled]).judgements[0].kind
+        noise: judge_by_compiled(compare([answer()], [graphs], noise), [graphs], [compiled]).judgements[0].kind
         for noise in (0.0, 0.05)
     }
     assert kinds == {0.0: Kind.CORRUPT, 0.05: Kind.COMPILED}
@@ -153,9 +153,9 @@ def test_numbers_that_are_none_are_not_vouched_for() -> None:
 def test_each_prompt_is_judged_on_its_own() -> None:
     eager = [answer(), answer(), answer()]
     graphs = [answer(), answer({5: OTHER}), answer({4: OTHER})]
-    comparison = arbitrate(compare(eager, graphs, 0.02), graphs, [answer(), answer({5: OTHER}), answer()])
+    comparison = judge_by_compiled(compare(eager, graphs, 0.02), graphs, [answer(), answer({5: OTHER}), answer()])
     assert [judgement.kind for judgement in comparison.judgements] == [Kind.EQUAL, Kind.COMPILED, Kind.CORRUPT]
-    assert [judgement.compared for judgement in comparison.judgements] == [8, 8, 4]
+    assert [judgement.tokens_compared for judgement in comparison.judgements] == [8, 8, 4]
     assert comparison.noise == 0.02
 
 
@@ -182,8 +182,8 @@ def test_a_batch_of_the_size_of_the_graph_vouches_and_never_contradicts(
     answers: tuple[Answer, Answer, Answer], kind: Kind, compared: int
 ) -> None:
     eager, graphs, padded = answers
-    comparison = exonerate(compare([eager], [graphs], 0.0), [graphs], [padded])
-    assert (comparison.judgements[0].kind, comparison.compared) == (kind, compared)
+    comparison = accept_from_padded(compare([eager], [graphs], 0.0), [graphs], [padded])
+    assert (comparison.judgements[0].kind, comparison.tokens_compared) == (kind, compared)
 
 
 @pytest.mark.parametrize(
@@ -199,5 +199,5 @@ def test_a_batch_of_the_size_of_the_graph_vouches_and_never_contradicts(
 )
 def test_an_answer_whose_tokens_other_batches_give_is_not_corrupt(scored: list[Answer], kind: Kind) -> None:
     graphs = answer({2: OTHER, 5: OTHER}) if len(scored) == 2 and scored[0].tokens[2] == OTHER else answer({5: OTHER})
-    made = rescore(compare([answer()], [graphs], 0.0), [graphs], [[each] for each in scored])
+    made = accept_from_scores(compare([answer()], [graphs], 0.0), [graphs], [[each] for each in scored])
     assert made.judgements[0].kind is kind

@@ -131,7 +131,7 @@ def test_json_of_an_engine_that_failed_has_the_same_fields() -> None:
 
 
 def test_json_has_null_where_a_number_is_none() -> None:
-    broken = replace(judgement(Kind.CORRUPT, 0), margin=nan, gap=inf, distance=inf)
+    broken = replace(judgement(Kind.CORRUPT, 0), margin=nan, token_gap=inf, distance=inf)
     output = as_json(Report("m", (), RESULT, RESULT, comparison(broken, noise=inf)))
     json.dumps(output, allow_nan=False)
     assert (output["noise"], output["distance"]) == (None, None)

@@ -46,7 +46,7 @@ def test_equal_answers_are_equal() -> None:
 def test_log_probabilities_within_the_tolerance_are_equal_with_a_distance() -> None:
     actual = replace(REFERENCE, top=tuple(moved(top, 0.05) for top in REFERENCE.top))
     judgement = judge(REFERENCE, actual, ROUNDING)
-    assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.EQUAL, None, 4)
+    assert (judgement.kind, judgement.position, judgement.tokens_before_corruption) == (Kind.EQUAL, None, 4)
     assert judgement.distance == pytest.approx(0.05)
 
 
@@ -66,8 +66,8 @@ def test_two_best_that_are_close_may_change_places() -> None:
     judgement = judge(REFERENCE, actual, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.expected, judgement.actual) == (Kind.TIE, 2, A, B)
     assert judgement.margin == pytest.approx(0.02)
-    assert judgement.gap == pytest.approx(0.02)
-    assert judgement.agreed == judgement.length, "a tie is no corruption"
+    assert judgement.token_gap == pytest.approx(0.02)
+    assert judgement.tokens_before_corruption == judgement.length, "a tie is no corruption"
 
 
 def test_three_best_that_are_close_may_change_places() -> None:
@@ -87,8 +87,8 @@ def test_what_follows_a_tie_is_not_compared() -> None:
 def test_another_token_where_the_reference_was_sure_is_corrupt() -> None:
     actual = answer([A, B, A, A], CLEAR, {B: -0.1, A: -3.0}, CLOSE, CLEAR)
     judgement = judge(REFERENCE, actual, ROUNDING)
-    assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 1, 1)
-    assert judgement.gap == pytest.approx(2.9)
+    assert (judgement.kind, judgement.position, judgement.tokens_before_corruption) == (Kind.CORRUPT, 1, 1)
+    assert judgement.token_gap == pytest.approx(2.9)
 
 
 def test_another_token_is_corrupt_even_with_the_log_probabilities_of_the_reference() -> None:
@@ -100,7 +100,7 @@ def test_a_tie_of_the_reference_with_other_log_probabilities_is_corrupt() -> Non
     """The found token was nearly as good; the numbers it was chosen by are not of the same distribution."""
     actual = answer([A, A, B, A], CLEAR, CLEAR, {B: -0.01, A: -5.0}, CLEAR)
     judgement = judge(REFERENCE, actual, ROUNDING)
-    assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 2, 2)
+    assert (judgement.kind, judgement.position, judgement.tokens_before_corruption) == (Kind.CORRUPT, 2, 2)
     assert judgement.distance == pytest.approx(4.3)
 
 
@@ -108,8 +108,8 @@ def test_drifting_log_probabilities_are_corrupt_where_they_leave_the_tolerance()
     reference = answer([A] * 5, *[CLEAR] * 5)
     actual = replace(reference, top=tuple(moved(CLEAR, -0.03 * step) for step in range(5)))
     judgement = judge(reference, actual, ROUNDING)
-    assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 3, 3)
-    assert (judgement.expected, judgement.actual, judgement.gap) == (A, A, 0.0)
+    assert (judgement.kind, judgement.position, judgement.tokens_before_corruption) == (Kind.CORRUPT, 3, 3)
+    assert (judgement.expected, judgement.actual, judgement.token_gap) == (A, A, 0.0)
     assert judgement.distance == pytest.approx(0.09)
 
 
@@ -123,7 +123,7 @@ def test_a_token_that_is_not_among_the_best_of_the_reference_is_corrupt() -> Non
     actual = answer([A, ELSEWHERE], CLEAR, {ELSEWHERE: -0.1, D: -2.0})
     judgement = judge(REFERENCE, actual, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.actual) == (Kind.CORRUPT, 1, ELSEWHERE)
-    assert judgement.gap == pytest.approx(3.9), "at least as far as the last of the best"
+    assert judgement.token_gap == pytest.approx(3.9), "at least as far as the last of the best"
     assert judgement.distance == pytest.approx(3.9)
 
 
@@ -161,9 +161,9 @@ def test_a_reference_without_log_probabilities_agrees_with_nothing() -> None:
 def test_an_answer_that_ends_early_is_corrupt_where_it_ends() -> None:
     actual = Answer(REFERENCE.tokens[:3], REFERENCE.top[:3])
     judgement = judge(REFERENCE, actual, ROUNDING)
-    assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 3, 3)
+    assert (judgement.kind, judgement.position, judgement.tokens_before_corruption) == (Kind.CORRUPT, 3, 3)
     assert (judgement.expected, judgement.actual) == (A, None)
-    assert isinf(judgement.gap or 0)
+    assert isinf(judgement.token_gap or 0)
 
 
 def test_an_answer_that_goes_on_is_corrupt_where_the_reference_ends() -> None:
@@ -177,7 +177,7 @@ def test_empty_answers_are_equal_and_differ_from_others_at_once() -> None:
     empty = Answer((), ())
     assert judge(empty, empty, ROUNDING) == Judgement(Kind.EQUAL, 0, None)
     for judgement in (judge(REFERENCE, empty, ROUNDING), judge(empty, REFERENCE, ROUNDING)):
-        assert (judgement.kind, judgement.position, judgement.agreed) == (Kind.CORRUPT, 0, 0)
+        assert (judgement.kind, judgement.position, judgement.tokens_before_corruption) == (Kind.CORRUPT, 0, 0)
 
 
 def test_a_margin_needs_two_tokens() -> None:
@@ -227,14 +227,19 @@ def test_a_comparison_adds_up_its_prompts() -> None:
     wrong = answer([A, B, A, A], CLEAR, {B: -0.1, A: -3.0}, CLOSE, CLEAR)
     comparison = compare([REFERENCE] * 3, [REFERENCE, tie, wrong], 0.0)
     assert [judgement.kind for judgement in comparison.judgements] == [Kind.EQUAL, Kind.TIE, Kind.CORRUPT]
-    assert (comparison.tokens, comparison.agreed, comparison.corrupt) == (12, 9, True)
+    assert (comparison.tokens, comparison.tokens_before_corruption, comparison.corrupt) == (12, 9, True)
     assert comparison.distance == pytest.approx(2.9)
     assert comparison.of(Kind.TIE) == comparison.judgements[1:2]
 
 
 def test_no_prompts_are_no_corruption_and_no_tokens() -> None:
     comparison = compare([], [], 0.0)
-    assert (comparison.tokens, comparison.agreed, comparison.distance, comparison.corrupt) == (0, 0, 0.0, False)
+    assert (comparison.tokens, comparison.tokens_before_corruption, comparison.distance, comparison.corrupt) == (
+        0,
+        0,
+        0.0,
+        False,
+    )
 
 
 @pytest.mark.parametrize(("reference", "actual"), [(2, 1), (1, 2), (0, 1)])
@@ -265,7 +270,7 @@ def test_what_holds_for_any_two_answers(seed: int) -> None:
     judgements = [judge(one, other, tolerance) for tolerance in (0.0, ROUNDING, 1.0, 1e9)]
     kinds = [judgement.kind for judgement in judgements]
     for judgement in judgements:
-        assert 0 <= judgement.agreed <= judgement.length == len(one.tokens)
+        assert 0 <= judgement.tokens_before_corruption <= judgement.length == len(one.tokens)
         assert judgement.distance <= noise
         assert (judgement.position is None) == (judgement.kind is Kind.EQUAL)
     assert kinds == sorted(kinds, key=lambda kind: kind is not Kind.CORRUPT), (

@@ -72,8 +72,8 @@ def _mode(
         comparison = compare(eager.result.passes[0], answers, noise)
         figures |= {
             "sound": [len(questions) - len(comparison.of(Kind.CORRUPT)), len(questions)],
-            "agreed": [comparison.agreed, comparison.tokens],
-            "compared": comparison.compared,
+            "agreed": [comparison.tokens_before_corruption, comparison.tokens],
+            "compared": comparison.tokens_compared,
             "distance": comparison.distance if math.isfinite(comparison.distance) else None,
             "noise": noise,
             "corrupt": [number for number, one in enumerate(comparison.judgements) if one.kind is Kind.CORRUPT],

@@ -37,11 +37,11 @@ class Kind(str, Enum):
     TIE = "tie"
     """The two best tokens differ by no more than rounding. Tokens after a tie cannot be compared."""
     COMPILED = "compiled"
-    """Beyond rounding, but the same engine gives this answer without graphs too."""
+    """Beyond rounding, but a compiled engine without graphs gives it too."""
     PADDED = "padded"
-    """Beyond rounding, but the engine without graphs gives this answer too, in batches of the sizes of graphs."""
+    """The same, in batches filled to the sizes of graphs."""
     BATCHED = "batched"
-    """Beyond rounding, but without graphs each token of this answer is given in one batch or another."""
+    """The same, each token in one batch or another."""
     CORRUPT = "corrupt"
 
 
@@ -59,21 +59,21 @@ class Judgement:
     """Tokens of the reference and of the answer at that position; None where one of them has ended."""
     margin: float | None = None
     """Difference between the two best log-probabilities of the reference at that position."""
-    gap: float | None = None
+    token_gap: float | None = None
     """Difference between the reference's log-probabilities of its own token and of the other one at that position; a
     lower bound if the other one is not among its best."""
     distance: float = 0.0
     """Largest difference of log-probabilities, up to and including the first differing token."""
     vouched: int = 0
-    """Tokens for which a second reference had the same context, if there is one; see `compare.arbitration`."""
+    """Tokens for which a second reference vouches, see `compare.arbitration`."""
 
     @property
-    def agreed(self) -> int:
+    def tokens_before_corruption(self) -> int:
         """Tokens before corruption; all of them if there is none."""
         return self.position if self.kind is Kind.CORRUPT and self.position is not None else self.length
 
     @property
-    def compared(self) -> int:
+    def tokens_compared(self) -> int:
         """Tokens for which a reference had the same context: those before its first difference of any kind."""
         return max(self.length if self.position is None else self.position, self.vouched)
 
@@ -92,17 +92,17 @@ class Comparison:
         return sum(judgement.length for judgement in self.judgements)
 
     @property
-    def agreed(self) -> int:
-        return sum(judgement.agreed for judgement in self.judgements)
+    def tokens_before_corruption(self) -> int:
+        return sum(judgement.tokens_before_corruption for judgement in self.judgements)
 
     @property
-    def compared(self) -> int:
-        return sum(judgement.compared for judgement in self.judgements)
+    def tokens_compared(self) -> int:
+        return sum(judgement.tokens_compared for judgement in self.judgements)
 
     @property
-    def is_compared(self) -> bool:
+    def enough_compared(self) -> bool:
         """True if enough tokens were compared for a verdict."""
-        return self.compared >= MIN_COMPARED * self.tokens
+        return self.tokens_compared >= MIN_COMPARED * self.tokens
 
     @property
     def distance(self) -> float:
@@ -146,7 +146,7 @@ def compare(reference: Sequence[Answer], actual: Sequence[Answer], noise: float)
 
 def comparison_lines(comparison: Comparison) -> list[str]:
     """Return lines for people on how far a run agrees with the reference."""
-    agreed = f"{comparison.compared} of {comparison.tokens} tokens compared and equal to eager's"
+    agreed = f"{comparison.tokens_compared} of {comparison.tokens} tokens compared and equal to eager's"
     apart = f"log-probabilities up to {comparison.distance:.2g} apart"
     lines = [
         (
@@ -186,7 +186,7 @@ def judge(reference: Answer, actual: Answer, tolerance: float) -> Judgement:
             return _difference_at(position, Kind.CORRUPT, reference, actual, farthest)
     if differs is None:
         return Judgement(Kind.EQUAL, length, None, distance=farthest)
-    gap = _gap(reference, actual, differs)
+    gap = _token_gap(reference, actual, differs)
     return _difference_at(differs, Kind.TIE if gap <= tolerance else Kind.CORRUPT, reference, actual, farthest)
 
 
@@ -199,7 +199,7 @@ def _difference_at(position: int, kind: Kind, reference: Answer, actual: Answer,
         expected=_token(reference, position),
         actual=_token(actual, position),
         margin=best[0] - best[1] if len(best) > 1 else None,
-        gap=_gap(reference, actual, position),
+        token_gap=_token_gap(reference, actual, position),
         distance=distance,
     )
 
@@ -239,7 +239,7 @@ def _distance_of_token(one: Top, other: Top, token: int) -> float:
     return _or_infinite(abs(x - y))
 
 
-def _gap(reference: Answer, actual: Answer, position: int) -> float:
+def _token_gap(reference: Answer, actual: Answer, position: int) -> float:
     expected, other = _token(reference, position), _token(actual, position)
     if expected is None or other is None:
         return math.inf

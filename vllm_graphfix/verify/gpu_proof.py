@@ -276,10 +276,10 @@ def _why_unproven(case: Case, runs: Runs) -> str | None:
             return f"{mode}: the engine used no graphs"
     if eager is not None and patched is not None:
         comparison = compare(eager.passes[0], patched.passes[0], noise)
-        if not comparison.corrupt and not comparison.is_compared:
+        if not comparison.corrupt and not comparison.enough_compared:
             return (
-                f"patched: answers diverge early at ties, so only {comparison.compared} of {comparison.tokens} tokens "
-                "could be compared"
+                f"patched: answers diverge early at ties, so only {comparison.tokens_compared} of {comparison.tokens} "
+                "tokens could be compared"
             )
     verdicts = ((mode, _probe_verdict(case, end)) for mode, end in runs.items() if mode != "eager" and not end.error)
     return next((f"{mode}: {verdict.unseen}" for mode, verdict in verdicts if verdict and verdict.unseen), None)
@@ -352,7 +352,7 @@ def measure(case: Case, runs: Runs, mode: str) -> Measurement:
     numbers, lines = probed.observed, [probed.summary] if probed.summary else []
     if graphed.result is not None:
         comparison = compare(eager.result.passes[0], graphed.result.passes[0], noise_between(*eager.result.passes))
-        numbers = (*numbers, float(comparison.agreed))
+        numbers = (*numbers, float(comparison.tokens_before_corruption))
         lines += [*comparison_lines(comparison), *_drafts(eager.result, graphed.result)]
     before_tokens = f"{probed.numbers}; " if probed.numbers else ""
     crashed_unseen = graphed.error and probed.unseen

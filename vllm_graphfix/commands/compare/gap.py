@@ -14,7 +14,7 @@ from vllm_graphfix.verify.comparison import Answer, distances, finite_or_none
 from vllm_graphfix.verify.engine.job import EngineResult
 
 
-class Gap(NamedTuple):
+class EngineGap(NamedTuple):
     """The log-probabilities of two engines' chosen tokens."""
 
     source: str
@@ -31,13 +31,13 @@ class Gap(NamedTuple):
 
 def measure(
     eager: EngineResult, compiled: EngineResult | None, padded: EngineResult | None, graphs: EngineResult
-) -> tuple[Gap, ...]:
+) -> tuple[EngineGap, ...]:
     """Return the gap of each step from *eager* to *graphs*, then that of all; engines that did not run are left out."""
     chain = [("torch.compile", compiled), ("batch size and padding", padded), ("CUDA graphs", graphs)]
     return tuple(_gaps(eager, [(source, engine) for source, engine in chain if engine is not None], graphs))
 
 
-def _gaps(eager: EngineResult, chain: Sequence[tuple[str, EngineResult]], graphs: EngineResult) -> Iterator[Gap]:
+def _gaps(eager: EngineResult, chain: Sequence[tuple[str, EngineResult]], graphs: EngineResult) -> Iterator[EngineGap]:
     yield _between("eager itself, asked in another order", *eager.passes[:2])._replace(in_chain=False)
     before = eager
     for source, engine in chain:
@@ -46,21 +46,21 @@ def _gaps(eager: EngineResult, chain: Sequence[tuple[str, EngineResult]], graphs
     yield _between("all of these", eager.passes[0], graphs.passes[0])._replace(in_chain=False)
 
 
-def _between(source: str, one: Sequence[Answer], other: Sequence[Answer]) -> Gap:
+def _between(source: str, one: Sequence[Answer], other: Sequence[Answer]) -> EngineGap:
     pairs = list(zip(one, other, strict=True))
     apart = [distance for pair in pairs for distance in distances(*pair)]
     mean = math.fsum(apart) / len(apart) if apart and math.isfinite(max(apart)) else math.inf if apart else 0.0
     diverging = sum(a.tokens != b.tokens for a, b in pairs)
-    return Gap(source, len(apart), mean, max(apart, default=0.0), diverging)
+    return EngineGap(source, len(apart), mean, max(apart, default=0.0), diverging)
 
 
-def share(gap: Gap, gaps: Sequence[Gap]) -> float | None:
+def share(gap: EngineGap, gaps: Sequence[EngineGap]) -> float | None:
     """Return the share of *gap* in the means of all steps; None outside of these, or if nothing differs."""
     whole = math.fsum(each.mean for each in gaps if each.in_chain)
     return gap.mean / whole if gap.in_chain and 0 < whole < math.inf else None
 
 
-def as_json(gaps: Sequence[Gap]) -> list[dict[str, Any]]:
+def as_json(gaps: Sequence[EngineGap]) -> list[dict[str, Any]]:
     return [
         {
             "source": gap.source,

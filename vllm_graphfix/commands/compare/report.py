@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.compare import gap
-from vllm_graphfix.commands.compare.gap import Gap
+from vllm_graphfix.commands.compare.gap import EngineGap
 from vllm_graphfix.commands.compare.twin import FittedTwin
 from vllm_graphfix.verify.comparison import Comparison, Kind, finite_or_none
 from vllm_graphfix.verify.engine.exact_report import ExactReport
@@ -67,7 +67,7 @@ class Report:
     """Report on poison, if it was asked for."""
     exact: ExactReport | None = None
     """Comparison of each replay, if it was asked for."""
-    gaps: tuple[Gap, ...] = ()
+    gaps: tuple[EngineGap, ...] = ()
     """The gap between eager and graphs, by source, if it was asked for."""
     twin: FittedTwin | None = None
     """The twin that was compared in place of the model."""
@@ -117,9 +117,9 @@ class Report:
                 f"eager differs from itself by up to {self.comparison.noise:.3g}, "
                 "so corruption cannot be told apart from noise: set VLLM_BATCH_INVARIANT=1, where vLLM supports it"
             )
-        if not self.comparison.is_compared:
+        if not self.comparison.enough_compared:
             return (
-                f"answers diverge early at ties, so only {self.comparison.compared} of {self.comparison.tokens} tokens "
+                f"answers diverge early at ties, so only {self.comparison.tokens_compared} of {self.comparison.tokens} tokens "
                 "could be compared: give your own prompts (--prompts), or more prompts with shorter answers"
             )
         return None
@@ -133,7 +133,7 @@ class Report:
         if self.exact is None or not self.exact.sees_all or self.poison is None:
             return False
         return self.exact.is_exact or (
-            comparison.noise <= _MAX_NOISE and all(judgement.compared for judgement in comparison.judgements)
+            comparison.noise <= _MAX_NOISE and all(judgement.tokens_compared for judgement in comparison.judgements)
         )
 
 
@@ -165,18 +165,18 @@ def as_json(report: Report) -> dict[str, Any]:
         "tolerance": finite_or_none(comparison.tolerance) if comparison else None,
         "distance": finite_or_none(comparison.distance) if comparison else None,
         "tokens": comparison.tokens if comparison else None,
-        "compared": comparison.compared if comparison else None,
+        "compared": comparison.tokens_compared if comparison else None,
         "prompts": [
             {
                 "prompt": number,
                 "kind": judgement.kind.value,
                 "length": judgement.length,
-                "compared": judgement.compared,
+                "compared": judgement.tokens_compared,
                 "position": judgement.position,
                 "expected": judgement.expected,
                 "found": judgement.actual,
                 "margin": finite_or_none(judgement.margin),
-                "gap": finite_or_none(judgement.gap),
+                "gap": finite_or_none(judgement.token_gap),
                 "distance": finite_or_none(judgement.distance),
             }
             for number, judgement in enumerate(comparison.judgements if comparison else ())
@@ -290,7 +290,7 @@ def _show_drafts(report: Report, console: Console) -> None:
     console.print(f"drafts accepted: eager {right} of {of}, with graphs {accepted} of {tried}", highlight=False)
 
 
-def _show_gaps(gaps: Sequence[Gap], console: Console) -> None:
+def _show_gaps(gaps: Sequence[EngineGap], console: Console) -> None:
     from rich.table import Table
 
     headings = ("log-probabilities apart by", "tokens", "mean", "largest", "answers that diverge", "share")
@@ -317,8 +317,8 @@ def _show_verdict(report: Report, comparison: Comparison, console: Console) -> N
     )
     console.print(
         f"{len(comparison.judgements)} prompts: {counts[Kind.EQUAL]} equal, {counts[Kind.TIE]} diverge at a tie, "
-        f"{elsewhere}{counts[Kind.CORRUPT]} corrupt; {comparison.compared} of {comparison.tokens} tokens compared. "
-        f"Log-probabilities: eager differs from itself by up to {comparison.noise:.3g}, graphs from eager by up to "
+        f"{elsewhere}{counts[Kind.CORRUPT]} corrupt; {comparison.tokens_compared} of {comparison.tokens} tokens "
+        f"compared. Log-probabilities: eager differs from itself by up to {comparison.noise:.3g}, graphs from eager by up to "
         f"{comparison.distance:.3g}; up to {comparison.tolerance:.3g} counts as rounding",
         highlight=False,
         soft_wrap=True,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.commands.compare import CompareError
-from vllm_graphfix.commands.compare.arbitration import arbitrate, exonerate, rescore
+from vllm_graphfix.commands.compare.arbitration import accept_from_padded, accept_from_scores, judge_by_compiled
 from vllm_graphfix.commands.compare.gap import measure
 from vllm_graphfix.commands.compare.prompts import Prompt
 from vllm_graphfix.commands.compare.report import Report
@@ -231,13 +231,13 @@ def judge(
     if in_a_row or len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
         arbiter = run(compiled)
         if arbiter.result is not None:
-            comparison = arbitrate(comparison, graphed.result.passes[0], arbiter.result.passes[0])
+            comparison = judge_by_compiled(comparison, graphed.result.passes[0], arbiter.result.passes[0])
     padded = None
-    if graphed.result.batch_sizes and (in_a_row or comparison.corrupt or not comparison.is_compared):
+    if graphed.result.batch_sizes and (in_a_row or comparison.corrupt or not comparison.enough_compared):
         sizes, name = graphed.result.batch_sizes, compiled.name.replace(COMPILED, PADDED)
         padded = run(replace(compiled, name=name, batch_sizes=sizes, environment=compiled.environment | ALONE))
         if padded.result is not None:
-            comparison = exonerate(comparison, graphed.result.passes[0], padded.result.passes[0])
+            comparison = accept_from_padded(comparison, graphed.result.passes[0], padded.result.passes[0])
     scored = None
     if comparison.corrupt and arbiter is not None and arbiter.result is not None:
         # Prompts that follow each other in another order share steps with others, and so batches differ.
@@ -245,7 +245,7 @@ def judge(
         name = compiled.name.replace(COMPILED, SCORED)
         scored = run(replace(compiled, name=name, continued=tokens, extra_passes=_BATCHES - 1))
         if scored.result is not None:
-            comparison = rescore(comparison, graphed.result.passes[0], scored.result.passes)
+            comparison = accept_from_scores(comparison, graphed.result.passes[0], scored.result.passes)
     compiled_result, padded_result = (each.result if each is not None else None for each in (arbiter, padded))
     errors = [each.error for each in (arbiter, padded, scored, poisoned, exact) if each is not None]
     return Report(
