@@ -21,10 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from compare_cases import OFFLINE, SMALL
-from vllm_graphfix.commands.compare.run import ALONE, Options, jobs_for
+from vllm_graphfix.commands.compare.run import SCHEDULER_IN_PROCESS, Options, jobs_for
 from vllm_graphfix.verify.codec import to_builtins
 from vllm_graphfix.verify.engine import device
-from vllm_graphfix.verify.engine.exact import ENVIRONMENT, ExactRank
+from vllm_graphfix.verify.engine.exact import ENVIRONMENT as EXACT_ENVIRONMENT
+from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import Engines, JobResult
 
@@ -81,7 +82,7 @@ def jobs(models: Sequence[Path], drafting: Path) -> Iterator[Job]:
                 name=f"{number} {model.name} {kind}",
                 exact=True,
                 untuned=True,
-                environment=ALONE | ENVIRONMENT | own,
+                environment=SCHEDULER_IN_PROCESS | EXACT_ENVIRONMENT | own,
             )
 
 

@@ -27,7 +27,7 @@ from vllm_graphfix.commands.hunt.design import (
     ON_TWO_GPUS,
     YOURS,
     Architecture,
-    Case,
+    HuntCase,
     around,
     design,
 )
@@ -56,7 +56,7 @@ MIXTURE = Architecture("MixtralForCausalLM", {"num_attention_heads": 8, "head_di
 ALL = (DENSE, LATENT, STATES, HYBRID, MIXTURE)
 
 
-def pairs(case: Case) -> set[Any]:
+def pairs(case: HuntCase) -> set[Any]:
     return set(combinations(case.settings.items(), 2))
 
 
@@ -152,11 +152,11 @@ def hunt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
     def run(**options: Any) -> tuple[list[str], hunting.Hunted]:
         ran: list[str] = []
 
-        def run_case(case: Case, hunt: hunting.Hunt, *_: object) -> dict[str, Any]:
+        def run_case(runner: hunting.CaseRunner, case: HuntCase) -> dict[str, Any]:
             ran.append(case.name)
-            return hunting._about(case, hunt.folder, (), Size(16, 192)) | {"verdict": hunting.RIGHT, "why": None}
+            return hunting._about(case, runner.hunt.folder, (), Size(16, 192)) | {"verdict": hunting.RIGHT, "why": None}
 
-        monkeypatch.setattr(hunting, "run_case", run_case)
+        monkeypatch.setattr(hunting.CaseRunner, "run", run_case)
         return ran, hunting.run(SOURCE, hunting.Hunt(tmp_path, **options), Console(file=io.StringIO()))
 
     return run
@@ -190,7 +190,7 @@ def test_two_ranks_need_two_gpus(hunt: Callable[..., Any], monkeypatch: pytest.M
     assert all(row["settings"]["ranks"] in ON_TWO_GPUS for row in hunted.rows)
 
 
-def deployed(line: str) -> dict[str, Case]:
+def deployed(line: str) -> dict[str, HuntCase]:
     """Return the cases around *line* by what each has besides it."""
     whole, *others = around(read(re.sub(r"\bMODEL\b", str(CONFIGS / "llama-3.1-8b.json"), line), SOURCE))
     return {"": whole} | {case.name.removeprefix(f"{whole.name} "): case for case in others}
@@ -283,7 +283,7 @@ def test_verdict(fields: dict[str, Any], verdict: str, why: str | None) -> None:
 def test_prompts_for_drafts_have_each_token() -> None:
     prompts = hunting.made_prompts(drafts=True)
     assert all(set(prompt) == set(range(twins.VOCABULARY)) for prompt in prompts)
-    assert max(map(len, prompts)) + hunting._TOKENS[True] < 1024
+    assert max(map(len, prompts)) + hunting._TOKENS_WITH_DRAFTS < 1024
 
 
 def test_a_finding_is_reduced_to_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_a_finding_is_reduced_to_what_it_needs(tmp_path: Path, monkeypatch: pyte
     hunting.write_inputs(tmp_path, [DENSE])
     jobs: list[Job] = []
 
-    def run_engine(job: Job) -> JobResult:
+    def run_engine(case: HuntCase, job: Job) -> JobResult:
         jobs.append(job)
         is_wrong = "fp8" in job.flags and len(job.prompts) >= 3 and max(job.max_tokens) >= 50
         exact = (rank(wrong=1, findings=("rows differ",)) if is_wrong else rank(),)
@@ -301,11 +301,11 @@ def test_a_finding_is_reduced_to_what_it_needs(tmp_path: Path, monkeypatch: pyte
 
     case = next(case for case in design([DENSE]) if "fp8" in case.flags and "ngram" in case.settings.values())
     with ThreadPoolExecutor(1) as makers:
-        row = hunting.run_case(case, hunting.Hunt(tmp_path), makers, run_engine, lambda case: ("--seed", "0"))
+        row = hunting.CaseRunner(SOURCE, hunting.Hunt(tmp_path), makers, run_engine).run(case)
     reduced = row["reduced"]
     assert (row["verdict"], reduced["requests"], reduced["tokens"]) == (hunting.WRONG, 4, 80)
     needed = {key: next(iter(values)) for key, values in DIMENSIONS.items()} | {"cache": "fp8"}
-    assert reduced["case"] == Case("LlamaForCausalLM", needed).name
+    assert reduced["case"] == HuntCase("LlamaForCausalLM", needed).name
     assert all(part in reduced["command"] for part in ("4-prompts.jsonl", "--max-tokens 80", "--kv-cache-dtype fp8"))
     assert len(jobs) < 50
     assert all(job.poison_last for job in jobs if job.exact)

@@ -39,6 +39,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=cast("IO[str]", _Unpadded(stream)), stderr=stderr, width=PIPE_WIDTH, soft_wrap=False)
 
 
+def say(console: Console, text: str, *, markup: bool = True) -> None:
+    """Print *text* as it is: without colours of numbers, and without line breaks at the console's width."""
+    console.print(text, markup=markup, highlight=False, soft_wrap=True)
+
+
 class _Unpadded:
     """A text stream that writes to *stream*, less the blanks with which Rich fills the last column of a table."""
 

@@ -11,6 +11,7 @@ from vllm_graphfix._version import __version__
 from vllm_graphfix.commands.compare import gap
 from vllm_graphfix.commands.compare.gap import EngineGap
 from vllm_graphfix.commands.compare.twin import FittedTwin
+from vllm_graphfix.commands.output import say
 from vllm_graphfix.verify.comparison import Comparison, Kind, finite_or_none
 from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import EngineResult
@@ -89,11 +90,11 @@ class Report:
         """True if the draft model's graphs are wrong: the target rejects its tokens, and drafting gains nothing."""
         if self.graphs is None or not self.graphs.drafts or not self.eager.drafts:
             return False
-        (right, of), (accepted, tried) = self.eager.drafts, self.graphs.drafts
+        (eager_accepted, eager_proposed), (accepted, proposed) = self.eager.drafts, self.graphs.drafts
         return (
-            min(of, tried) >= _MIN_DRAFTS
-            and right >= _MIN_ACCEPTED * of
-            and accepted / tried < _LOST_BELOW * right / of
+            min(eager_proposed, proposed) >= _MIN_DRAFTS
+            and eager_accepted >= _MIN_ACCEPTED * eager_proposed
+            and accepted / proposed < _LOST_BELOW * eager_accepted / eager_proposed
         )
 
     @property
@@ -119,16 +120,16 @@ class Report:
             )
         if not self.comparison.enough_compared:
             return (
-                f"answers diverge early at ties, so only {self.comparison.tokens_compared} of {self.comparison.tokens} tokens "
-                "could be compared: give your own prompts (--prompts), or more prompts with shorter answers"
+                f"answers diverge early at ties, so only {self.comparison.tokens_compared} of {self.comparison.tokens} "
+                "tokens could be compared: give your own prompts (--prompts), or more prompts with shorter answers"
             )
         return None
 
     def _is_explained(self, comparison: Comparison) -> bool:
-        """Return True if answers that are no closer to eager's than its own noise, or diverge at ties, are explained.
+        """Return True if replays and poison prove the graphs right, whatever eager's noise is and where ties diverge.
 
-        Every replay was compared, and poison has shown nothing of what a replay and the same step without the graph
-        share. Where some differ by rounding, cache entries were not compared, and each answer has to be in part.
+        Every replay was compared with its step without the graph, and poison has shown nothing of what the two share.
+        Where replays differ by rounding, cache entries were not compared: then part of each answer has to be compared.
         """
         if self.exact is None or not self.exact.sees_all or self.poison is None:
             return False
@@ -189,22 +190,21 @@ def show(report: Report, console: Console) -> None:
 
     facts = report.eager.facts
     flags = "".join(f" {escape(flag)}" for flag in report.flags)
-    console.print(
+    say(
+        console,
         f"[bold]{escape(report.model)}[/]{flags}: vLLM {facts['vllm']}, vllm-graphfix {__version__}, torch "
         f"{facts['torch']}, {escape(facts['device'])}, driver {facts['driver']}, {escape(facts['switches'])}, "
         f"seed {facts['seed']}",
-        highlight=False,
-        soft_wrap=True,
     )
     if report.twin is not None:
         for line in report.twin.lines():
-            console.print(escape(line), highlight=False, soft_wrap=True)
+            say(console, escape(line))
     if report.graphs is not None:
         line = f"graphs: {report.graphs.cudagraph_mode or 'unknown'}; fixes: {_fixes(report.graphs.states)}"
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
     if report.comparison is None:
         error = f"[bold red]the engine runs without graphs and fails with them:[/] {escape(report.error or '')}"
-        console.print(error, highlight=False, soft_wrap=True)
+        say(console, error)
         return
     _show_differences(report.comparison, console)
     _show_drafts(report, console)
@@ -245,7 +245,7 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
         )
     console.print(table)
     if len(differing) > _LISTED_PROMPTS:
-        console.print(f"… and {len(differing) - _LISTED_PROMPTS} more; --json lists all", highlight=False)
+        say(console, f"… and {len(differing) - _LISTED_PROMPTS} more; --json lists all")
     _show_chart(comparison, console)
 
 
@@ -258,16 +258,16 @@ def _show_chart(comparison: Comparison, console: Console) -> None:
     rows = histogram(comparison)
     most = max(sum(counts.values()) for _, counts in rows)
     width = max(len(label) for label, _ in rows)
-    console.print("\nfirst difference, by position in the answer", highlight=False)
+    say(console, "\nfirst difference, by position in the answer")
     for label, counts in rows:
         bar = "".join(
             f"[{colour}]{block * max(1, _BAR * counts[kind] // most)}[/]"
             for kind, (colour, block) in _SHADES.items()
             if counts[kind]
         )
-        console.print(f"{label:>{width}} {bar} {sum(counts.values()) or ''}".rstrip(), highlight=False)
+        say(console, f"{label:>{width}} {bar} {sum(counts.values()) or ''}".rstrip())
     legend = "  ".join(f"[{colour}]{block}[/] {kind.value}" for kind, (colour, block) in _SHADES.items())
-    console.print(legend, highlight=False)
+    say(console, legend)
 
 
 def histogram(comparison: Comparison) -> list[tuple[str, dict[Kind, int]]]:
@@ -286,8 +286,8 @@ def histogram(comparison: Comparison) -> list[tuple[str, dict[Kind, int]]]:
 def _show_drafts(report: Report, console: Console) -> None:
     if report.graphs is None or not report.graphs.drafts or not report.eager.drafts:
         return
-    (right, of), (accepted, tried) = report.eager.drafts, report.graphs.drafts
-    console.print(f"drafts accepted: eager {right} of {of}, with graphs {accepted} of {tried}", highlight=False)
+    eager, graphs = (f"{accepted} of {proposed}" for accepted, proposed in (report.eager.drafts, report.graphs.drafts))
+    say(console, f"drafts accepted: eager {eager}, with graphs {graphs}")
 
 
 def _show_gaps(gaps: Sequence[EngineGap], console: Console) -> None:
@@ -315,21 +315,20 @@ def _show_verdict(report: Report, comparison: Comparison, console: Console) -> N
         )
         if counts[kind]
     )
-    console.print(
+    say(
+        console,
         f"{len(comparison.judgements)} prompts: {counts[Kind.EQUAL]} equal, {counts[Kind.TIE]} diverge at a tie, "
         f"{elsewhere}{counts[Kind.CORRUPT]} corrupt; {comparison.tokens_compared} of {comparison.tokens} tokens "
-        f"compared. Log-probabilities: eager differs from itself by up to {comparison.noise:.3g}, graphs from eager by up to "
-        f"{comparison.distance:.3g}; up to {comparison.tolerance:.3g} counts as rounding",
-        highlight=False,
-        soft_wrap=True,
+        f"compared. Log-probabilities: eager differs from itself by up to {comparison.noise:.3g}, graphs from eager by "
+        f"up to {comparison.distance:.3g}; up to {comparison.tolerance:.3g} counts as rounding",
     )
     if report.poison is not None:
         for line in [report.poison.summary(), *report.poison.lines()]:
-            console.print(escape(line), highlight=False, soft_wrap=True)
+            say(console, escape(line))
     for line in report.exact.lines() if report.exact is not None else ():
-        console.print(escape(line), highlight=False, soft_wrap=True)
+        say(console, escape(line))
     if report.note:
-        console.print(f"[dim]{escape(report.note)}[/]", highlight=False, soft_wrap=True)
+        say(console, f"[dim]{escape(report.note)}[/]")
     if comparison.corrupt:
         verdict = "[bold red]corruption[/]"
     elif report.exact is not None and report.exact.detected:
@@ -342,4 +341,4 @@ def _show_verdict(report: Report, comparison: Comparison, console: Console) -> N
         verdict = f"[bold yellow]inconclusive[/]: {escape(report.inconclusive)}"
     else:
         verdict = "[bold green]no corruption[/]"
-    console.print(verdict, highlight=False, soft_wrap=True)
+    say(console, verdict)

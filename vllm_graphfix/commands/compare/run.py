@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.arbitration import accept_from_padded, accept_from_scores, judge_by_compiled
@@ -27,7 +27,7 @@ from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.verify.comparison import Kind, compare, noise_between
 from vllm_graphfix.verify.engine.bars import EngineBars
-from vllm_graphfix.verify.engine.exact import ENVIRONMENT
+from vllm_graphfix.verify.engine.exact import ENVIRONMENT as EXACT_ENVIRONMENT
 from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.llm import FlagError
@@ -37,12 +37,12 @@ from vllm_graphfix.verify.engine.processes import Engines, JobResult
 if TYPE_CHECKING:
     from rich.console import Console
 
-POISON, EXACT, PADDED, SCORED = "poison", "exact", "padded", "scored"
+POISON_JOB, EXACT_JOB, PADDED_JOB, SCORED_JOB = "poison", "exact", "padded", "scored"
 """Names of the engine that is poisoned, of the one whose replays are compared, of the one without graphs whose batches
 are filled to the sizes of graphs, and of the one without graphs that scores answers."""
 _BATCHES = 8
 """Orders of prompts, by which an answer is scored."""
-ALONE: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+SCHEDULER_IN_PROCESS: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """With the scheduler in a process of its own, the batches of two passes would differ by timing, and requests that begin
 one after the other would not end together where a batch is to be filled."""
 _SHORTEST = 0.5
@@ -77,7 +77,7 @@ def run(model: str, flags: Sequence[str], options: Options, console: Console, *,
     """
     if model[:1] in ("/", ".", "~") and not Path(model).expanduser().exists():
         raise CompareError(f"{model} does not exist; name a folder with a model, or one of the Hugging Face Hub")
-    refuse_flags(flags, {"--poison": options.poison, "--exact": options.exact})
+    refuse_flags(flags, "--poison" if options.poison else "--exact" if options.exact else None)
     refuse_settings(os.environ, exact=options.exact)
     if importlib.util.find_spec("vllm") is None:
         raise CompareError(f"this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM")
@@ -105,9 +105,9 @@ def _run_engines(
 ) -> Report:
     jobs = jobs_for(model, flags, options, adapters)
     if options.poison:
-        jobs.append(replace(jobs[1], name=POISON, extra_passes=1, poison=True, environment=ALONE))
+        jobs.append(replace(jobs[1], name=POISON_JOB, extra_passes=1, poison=True, environment=SCHEDULER_IN_PROCESS))
     if options.exact:
-        jobs.append(replace(jobs[1], name=EXACT, exact=True, environment=ALONE | ENVIRONMENT))
+        jobs.append(replace(jobs[1], name=EXACT_JOB, exact=True, environment=SCHEDULER_IN_PROCESS | EXACT_ENVIRONMENT))
     folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
     keep = True  # after any other error the logs are needed
     try:
@@ -159,12 +159,11 @@ def _is_without_gpu(environment: Mapping[str, str]) -> bool:
     return hidden or not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists())  # the latter under WSL
 
 
-def refuse_flags(flags: Sequence[str], options: Mapping[str, bool]) -> None:
-    """Raise CompareError for flags with which one of *options* that are on compares nothing."""
+def refuse_flags(flags: Sequence[str], needing: str | None = None) -> None:
+    """Raise CompareError for flags with which nothing can be compared; *needing* names what needs the extension."""
     names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
     if "--enforce-eager" in names:
         raise CompareError("with --enforce-eager there are no graphs to compare; leave that flag out")
-    needing = next((option for option, is_on in options.items() if is_on), None)
     if needing and "--worker-extension-cls" in names:
         raise CompareError(f"{needing} needs vLLM's worker extension for itself; leave out --worker-extension-cls")
     if "--model" in names:
@@ -192,17 +191,22 @@ def _compare(
     bars = EngineBars(console, jobs)
     engines = Engines(folder, options.timeout, bars.doing, bars.done, preload=True)
     with bars.display(), engines.session():
-        report = judge(model, flags, jobs, lambda job: engines.run([job], 1)[job.name], in_a_row=options.gap)
+        report = judge(model, flags, jobs, lambda job: engines.run([job], 1)[job.name], all_references=options.gap)
     return replace(report, logs=str(folder)) if report.logs else report
 
 
 def judge(
-    model: str, flags: Sequence[str], jobs: Sequence[Job], run: Callable[[Job], JobResult], *, in_a_row: bool = False
+    model: str,
+    flags: Sequence[str],
+    jobs: Sequence[Job],
+    run: Callable[[Job], JobResult],
+    *,
+    all_references: bool = False,
 ) -> Report:
     """Run the engines of `jobs_for`, and those behind them, by *run*, and judge the answers.
 
-    Further references run where answers differ, or, with *in_a_row*, always. Raises CompareError if the engine does not
-    run without graphs.
+    Further references run where answers differ, or, with *all_references*, always. Raises CompareError if the engine
+    does not run without graphs.
     """
     eager, graphs, compiled, *further = jobs
     reference = run(eager)
@@ -215,7 +219,8 @@ def judge(
     if graphed.result is None:
         error = f"{graphed.error} (log: {graphed.log})"
         return Report(model, tuple(flags), reference.result, None, None, error, logs=str(graphed.log.parent))
-    poisoned, exact = None, ExactReport(graphed.result.exact) if graphs.exact else None
+    exact = ExactReport(graphed.result.exact) if graphs.exact else None
+    poisoned = None
     if graphs.poison_last:
         why = graphed.result.poison_error
         poisoned = report_of(None if why else graphed.result, why, graphed.observed)
@@ -228,22 +233,21 @@ def judge(
             exact = ExactReport(ended.result.exact if ended.result else (), why)
     comparison = compare(reference.result.passes[0], graphed.result.passes[0], noise)
     arbiter = None
-    if in_a_row or len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
+    if all_references or len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
         arbiter = run(compiled)
         if arbiter.result is not None:
             comparison = judge_by_compiled(comparison, graphed.result.passes[0], arbiter.result.passes[0])
     padded = None
-    if graphed.result.batch_sizes and (in_a_row or comparison.corrupt or not comparison.enough_compared):
-        sizes, name = graphed.result.batch_sizes, compiled.name.replace(COMPILED, PADDED)
-        padded = run(replace(compiled, name=name, batch_sizes=sizes, environment=compiled.environment | ALONE))
+    if graphed.result.batch_sizes and (all_references or comparison.corrupt or not comparison.enough_compared):
+        environment = compiled.environment | SCHEDULER_IN_PROCESS
+        padded = run(_named(compiled, PADDED_JOB, batch_sizes=graphed.result.batch_sizes, environment=environment))
         if padded.result is not None:
             comparison = accept_from_padded(comparison, graphed.result.passes[0], padded.result.passes[0])
     scored = None
     if comparison.corrupt and arbiter is not None and arbiter.result is not None:
         # Prompts that follow each other in another order share steps with others, and so batches differ.
         tokens = tuple(answer.tokens for answer in graphed.result.passes[0])
-        name = compiled.name.replace(COMPILED, SCORED)
-        scored = run(replace(compiled, name=name, continued=tokens, extra_passes=_BATCHES - 1))
+        scored = run(_named(compiled, SCORED_JOB, continued=tokens, extra_passes=_BATCHES - 1))
         if scored.result is not None:
             comparison = accept_from_scores(comparison, graphed.result.passes[0], scored.result.passes)
     compiled_result, padded_result = (each.result if each is not None else None for each in (arbiter, padded))
@@ -258,8 +262,13 @@ def judge(
         logs=str(graphed.log.parent) if any(errors) else None,
         poison=poisoned,
         exact=exact,
-        gaps=measure(reference.result, compiled_result, padded_result, graphed.result) if in_a_row else (),
+        gaps=measure(reference.result, compiled_result, padded_result, graphed.result) if all_references else (),
     )
+
+
+def _named(compiled: Job, name: str, **changes: Any) -> Job:
+    """Return *compiled* with *changes*, named *name* behind what a hunt sets before the names of a case's jobs."""
+    return replace(compiled, name=compiled.name.removesuffix(COMPILED) + name, **changes)
 
 
 def _error_of_reference(reference: JobResult) -> CompareError:

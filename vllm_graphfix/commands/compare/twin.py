@@ -43,7 +43,7 @@ _FITTED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "--tokenizer-mode": ("auto", (), "the twin's tokens are bytes; the same for every engine"),
     "--hf-config-path": ("", (), "the twin has a config.json"),
 }
-"""Flags with another value for a twin, the fixes whose defects that may hide, and why; an empty value depends on it."""
+"""Flags with another value for a twin, the fixes whose defects that may hide, and why; "" is set for each twin."""
 _MORE_LAYERS = 6
 """TurboQuant quantises no cache of the first and last two layers: more are needed where it is to show."""
 

@@ -24,26 +24,26 @@ _OF_MEMORY = ("--gpu-memory-utilization", "--kv-cache-memory-bytes")
 
 
 def _dimensions() -> dict[str, str]:
-    """Return the dimension of each flag and variable that a value of it has, and of what turns the flag around."""
-    of = {"--attention-config": "attention"}
+    """Return the dimension of each flag, its opposite (``--no-…``) and each variable that sets one."""
+    by_name = {"--attention-config": "attention"}
     for key, settings in DIMENSIONS.items():
         names = [name for each in settings.values() for name in (*each.flags, *each.environment)]
-        of |= {long_name(name): key for name in names if is_flag(name) or name.startswith("VLLM_")}
-    of |= {name.replace("--no-", "--"): key for name, key in of.items()}
-    return {name: key for name, key in of.items() if name.partition(".")[0] not in (_COMPILATION, _OVERRIDES)}
+        by_name |= {long_name(name): key for name in names if is_flag(name) or name.startswith("VLLM_")}
+    by_name |= {name.replace("--no-", "--"): key for name, key in by_name.items()}
+    return {name: key for name, key in by_name.items() if name.partition(".")[0] not in (_COMPILATION, _OVERRIDES)}
 
 
 def read(text: str, source: Source) -> Architecture:
     """Return the architecture of the model in *text*, a model and flags of vLLM. Raises CompareError."""
     try:
-        Flags(text, {}, source)  # knows the flags of this vLLM, and some values
+        Flags(text, {}, source)  # raises FlagsError for flags that this vLLM does not know
         parsed = parse(text, [f"{name}=" for name in _OF_MEMORY])
     except FlagsError as error:
         raise CompareError(str(error)) from error
     model, *words = parsed.words or [""]
     if not model or is_flag(model) or "--config" in parsed.flags:
         raise CompareError("--for takes the model first, then all flags themselves: --for 'MODEL -tp 2'")
-    refuse_flags(words, {"hunt": True})
+    refuse_flags(words, "hunt")
     revision = parsed.flags.get("--revision")
     config = config_of(model, revision.value if revision else None)
     name = re.sub(r"[^\w.-]+", "-", model).strip("-.")
@@ -53,7 +53,7 @@ def read(text: str, source: Source) -> Architecture:
 
 
 def _deployed(parsed: Line, words: Sequence[str]) -> Deployed:
-    of, settings = _dimensions(), dict[str, Setting]()
+    dimensions, settings = _dimensions(), dict[str, Setting]()
 
     def add(key: str, *flags: str, **environment: str) -> None:
         before = settings.get(key, Setting())
@@ -62,13 +62,13 @@ def _deployed(parsed: Line, words: Sequence[str]) -> Deployed:
     groups = [group for group in _groups(words) if long_name(group[0]) not in _OF_MEMORY]
     for group in groups:
         if (name := long_name(group[0])) != _COMPILATION:
-            add(of.get(name, ""), *group)
+            add(dimensions.get(name, ""), *group)
     compilation = parsed.flags.get(_COMPILATION)
     for inner, value in (json_or(compilation.value or "", {}) if compilation else {}).items():
         # With dots, since these would replace a JSON object.
         add(_OF_COMPILATION.get(inner, ""), f"-cc.{inner}={value if isinstance(value, str) else json.dumps(value)}")
     for variable, value in parsed.environment.items():
-        add(of.get(variable, ""), **{variable: value})
+        add(dimensions.get(variable, ""), **{variable: value})
     ranks = [ranks_of(parsed.flags, name) for name in ("--tensor-parallel-size", "--pipeline-parallel-size")]
     return Deployed(tuple(word for group in groups for word in group), settings, math.prod(ranks))
 

@@ -6,11 +6,10 @@ import random
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from vllm_graphfix.verify.engine.reduction import EXPERTS
+from vllm_graphfix.verify.engine.reduction import EXPERTS, Section
 
-Section = Mapping[str, Any]
 Environment = dict[str, str | None]
 
 
@@ -83,7 +82,7 @@ _ATTEMPTS = 20
 
 
 class Deployed(NamedTuple):
-    """A user's flags, and what they say of each dimension that they fix; of "" all others."""
+    """A user's flags, and those of each dimension that they fix; under "" those of no dimension."""
 
     flags: tuple[str, ...]
     settings: Mapping[str, Setting]
@@ -140,39 +139,41 @@ class Architecture(NamedTuple):
         """Return False if vLLM is sure to refuse *chosen*, values of some dimensions, or if they make no difference."""
         chosen = {key: name for key, name in chosen.items() if name != YOURS}
         attention, cache = chosen.get("attention", "chosen"), chosen.get("cache", "auto")
-        pieces = "PIECEWISE" in chosen.get("graphs", "")
-        ranks = chosen.get("ranks")
+        runner, ranks, scheduling = (str(chosen.get(key)) for key in ("runner", "ranks", "scheduling"))
+        drafts, states, breaks = (str(chosen.get(key)) for key in ("drafts", "states", "breaks"))
         has_sinks = str(self._text.get("model_type")).startswith(_WITH_SINKS)
-        refused = (
-            attention not in ("chosen", *(_LATENT if self._is_latent else _GROUPED)),
-            # Sparse attention has a backend of its own.
-            attention != "chosen" and (not self._has_attention or bool(self._text.get("index_topk"))),
-            # Pages as large as a state are no power of 2, which FlexAttention needs.
-            attention == "FLEX_ATTENTION" and (self._has_states or has_sinks),
-            attention == "FLASHINFER" and (has_sinks or self._head_size not in _FLASHINFER_SIZES),
-            cache != "auto" and not self._has_attention,
-            cache == "fp8" and attention in ("FLEX_ATTENTION", "FLASH_ATTN_MLA"),
-            cache.startswith("turboquant") and (attention != "chosen" or self._is_latent or self._has_states),
-            # Breaks take the place of the pieces of torch.compile, and switch it off.
-            chosen.get("compile") == "uncompiled" and pieces and chosen.get("breaks", "breakable") == "unbroken",
-            chosen.get("breaks") == "breakable"
-            and (chosen.get("compile") == "compiled" or chosen.get("runner") == "V1"),
-            chosen.get("drafts") == "mtp" and not self._has_draft_layers,
-            # V1 schedules in step with n-grams: asynchronous scheduling is switched off.
-            (chosen.get("drafts"), chosen.get("runner"), chosen.get("scheduling")) == ("ngram", "V1", "async"),
-            chosen.get("adapters") == "adapters" and not self.takes_adapters,
-            chosen.get("states") == "states-aligned" and not self._has_states,
-            chosen.get("states") == "states-aligned" and chosen.get("prefixes") == "no-prefixes",
-            ranks == "tp2-experts" and not self._is_mixture,
-            ranks == "pp2" and not self.takes_stages,
-            (ranks, chosen.get("runner"), chosen.get("scheduling")) == ("pp2", "V1", "async"),
-            # But for latent attention DCP needs fewer key-value heads than ranks; states and windows have none.
-            str(ranks).startswith("dcp2") and (self._has_states or self._has_windows),
-            ranks == "dcp2" and not self._is_latent,
-            ranks == "dcp2-one-head" and (self._is_latent or not self._text.get("num_key_value_heads")),
-            ranks == "dcp2-one-head" and (attention in _WITHOUT_DCP or cache.startswith("turboquant")),
-        )
-        return not any(refused)
+        is_turboquant = cache.startswith("turboquant")
+        refused = {
+            "a backend of other attention": attention not in ("chosen", *(_LATENT if self._is_latent else _GROUPED)),
+            "no attention": (attention, cache) != ("chosen", "auto") and not self._has_attention,
+            "sparse attention has a backend of its own": attention != "chosen" and bool(self._text.get("index_topk")),
+            "pages as large as a state are no power of 2": attention == "FLEX_ATTENTION" and self._has_states,
+            "no sinks": attention in ("FLEX_ATTENTION", "FLASHINFER") and has_sinks,
+            "no kernel for the head": attention == "FLASHINFER" and self._head_size not in _FLASHINFER_SIZES,
+            "no fp8 cache": cache == "fp8" and attention in ("FLEX_ATTENTION", "FLASH_ATTN_MLA"),
+            "TurboQuant is a backend": is_turboquant and attention != "chosen",
+            "TurboQuant needs keys and values": is_turboquant and (self._is_latent or self._has_states),
+            "no pieces without torch.compile or breaks": chosen.get("compile") == "uncompiled"
+            and "PIECEWISE" in chosen.get("graphs", "")
+            and breaks == "unbroken",
+            "breaks switch torch.compile off": breaks == "breakable" and chosen.get("compile") == "compiled",
+            "no breaks in V1": (breaks, runner) == ("breakable", "V1"),
+            "no draft layers": drafts == "mtp" and not self._has_draft_layers,
+            "V1 schedules in step with n-grams": (drafts, runner, scheduling) == ("ngram", "V1", "async"),
+            "no adapters": chosen.get("adapters") == "adapters" and not self.takes_adapters,
+            "no states": states == "states-aligned" and not self._has_states,
+            "no prefixes to align to": (states, chosen.get("prefixes")) == ("states-aligned", "no-prefixes"),
+            "no experts": ranks == "tp2-experts" and not self._is_mixture,
+            "no stages": ranks == "pp2" and not self.takes_stages,
+            "V1 schedules in step with stages": (ranks, runner, scheduling) == ("pp2", "V1", "async"),
+            "states and windows have no DCP": ranks.startswith("dcp2") and (self._has_states or self._has_windows),
+            # But for latent attention DCP needs fewer key-value heads than ranks.
+            "as many heads as ranks": ranks == "dcp2" and not self._is_latent,
+            "no heads to reduce": ranks == "dcp2-one-head"
+            and (self._is_latent or not self._text.get("num_key_value_heads")),
+            "no DCP of the backend": ranks == "dcp2-one-head" and (attention in _WITHOUT_DCP or is_turboquant),
+        }
+        return not any(refused.values())
 
     @property
     def _has_draft_layers(self) -> bool:
@@ -180,7 +181,7 @@ class Architecture(NamedTuple):
         return bool(self._text.get("num_nextn_predict_layers")) or self._text.get("model_type") == "qwen3_next"
 
 
-class Case(NamedTuple):
+class HuntCase(NamedTuple):
     """One architecture under one set of flags."""
 
     architecture: str
@@ -234,10 +235,10 @@ class Case(NamedTuple):
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
-def around(architecture: Architecture, seed: int = 0, leave_out: Sequence[str] = ()) -> Iterator[Case]:
+def around(architecture: Architecture, seed: int = 0, leave_out: Sequence[str] = ()) -> Iterator[HuntCase]:
     """Yield the case of the user's flags, those with one dimension changed, then all that the flags do not fix."""
     fixed = architecture.deployed.settings if architecture.deployed is not None else {}
-    whole = Case(architecture.name, dict.fromkeys(DIMENSIONS, YOURS), architecture.deployed)
+    whole = HuntCase(architecture.name, dict.fromkeys(DIMENSIONS, YOURS), architecture.deployed)
     yield whole
     for key, names in DIMENSIONS.items():
         for name in names:
@@ -250,7 +251,7 @@ def around(architecture: Architecture, seed: int = 0, leave_out: Sequence[str] =
 
 def design(
     architectures: Sequence[Architecture], seed: int = 0, leave_out: Sequence[str] = (), fixed: Collection[str] = ()
-) -> Iterator[Case]:
+) -> Iterator[HuntCase]:
     """Yield cases until each pair of values that can be together, and each value of each architecture, was in one.
 
     Architectures take turns, so that the first cases have all of them. Values in *leave_out* are in none, and
@@ -284,7 +285,7 @@ def _next_case(
     open_pairs: set[Pair],
     open_singles: set[tuple[str, str]],
     chance: random.Random,
-) -> Case | None:
+) -> HuntCase | None:
     """Return the case with the most new pairs among random ones around something new, or None."""
     for _ in range(len(open_singles) + len(open_pairs)):
         # Sorted: the order of a set of strings differs from one process to the next.
@@ -296,8 +297,8 @@ def _next_case(
         made = [done for _ in range(_ATTEMPTS) if (done := _completed(architecture, values, start, chance))]
         if made:
             best = max(made, key=lambda each: _new(each, open_pairs, open_singles))
-            return Case(architecture.name, {key: best[key] for key in values}, architecture.deployed)
-        if len(start) > 1:
+            return HuntCase(architecture.name, {key: best[key] for key in values}, architecture.deployed)
+        if len(start) > 1:  # next to nothing is open by then, and other architectures try the pair, too
             return None
         open_singles.difference_update(start.items())
     return None

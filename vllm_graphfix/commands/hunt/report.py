@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.commands.hunt.design import DIMENSIONS, YOURS
 from vllm_graphfix.commands.hunt.run import NO_TWIN, REFUSED, RIGHT, UNCLEAR, WRONG, Hunted, line_of
+from vllm_graphfix.commands.output import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,21 +39,20 @@ def show(hunted: Hunted, console: Console) -> None:
     console.print(table)
     for row in hunted.rows:
         if row["verdict"] != RIGHT:
-            console.print(line_of(row), highlight=False, markup=False, soft_wrap=True)
+            say(console, line_of(row), markup=False)
         if row["verdict"] == WRONG:
-            console.print(f"  {(row.get('reduced') or row)['command']}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"  {(row.get('reduced') or row)['command']}", markup=False)
     if hunted.without_twin:
         by_reason: dict[str, list[str]] = {}
         for name, why in hunted.without_twin.items():
             by_reason.setdefault(why, []).append(name)
         names = "; ".join(f"{', '.join(each)} ({why})" for why, each in by_reason.items())
-        console.print(f"without a twin: {names}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"without a twin: {names}", markup=False)
     counts = Counter(row["verdict"] for row in hunted.rows)
     judged = {row["architecture"] for row in hunted.rows if row["verdict"] in (RIGHT, WRONG)}
-    console.print(
+    say(
+        console,
         f"{len(hunted.rows)} of {hunted.planned} cases: "
         + ", ".join(f"{counts[verdict]} {verdict}" for verdict in _VERDICTS)
         + f"; {len(judged)} architectures with a verdict; {hunted.seconds:.0f} s",
-        highlight=False,
-        soft_wrap=True,
     )

@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,16 +21,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import NO_GRAPHS, Report
 from vllm_graphfix.commands.compare.report import as_json as compared_as_json
-from vllm_graphfix.commands.compare.run import ALONE, Options, jobs_for, judge, refuse_settings
+from vllm_graphfix.commands.compare.run import SCHEDULER_IN_PROCESS, Options, jobs_for, judge, refuse_settings
 from vllm_graphfix.commands.hunt import twins
-from vllm_graphfix.commands.hunt.design import DIMENSIONS, ON_TWO_GPUS, Architecture, Case, around, design
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, ON_TWO_GPUS, Architecture, HuntCase, around, design
 from vllm_graphfix.commands.hunt.smaller import Size, smaller
+from vllm_graphfix.commands.output import say
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.comparison import comparison_lines, finite_or_none
 from vllm_graphfix.verify.engine import device as devices
-from vllm_graphfix.verify.engine.case import ENVIRONMENT, GIB_PER_ENGINE
-from vllm_graphfix.verify.engine.exact import ENVIRONMENT as EXACT
+from vllm_graphfix.verify.engine.case import CASE_ENVIRONMENT, GIB_PER_ENGINE, NOTHING_COMPILED
+from vllm_graphfix.verify.engine.exact import ENVIRONMENT as EXACT_ENVIRONMENT
 from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import HANG, Engines, JobResult
@@ -48,10 +48,10 @@ MIN_REPLAYS = 100
 _MOST_ENGINES, _MAKERS = 12, 4
 _REQUESTS = (16, 8, 4, 2, 1)
 """Requests of a case, and what reducing a finding may leave of them."""
-_TOKENS = {False: 192, True: 320}
-"""Tokens of the longest answer, without drafts and with them, which make steps fewer."""
-_SIZES = {False: (1, 2, 4, 8, 16, 48, 128), True: (4, 8, 16, 32, 64, 128)}
-"""Sizes of graphs, without drafts and with them; the last is a step of nothing but a long prompt's tokens."""
+_TOKENS, _TOKENS_WITH_DRAFTS = 192, 320
+"""Tokens of the longest answer; drafts make steps fewer."""
+_SIZES, _SIZES_WITH_DRAFTS = (1, 2, 4, 8, 16, 48, 128), (4, 8, 16, 32, 64, 128)
+"""Sizes of graphs; the last is a step of nothing but a long prompt's tokens."""
 _COMMON = (
     *("--max-model-len", "1024", "--max-num-seqs", "16", "--seed", "0", "--skip-tokenizer-init"),
     # Keeps vLLM's memory profiling out of a GPU that several engines share.
@@ -63,8 +63,6 @@ _UNTIMED = {
     "--kernel-config.enable_jit_warmup=false": ("vllm/config/kernel.py", "enable_jit_warmup"),
 }
 """Flags against preparations that take long, each with a file of vLLM and the word by which it is known there."""
-_NOTHING_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
-"""Turns torch.compile off for functions beside the model too: compiling them takes longer than all answers."""
 _OUT_OF_MEMORY = "out of memory"
 _OTHER_NAMES = re.compile(
     r"not initialized from checkpoint|no module or parameter named|KeyError: '[\w.]+'"
@@ -112,8 +110,8 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
     names = [name for name in files if name in chosen]
     hunt = hunt._replace(folder=hunt.folder.absolute())  # engines run in another working directory
     hunt.folder.mkdir(parents=True, exist_ok=True)
-    with twins.pool(min(_MAKERS, os.cpu_count() or 1)) as makers, ThreadPoolExecutor(1) as beside:
-        device = beside.submit(devices.find)
+    with twins.pool(min(_MAKERS, os.cpu_count() or 1)) as makers, ThreadPoolExecutor(1) as finder:
+        finding = finder.submit(devices.find)
         configs = dict(zip(names, makers.map(twins.default_config, names), strict=True))
         without = {name: config for name, config in configs.items() if isinstance(config, str)}
         if len(names) == len(files):
@@ -126,13 +124,14 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
         ignored = source.contains_word("vllm/engine/arg_utils.py", "_MAMBA_CACHE_MODE_DEPRECATION_MESSAGE")
         leave_out = [*hunt.leave_out, *["states-aligned"] * ignored]  # since 0.33 that flag does nothing
         try:
-            on = device.result()
+            device = finding.result()
         except VerifyError as error:
             raise CompareError(str(error)) from error
-        leave_out += ON_TWO_GPUS if on.count < 2 else ()
+        leave_out += ON_TWO_GPUS if device.count < 2 else ()
         if empty := [key for key, values in DIMENSIONS.items() if set(values) <= set(leave_out)]:
             raise CompareError(
-                f"no value of {empty[0]} is left to hunt with on {max(on.count, 1)} GPU; leave out less (--leave-out)"
+                f"no value of {empty[0]} is left to hunt with on {max(device.count, 1)} GPU; "
+                "leave out less (--leave-out)"
             )
         changed = [each for each in known if hunt.earlier and twins.is_changed(files[each.name], source, hunt.earlier)]
         groups = (changed, [each for each in known if each not in changed])
@@ -140,28 +139,28 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
         if hunt.deployed:
             designs = [around(hunt.deployed, hunt.seed, leave_out)]
             known.append(hunt.deployed)
-        whole = list(islice(chain.from_iterable(designs), hunt.cases))
-        cases = whole[hunt.shard[0] - 1 :: hunt.shard[1]]
-        done = read_results(hunt.folder, source.version)
+        planned = list(islice(chain.from_iterable(designs), hunt.cases))
+        cases = planned[hunt.shard[0] - 1 :: hunt.shard[1]]
+        results = read_results(hunt.folder, source.version)
         write_inputs(hunt.folder, known)
-        missing = [case for case in cases if case.name not in done]
-        room = int(on.free_gib // GIB_PER_ENGINE) if on.name else 2
+        missing = [case for case in cases if case.name not in results]
+        room = int(device.free_gib // GIB_PER_ENGINE) if device.name else 2
         parallel = hunt.parallel or max(1, min(_MOST_ENGINES, (os.cpu_count() or 2) * 3 // 4, room))
         newer = f", {len(changed)} of them changed since {hunt.earlier.version}" if hunt.earlier else ""
         console.print(
             f"{len(cases)} cases of {len(known)} architectures{newer}, {len(cases) - len(missing)} done before; "
-            f"{parallel} engines at a time on {on.name or 'a CPU'}; {time.monotonic() - began:.0f} s so far",
+            f"{parallel} engines at a time on {device.name or 'a CPU'}; {time.monotonic() - began:.0f} s so far",
             highlight=False,
         )
         with closing(_run_cases(source, hunt, missing, makers, parallel, began)) as rows:
             for row in rows:
                 with (hunt.folder / RESULTS).open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                done[row["case"]] = row
-                count = f"[{sum(case.name in done for case in cases)}/{len(cases)}]"
-                console.print(f"{count} {line_of(row)}", markup=False, highlight=False, soft_wrap=True)
-    results = [done[case.name] for case in cases if case.name in done]
-    return Hunted(results, len(cases), without, round(time.monotonic() - began, 1))
+                results[row["case"]] = row
+                count = f"[{sum(case.name in results for case in cases)}/{len(cases)}]"
+                say(console, f"{count} {line_of(row)}", markup=False)
+    rows_of_cases = [results[case.name] for case in cases if case.name in results]
+    return Hunted(rows_of_cases, len(cases), without, round(time.monotonic() - began, 1))
 
 
 def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
@@ -214,7 +213,7 @@ def read_results(folder: Path, version: str | None) -> dict[str, dict[str, Any]]
 
 
 def _run_cases(
-    source: Source, hunt: Hunt, cases: Sequence[Case], makers: Executor, parallel: int, began: float
+    source: Source, hunt: Hunt, cases: Sequence[HuntCase], makers: Executor, parallel: int, began: float
 ) -> Generator[dict[str, Any], None, None]:
     folder = hunt.folder / "engines"
     folder.mkdir(exist_ok=True)
@@ -225,7 +224,7 @@ def _run_cases(
     def is_over() -> bool:
         return stopped.is_set() or (hunt.minutes is not None and time.monotonic() - began > 60 * hunt.minutes)
 
-    def run_engine(case: Case, job: Job) -> JobResult:
+    def run_engine(case: HuntCase, job: Job) -> JobResult:
         """Run *job* once there is room on each GPU: one with two ranks is two engines."""
         needed = min(case.gpus, parallel)
         with turn:  # else two engines could each hold what the other one waits for
@@ -236,11 +235,13 @@ def _run_cases(
         finally:
             slots.release(needed)
 
-    def task(case: Case) -> dict[str, Any] | None:
+    runner = CaseRunner(source, hunt, makers, run_engine, is_over)
+
+    def task(case: HuntCase) -> dict[str, Any] | None:
         if is_over():
             return None
         try:
-            row = run_case(case, hunt, makers, partial(run_engine, case), partial(_common, source), is_over)
+            row = runner.run(case)
         except Exception as error:  # one case must not end the hunt
             failed = {"verdict": UNCLEAR, "why": f"{type(error).__name__}: {error}"}
             row = _about(case, hunt.folder, (), Size(_REQUESTS[0], 0)) | failed
@@ -260,120 +261,105 @@ def _run_cases(
             raise
 
 
-def _common(source: Source, case: Case) -> tuple[str, ...]:
-    """Return the flags that every case has, those of them that this vLLM knows."""
-    sizes = map(str, _SIZES[case.has_drafts])
-    untimed = (flag for flag, (file, word) in _UNTIMED.items() if source.contains_word(file, word))
-    captured = () if case.deployed else ("--cudagraph-capture-sizes", *sizes)
-    return (*_COMMON, *captured, *untimed)
+class CaseRunner(NamedTuple):
+    """Makes the twin of a case, runs its engines, and judges their answers."""
+
+    source: Source
+    hunt: Hunt
+    makers: Executor
+    run_engine: Callable[[HuntCase, Job], JobResult]
+    is_over: Callable[[], bool] = lambda: False
+    """True once no more engines are to start: reducing a finding ends."""
+
+    def run(self, case: HuntCase) -> dict[str, Any]:
+        """Return the result of *case* as JSON; a wrong one is reduced."""
+        whole = Size(_REQUESTS[0], _TOKENS_WITH_DRAFTS if case.has_drafts else _TOKENS)
+        row = self._run_one(case, whole, case.stem)
+        if row["verdict"] != WRONG:
+            return row
+
+        def is_wrong(other: HuntCase, size: Size) -> bool:
+            # A stem of its own: the other case may be one of the hunt, and run now.
+            return not self.is_over() and self._run_one(other, size, f"{case.stem}-reduced")["verdict"] == WRONG
+
+        try:
+            config = json.loads(_config(case, self.hunt.folder).read_text())
+            architecture = Architecture(case.architecture, config, deployed=case.deployed)
+            least, size = smaller(case, whole, architecture, is_wrong)
+        except Exception as error:  # the finding stays one
+            return row | {"reduced": None, "why_not_reduced": f"{type(error).__name__}: {error}"}
+        command = _about(least, self.hunt.folder, self._flags(least), size)["command"]
+        return row | {"reduced": {"case": least.name, **size._asdict(), "command": command}}
+
+    def _run_one(self, case: HuntCase, size: Size, stem: str) -> dict[str, Any]:
+        began, flags, folder = time.monotonic(), self._flags(case), self.hunt.folder
+        place = folder / "twins" / stem
+        row = _about(case, folder, flags, size)
+        try:
+            twin = self.makers.submit(twins.make, _config(case, folder), flags, place).result()
+            if twin.why_not is not None:
+                return row | {"verdict": NO_TWIN, "why": twin.why_not, "seconds": round(time.monotonic() - began, 1)}
+            row["twin_seconds"] = round(time.monotonic() - began, 1)
+            ended: list[JobResult] = []
+            judged = self._judged(case, _jobs(case, size, stem, twin, self.hunt), ended)
+            row |= judged | {"seconds": round(time.monotonic() - began, 1), "engines": [each.times for each in ended]}
+            if row["verdict"] == RIGHT:
+                for log in (folder / "engines").glob(f"{stem}-*"):
+                    log.unlink()
+            return row
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(folder / "caches" / stem, ignore_errors=True)
+
+    def _flags(self, case: HuntCase) -> tuple[str, ...]:
+        """Return the flags that every case has, those of them that this vLLM knows, and the case's own."""
+        sizes = map(str, _SIZES_WITH_DRAFTS if case.has_drafts else _SIZES)
+        untimed = (flag for flag, (file, word) in _UNTIMED.items() if self.source.contains_word(file, word))
+        captured = () if case.deployed else ("--cudagraph-capture-sizes", *sizes)
+        return (*_COMMON, *captured, *untimed, *case.flags)
+
+    def _judged(self, case: HuntCase, jobs: list[Job], ended: list[JobResult]) -> dict[str, Any]:
+        def run_once(job: Job) -> JobResult:
+            same = next((each for each in ended if each.job.name == job.name), None)
+            if same is None:
+                ended.append(same := self.run_engine(case, job))
+            return same
+
+        try:
+            report = judge(case.name, case.flags, jobs, run_once)
+            if report.comparison is None and not report.wrong:
+                # Is it the comparison of replays that fails?
+                plain = replace(jobs[1], name=f"{jobs[1].name} alone", exact=False)
+                plain = replace(plain, environment={**plain.environment, **dict.fromkeys(EXACT_ENVIRONMENT)})
+                again = judge(case.name, case.flags, [jobs[0], plain, *jobs[2:]], run_once)
+                report = replace(again, exact=ExactReport((), report.error))
+        except CompareError as error:
+            failed = ended[-1].error or ""
+            unclear = ended[-1].result is not None or HANG.search(failed) or _OUT_OF_MEMORY in failed
+            verdict = UNCLEAR if unclear else NO_TWIN if _OTHER_NAMES.search(failed) else REFUSED
+            return {"verdict": verdict, "why": str(error)}
+        return _row_of(report)
 
 
-def run_case(
-    case: Case,
-    hunt: Hunt,
-    makers: Executor,
-    run: Callable[[Job], JobResult],
-    common_of: Callable[[Case], Sequence[str]],
-    is_over: Callable[[], bool] = lambda: False,
-) -> dict[str, Any]:
-    """Make the twin of *case*, run its engines by *run*, and return its result as JSON.
-
-    A wrong one is reduced, until *is_over*.
-    """
-
-    def run_one(case: Case, size: Size, stem: str) -> dict[str, Any]:
-        return _run_one(case, size, stem, hunt, makers, run, common_of(case))
-
-    whole = Size(_REQUESTS[0], _TOKENS[case.has_drafts])
-    row = run_one(case, whole, case.stem)
-    if row["verdict"] != WRONG:
-        return row
-
-    def is_wrong(other: Case, size: Size) -> bool:
-        # A stem of its own: the other case may be one of the hunt, and run now.
-        return not is_over() and run_one(other, size, f"{case.stem}-reduced")["verdict"] == WRONG
-
-    try:
-        config = json.loads(_config(case, hunt.folder).read_text())
-        architecture = Architecture(case.architecture, config, deployed=case.deployed)
-        least, size = smaller(case, whole, architecture, is_wrong)
-    except Exception as error:  # the finding stays one
-        return row | {"reduced": None, "why_not_reduced": f"{type(error).__name__}: {error}"}
-    command = _about(least, hunt.folder, (*common_of(least), *least.flags), size)["command"]
-    return row | {"reduced": {"case": least.name, **size._asdict(), "command": command}}
-
-
-def _run_one(
-    case: Case,
-    size: Size,
-    stem: str,
-    hunt: Hunt,
-    makers: Executor,
-    run: Callable[[Job], JobResult],
-    common: Sequence[str],
-) -> dict[str, Any]:
-    began, flags, folder = time.monotonic(), (*common, *case.flags), hunt.folder
-    place = folder / "twins" / stem
-    row = _about(case, folder, flags, size)
-    try:
-        twin = makers.submit(twins.make, _config(case, folder), flags, place).result()
-        if twin.why_not is not None:
-            return row | {"verdict": NO_TWIN, "why": twin.why_not, "seconds": round(time.monotonic() - began, 1)}
-        row["twin_seconds"] = round(time.monotonic() - began, 1)
-        ended: list[JobResult] = []
-        judged = _judged(case, _jobs(case, size, stem, twin, hunt), run, ended)
-        row |= judged | {"seconds": round(time.monotonic() - began, 1), "engines": [each.times for each in ended]}
-        if row["verdict"] == RIGHT:
-            for log in (folder / "engines").glob(f"{stem}-*"):
-                log.unlink()
-        return row
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-        shutil.rmtree(folder / "caches" / stem, ignore_errors=True)
-
-
-def _jobs(case: Case, size: Size, stem: str, twin: twins.Made, hunt: Hunt) -> list[Job]:
+def _jobs(case: HuntCase, size: Size, stem: str, twin: twins.Made, hunt: Hunt) -> list[Job]:
     prompts = made_prompts(drafts=case.has_drafts)[: size.requests]
     options = Options(prompts, max_tokens=size.tokens)
     # A cache for each case: vLLM may write that of one hash from two engines at the same time. Triton's is made
     # for that, and its kernels are the same in most cases.
     caches = hunt.folder / "caches"
     own: dict[str, str | None] = {"VLLM_CACHE_ROOT": str(caches / stem), "TRITON_CACHE_DIR": str(caches / "triton")}
-    environment = ENVIRONMENT | ALONE | _environment(case) | own
+    environment = CASE_ENVIRONMENT | SCHEDULER_IN_PROCESS | _environment(case) | own
     eager, graphs, compiled = (
         replace(job, name=f"{stem} {job.name}", environment=environment, untuned=True)
         for job in jobs_for(twin.folder, twin.flags, options, twin.adapters)
     )
     # Poison comes after the comparison, in the same engine: to start another one would take longer.
-    return [eager, replace(graphs, exact=True, poison_last=True, environment=environment | EXACT), compiled]
+    return [eager, replace(graphs, exact=True, poison_last=True, environment=environment | EXACT_ENVIRONMENT), compiled]
 
 
-def _environment(case: Case) -> dict[str, str | None]:
+def _environment(case: HuntCase) -> dict[str, str | None]:
     is_compiled = case.settings["compile"] != "uncompiled" or case.settings["attention"] == "FLEX_ATTENTION"
-    return case.environment | ({} if is_compiled else _NOTHING_COMPILED)
-
-
-def _judged(case: Case, jobs: list[Job], run: Callable[[Job], JobResult], ended: list[JobResult]) -> dict[str, Any]:
-    def remembered(job: Job) -> JobResult:
-        same = next((each for each in ended if each.job.name == job.name), None)
-        if same is None:
-            ended.append(same := run(job))
-        return same
-
-    try:
-        report = judge(case.name, case.flags, jobs, remembered)
-        if report.comparison is None and not report.wrong:
-            # Is it the comparison of replays that fails?
-            plain = replace(jobs[1], name=f"{jobs[1].name} alone", exact=False)
-            plain = replace(plain, environment={**plain.environment, **dict.fromkeys(EXACT)})
-            again = judge(case.name, case.flags, [jobs[0], plain, *jobs[2:]], remembered)
-            report = replace(again, exact=ExactReport((), report.error))
-    except CompareError as error:
-        failed = ended[-1].error or ""
-        unclear = ended[-1].result is not None or HANG.search(failed) or _OUT_OF_MEMORY in failed
-        verdict = UNCLEAR if unclear else NO_TWIN if _OTHER_NAMES.search(failed) else REFUSED
-        return {"verdict": verdict, "why": str(error)}
-    return _row_of(report)
+    return case.environment | ({} if is_compiled else NOTHING_COMPILED)
 
 
 def _row_of(report: Report) -> dict[str, Any]:
@@ -414,7 +400,7 @@ def _finding(report: Report) -> str:
     return "drafts are lost: the target rejects those of the draft model's graphs"
 
 
-def _about(case: Case, folder: Path, flags: Sequence[str], size: Size) -> dict[str, Any]:
+def _about(case: HuntCase, folder: Path, flags: Sequence[str], size: Size) -> dict[str, Any]:
     """Return what a result has on its case: also the command line that compares the same without a hunt."""
     variables = [f"{name}={value}" for name, value in _environment(case).items()]
     prompts = _prompts(folder, size.requests, drafts=case.has_drafts)
@@ -428,7 +414,7 @@ def _about(case: Case, folder: Path, flags: Sequence[str], size: Size) -> dict[s
     }
 
 
-def _config(case: Case, folder: Path) -> Path:
+def _config(case: HuntCase, folder: Path) -> Path:
     return folder / CONFIGS / f"{case.architecture}.json"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from vllm_graphfix.commands.hunt.design import DIMENSIONS, YOURS, Architecture, Case
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, YOURS, Architecture, HuntCase
 
 _TOGETHER = ("compile", "breaks")
 """Dimensions of which neither value may be changed alone: breaks switch torch.compile off."""
@@ -20,9 +20,9 @@ class Size(NamedTuple):
 
 
 def smaller(
-    case: Case, size: Size, architecture: Architecture, is_wrong: Callable[[Case, Size], bool]
-) -> tuple[Case, Size]:
-    """Return the smallest case that is wrong, too: each flag is left out once, and each number halved."""
+    case: HuntCase, size: Size, architecture: Architecture, is_wrong: Callable[[HuntCase, Size], bool]
+) -> tuple[HuntCase, Size]:
+    """Return a smaller case and size that are wrong, too: each dimension at its default, each number halved in turn."""
     default = {key: YOURS if case.deployed else next(iter(values)) for key, values in DIMENSIONS.items()}
     for dimensions in (_TOGETHER, *((each,) for each in DIMENSIONS)):
         settings = {**case.settings} | {each: default[each] for each in dimensions}

@@ -35,7 +35,7 @@ _SUPPORTED_ARGUMENTS = {"enable_flashinfer_autotune": False}
 GIB_PER_ENGINE = 5
 """GPU memory of one engine: KV cache, CUDA context, FlashInfer's workspace, graphs."""
 
-ENVIRONMENT: dict[str, str | None] = {
+CASE_ENVIRONMENT: dict[str, str | None] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that probes see the engine
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -49,7 +49,7 @@ ENVIRONMENT: dict[str, str | None] = {
 
 _PATIENCE = {"stock": 1.0, "patched": 2.5}
 """Factors of the time limit for a hang: a slow engine with the fixes must not pass for one that hangs."""
-_NOTHING_COMPILED: dict[str, str | None] = {"TORCHDYNAMO_DISABLE": "1"}
+NOTHING_COMPILED: dict[str, str | None] = {"TORCHDYNAMO_DISABLE": "1"}
 """Turns torch.compile off for functions beside the model, such as the ranks of log-probabilities: compiling them takes
 longer than all answers of an engine."""
 
@@ -139,8 +139,8 @@ class Case:
                 mode=EAGER if mode == "eager" else GRAPHS,
                 arguments=arguments | {"compilation_config": self.graphs},
                 supported_arguments=_SUPPORTED_ARGUMENTS | self.supported_arguments,
-                environment=ENVIRONMENT
-                | (_NOTHING_COMPILED if self.graphs.get("mode") == 0 else {})
+                environment=CASE_ENVIRONMENT
+                | (NOTHING_COMPILED if self.graphs.get("mode") == 0 else {})
                 | self.environment
                 # The user's settings must not decide about fixes in a proof.
                 | dict.fromkeys((*settings.names(BY_NAME), *filter(settings.is_ours, os.environ)))
