@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from vllm_graphfix.verify.double.graph import CPUGraph, cpu_cuda_graphs, poison_
+from vllm_graphfix.verify.double.graph import CPUGraph, cpu_cuda_graphs, fill_as_unwritten_
 
 Result = TypeVar("Result")
 
@@ -257,4 +257,4 @@ def test_everything_is_put_back() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64])
 def test_every_type_can_be_poisoned(dtype: torch.dtype) -> None:
     """Also those whose arithmetic a CPU has not."""
-    assert poison_(torch.zeros(2).to(dtype)).dtype is dtype
+    assert fill_as_unwritten_(torch.zeros(2).to(dtype)).dtype is dtype

@@ -30,12 +30,12 @@ SCENARIOS = """
 import importlib, json
 from vllm.plugins import load_general_plugins
 load_general_plugins()
-from vllm_graphfix.verify.double.worker import scenario_of
+from vllm_graphfix.verify.double.worker import load_scenario
 from vllm_graphfix.verify.proof import differing
 
 told = {}
 for name in ("mamba-padding", "prefill-dispatch"):
-    found = scenario_of(name)()
+    found = load_scenario(name)()
     told[name] = found.error is None and not differing(found.eager, found.graphed)
 print(json.dumps(told))
 """

@@ -334,7 +334,7 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = ModuleType(TARGET)
     exec("def helper(*arguments): ...", vars(module))  # noqa: S102 - this very file's source
     monkeypatch.setitem(sys.modules, TARGET, module)
-    monkeypatch.setattr(worker, "_targets", lambda fix: [module])
+    monkeypatch.setattr(worker, "_import_targets", lambda fix: [module])
     return module
 
 
@@ -348,13 +348,13 @@ def wrappers_of(fix: str) -> list[Wrap]:
 def test_every_wrapper_of_a_fix_is_detected_where_none_is_needed(target: Any, fix: str) -> None:
     """Also under a decorator, and where nothing has recorded that it was applied."""
     stock = target.helper
-    worker.check_unpatched(fix)
+    worker.refuse_patched(fix)
     wrappers = wrappers_of(fix)
     assert wrappers
     for layer in (wrap(stock, Activity(BY_NAME[fix].events)) for wrap in wrappers):
         for target.helper in (layer, torch.inference_mode()(layer)):
             with pytest.raises(AssertionError, match="helper is patched"):
-                worker.check_unpatched(fix)
+                worker.refuse_patched(fix)
 
 
 def test_a_layer_of_another_fix_and_a_hook_are_no_patch_of_this_one(target: Any) -> None:
@@ -363,10 +363,10 @@ def test_a_layer_of_another_fix_and_a_hook_are_no_patch_of_this_one(target: Any)
         sites.apply(fix, [Patch(TARGET, "helper", wrappers_of(fix)[-1])], Activity(BY_NAME[fix].events))
         setattr(target, f"copy_of_{fix}", target.helper)
     hooks.wrap(target, "helper", lambda helper, *arguments: helper(*arguments))
-    worker.check_unpatched("flashmla-fp8")
+    worker.refuse_patched("flashmla-fp8")
     for fix in others:
         with pytest.raises(AssertionError, match="is patched"):
-            worker.check_unpatched(fix)
+            worker.refuse_patched(fix)
 
 
 def test_an_unknown_fix_is_a_usage_error_with_the_nearest_that_there_is() -> None:

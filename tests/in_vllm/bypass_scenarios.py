@@ -13,7 +13,7 @@ import vllm_graphfix
 from vllm_graphfix.fixes import FIXES
 from vllm_graphfix.patching.applied_fix import Proof, is_of_builder
 from vllm_graphfix.verify.double.graph import CPUGraph
-from vllm_graphfix.verify.double.worker import scenario_of
+from vllm_graphfix.verify.double.worker import load_scenario
 
 MANAGER = vllm_graphfix._this_process().manager
 
@@ -26,7 +26,7 @@ def proved_by_steps() -> list[str]:
 
 def scenario_or_none(name: str) -> Callable[..., Any] | None:
     try:
-        return scenario_of(name)
+        return load_scenario(name)
     except Exception:  # the releases that lack its code
         return None
 
@@ -64,7 +64,7 @@ def test_a_call_comes_before_each_replay(name: str) -> None:
         for each in patches:
             each.start()
         try:
-            scenario_of(name)()
+            load_scenario(name)()
         finally:
             for each in patches:
                 each.stop()

@@ -45,7 +45,7 @@ def _every_replay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compared(fix: str, *, trigger: bool) -> Iterator[MetadataCheck]:
     """Yield the check of each scenario of *fix*; skip the test where this release has none of the code."""
-    list(worker._targets(fix))
+    worker._import_targets(fix)
     trial, own = trial_of(fix), dict(vars(CPUGraph))
     for watched in (trial.watched, *trial.watched_further):
         if watched is None:

@@ -38,7 +38,7 @@ def _cpu_memory() -> Iterator[None]:
 def scenario_on_this_release(fix: str) -> Any:
     """Skips where the scenario is of code that this release has not, and the fix is not needed."""
     try:
-        scenario = worker.scenario_of(fix)
+        scenario = worker.load_scenario(fix)
         scenario(trigger=True)
     except (AttributeError, TypeError):
         if affected(fix):

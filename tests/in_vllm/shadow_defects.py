@@ -34,7 +34,7 @@ def watched(fix: str, *, trigger: bool) -> Iterator[Watch]:
     """
     nothing = True
     try:
-        for _, seen in worker.watched([fix], trigger=trigger):
+        for _, seen in worker.shadow_checks([fix], trigger=trigger):
             if (seen.error is not None or not seen.checks) and not affected(fix):
                 pytest.skip(f"the scenario replays nothing here: {seen.error or 'no such graph is captured'}")
             nothing = False
@@ -73,7 +73,7 @@ def test_without_the_conditions_of_the_defect_nothing_differs(fix: str) -> None:
 
 
 def test_a_fix_that_no_scenario_shows_in_a_replay_says_nothing() -> None:
-    assert not list(worker.watched(["idle-rank"]))
+    assert not list(worker.shadow_checks(["idle-rank"]))
 
 
 def test_an_error_in_a_scenario_is_reported_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,5 +83,5 @@ def test_an_error_in_a_scenario_is_reported_and_the_others_run(monkeypatch: pyte
         raise RuntimeError("planted\nin two lines")
 
     monkeypatch.setattr(flashmla_fp8, "watched", fail)
-    (name, seen), *others = worker.watched(["flashmla-fp8", "idle-rank"])
+    (name, seen), *others = worker.shadow_checks(["flashmla-fp8", "idle-rank"])
     assert (name, seen.checks, seen.error, others) == ("flashmla-fp8", 0, "RuntimeError: planted", [])

@@ -93,12 +93,12 @@ def install_stand_ins() -> None:
 
 def measured(fix: str) -> dict[str, Any]:
     from vllm_graphfix.verify.double.flashmla import SM_PARTS
-    from vllm_graphfix.verify.trial import scenario_of
+    from vllm_graphfix.verify.trial import scenario_place
 
     install_stand_ins()
     units = SimpleNamespace(multi_processor_count=SM_PARTS)
     with mock.patch("torch.cuda.get_device_properties", return_value=units):
-        scenario = importlib.import_module(scenario_of(fix).partition(":")[0])
+        scenario = importlib.import_module(scenario_place(fix).partition(":")[0])
         if fix.startswith("flashmla"):
             with with_its_own_init(sys.modules[f"{SCENARIOS}scenarios.flashmla_fp8"]):
                 result = scenario.run()

@@ -40,7 +40,7 @@ def main(names: list[str], ways: list[str]) -> None:
     install_flashmla_stand_ins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")
     for name in names:
-        worker.scenario_of(name)
+        worker.load_scenario(name)
     for way in ways:
         _fork(way, [way] if way in names else names)
 

@@ -168,12 +168,12 @@ def main(names: list[str], every: int = 1) -> None:
     sys.meta_path.insert(0, _Finder())
     import vllm_graphfix
     from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
-    from vllm_graphfix.verify.double.worker import scenario_of
+    from vllm_graphfix.verify.double.worker import load_scenario
 
     install_flashmla_stand_ins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")
     for name in names:
-        scenario_of(name)
+        load_scenario(name)
     for path in (Path(vllm_graphfix.__file__).parent / "fixes").glob("*.py"):
         _code(f"{LAYERS}{path.stem}", str(path))  # or each fork would do it
     os.environ["VLLM_GRAPHFIX"] = "off"
@@ -218,10 +218,10 @@ def _in_fork(name: str, *failing: str) -> dict[str, Any]:
 def _run(name: str, failing: frozenset[str]) -> dict[str, Any]:
     global _failing  # noqa: PLW0603 - what fails in this fork
     import vllm_graphfix
-    from vllm_graphfix.verify.double.worker import scenario_of
+    from vllm_graphfix.verify.double.worker import load_scenario
 
     vllm_graphfix.register()
-    scenario = scenario_of(name)
+    scenario = load_scenario(name)
     before = vllm_graphfix.states()[name].state.value
     _seen.clear()
     _failing = failing

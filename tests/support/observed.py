@@ -17,7 +17,7 @@ from types import MappingProxyType
 from vllm_graphfix.fix import variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
-from vllm_graphfix.verify.double.worker import scenario_of
+from vllm_graphfix.verify.double.worker import load_scenario
 from vllm_graphfix.verify.measurement import Measurement
 from vllm_graphfix.verify.proof import differing
 
@@ -38,7 +38,7 @@ def main(names: list[str], further: Mapping[str, Workload] = MappingProxyType({}
     install_flashmla_stand_ins()
     importlib.import_module("vllm.v1.worker.gpu_model_runner")
     for name in names:
-        scenario_of(name)
+        load_scenario(name)
     for way, master in MASTER.items():
         child = os.fork()
         if not child:
@@ -59,7 +59,7 @@ def _run(way: str, names: list[str], further: Mapping[str, Workload]) -> None:
 
     vllm_graphfix.register()
     for name in names:
-        activity, scenario = vllm_graphfix._this_process().manager.activity(name), scenario_of(name)
+        activity, scenario = vllm_graphfix._this_process().manager.activity(name), load_scenario(name)
         workloads: dict[str, Workload] = {"scenario": scenario, "without": partial(scenario, trigger=False), **further}
         for workload, run in workloads.items():
             activity.reset()

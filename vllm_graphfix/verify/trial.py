@@ -64,7 +64,7 @@ def trial_of(fix: str) -> Trial:
     return trial
 
 
-def scenario_of(fix: str) -> str:
+def scenario_place(fix: str) -> str:
     """Return the place of the scenario of the fix named *fix*, ``module:function``.
 
     It is `run` of the trial's module, which imports vLLM inside of that function, or of the module of

@@ -34,9 +34,9 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+_HASHABLE_ARGUMENTS = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _layouts: dict[Any, Any] = {}
-"""Layouts of results, by operation and arguments; see `Recorder`."""
+"""Results of `Recorder._layouts_of_results`, by operation and `_layout_key` of its arguments."""
 _capturing: list[CPUGraph] = []
 """The graph that is being captured, or none. A list, so that all threads see the same one; see `compressor.py`."""
 
@@ -137,10 +137,10 @@ class Recorder(TorchDispatchMode):
         if any(a is not None and not a.is_write for a in aliases):
             return func(*args, **kwargs)
         layouts = self._layouts_of_results(func, args, kwargs) if returns else ()
-        results = layouts if len(returns) > 1 else (layouts,) * len(returns)
+        results = (layouts,) if len(returns) == 1 else layouts
         arguments = _arguments_by_alias(func, args, kwargs) if any(aliases) else {}
         produced = [
-            tree_map(_poisoned_like, result) if alias is None else arguments[next(iter(alias.before_set))]
+            tree_map(_unwritten_like, result) if alias is None else arguments[next(iter(alias.before_set))]
             for alias, result in zip(aliases, results, strict=True)
         ]
         if func not in _ALLOCATIONS:
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         layer.
         """
         try:
-            key = (func, torch.get_default_dtype(), _likeness(args), _likeness(tuple(sorted(kwargs.items()))))
+            key = (func, torch.get_default_dtype(), _layout_key(args), _layout_key(tuple(sorted(kwargs.items()))))
         except TypeError:
             return self._layouts_by_fake_tensors(func, args, kwargs)
         if key not in _layouts:
@@ -283,7 +283,7 @@ def graph_pool_handle() -> tuple[int, int]:
     return (0, next(_pools))
 
 
-def poison_(tensor: torch.Tensor) -> torch.Tensor:
+def fill_as_unwritten_(tensor: torch.Tensor) -> torch.Tensor:
     """Fill *tensor* as unwritten memory: NaN, a large negative integer, or the largest number of an unsigned type."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(float("nan"))
@@ -293,10 +293,10 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.fill_(info.min // 2 or info.max)
 
 
-def _poisoned_like(layout: Any) -> Any:
+def _unwritten_like(layout: Any) -> Any:
     if not isinstance(layout, Layout):
         return layout
-    return poison_(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype))
+    return fill_as_unwritten_(torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype))
 
 
 def _is_composite(func: Any) -> bool:
@@ -313,8 +313,8 @@ def _layout_of(value: Any) -> Any:
     return Layout(value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
-def _likeness(value: Any) -> Any:
-    """Return the properties of an argument on which the layout of a result may depend.
+def _layout_key(value: Any) -> Any:
+    """Return what the layout of a result may depend on in an argument, as a key of `_layouts`.
 
     Raises:
         TypeError: the layout may depend on more, such as the numbers of a subclass of tensors.
@@ -323,8 +323,8 @@ def _likeness(value: Any) -> Any:
     if kind in (torch.Tensor, torch.nn.Parameter):
         return (value.shape, value.stride(), value.dtype, value.device)
     if kind in (tuple, list):
-        return (kind, *map(_likeness, value))
-    if kind in _PLAIN:
+        return (kind, *map(_layout_key, value))
+    if kind in _HASHABLE_ARGUMENTS:
         return (kind, value)  # 1, 1.0 and True are equal, and make results of other types
     raise TypeError(kind)
 

@@ -34,7 +34,7 @@ _WRITE_LAYERS = ("vllm_graphfix.authoring", "vllm_graphfix.fixes.")
 """Modules in which wrappers of fixes are written. What the double puts in the place of kernels is written elsewhere."""
 
 
-def _results() -> TextIO:
+def _take_standard_output() -> TextIO:
     """Take standard output for results alone, and send vLLM's logs to standard error."""
     sys.stdout.flush()
     results = os.fdopen(os.dup(1), "w")
@@ -42,13 +42,13 @@ def _results() -> TextIO:
     return results
 
 
-def scenario_of(fix: str) -> Scenario:
+def load_scenario(fix: str) -> Scenario:
     """Return the scenario of *fix*.
 
     Imports the modules that the fix patches first, so that its state is not `waiting` when the scenario runs.
     """
-    list(_targets(fix))
-    scenario: Scenario = _resolve(trials.scenario_of(fix))
+    _import_targets(fix)
+    scenario: Scenario = _resolve(trials.scenario_place(fix))
     return scenario
 
 
@@ -72,33 +72,35 @@ def _install_kernel_stand_ins() -> None:
         traceback.print_exc()
 
 
-def _targets(fix: str) -> Iterator[ModuleType]:
+def _import_targets(fix: str) -> list[ModuleType]:
     """Import the modules that a patch of *fix* may touch and that this vLLM has."""
     from vllm_graphfix.fixes import BY_NAME
 
-    yield from _import_existing(BY_NAME[fix].modules)
+    return _import_existing(BY_NAME[fix].modules)
 
 
-def _import_existing(modules: Sequence[str]) -> Iterator[ModuleType]:
+def _import_existing(modules: Sequence[str]) -> list[ModuleType]:
     """Import those of *modules* that this vLLM has with all that they import: one of 0.19 needs one its wheel lacks."""
     from vllm_graphfix.verify.double.image_processors import install_image_processor_stand_ins
 
     install_image_processor_stand_ins()
+    imported = []
     for name in modules:
         try:
-            yield importlib.import_module(name)
+            imported.append(importlib.import_module(name))
         except ModuleNotFoundError as error:
             if not error.name or not (name.startswith(error.name) or error.name.startswith("vllm.")):
                 raise
+    return imported
 
 
-def check_unpatched(fix: str) -> None:
+def refuse_patched(fix: str) -> None:
     """Import the modules that *fix* concerns in this vLLM.
 
     Raises:
         AssertionError: the fix has patched one of their functions or methods.
     """
-    for module in _targets(fix):
+    for module in _import_targets(fix):
         owners = [module, *(value for value in vars(module).values() if isinstance(value, type))]
         for owner in owners:
             for attribute, value in list(vars(owner).items()):
@@ -135,7 +137,7 @@ def use_vllm_in(folder: str) -> None:
         raise ImportError(f"vllm was imported from {vllm.__file__}, not from {folder}")
 
 
-def watched(names: Sequence[str], *, trigger: bool = True) -> Iterator[tuple[str, Watch]]:
+def shadow_checks(names: Sequence[str], *, trigger: bool = True) -> Iterator[tuple[str, Watch]]:
     """Shadow-check every replay in the scenarios of the fixes *names*, and yield a verdict for each kind of graphs.
 
     Fixes without a scenario for the check, and graphs that it cannot wrap in this vLLM, are skipped. The check stays
@@ -163,15 +165,15 @@ def watched(names: Sequence[str], *, trigger: bool = True) -> Iterator[tuple[str
     wrapped.start(policy)
     modules = {each.name: each.modules for each in RUNNERS}
     for name, scenario in scenarios:
-        replay = _resolve(scenario.scenario)
+        run_scenario = _resolve(scenario.scenario)
         # A scenario may import these modules late, and the check's state is `waiting` until they are imported.
-        list(_import_existing(modules[scenario.graphs]))
+        _import_existing(modules[scenario.graphs])
         if wrapped.states()[scenario.graphs].state is not State.ACTIVE:
             continue
         process.start(Rate(every=1), Action.REPORT)
         error = None
         try:
-            if replay(trigger=trigger) is False:
+            if run_scenario(trigger=trigger) is False:
                 continue
         except Exception as raised:
             traceback.print_exc()
@@ -183,13 +185,13 @@ def watched(names: Sequence[str], *, trigger: bool = True) -> Iterator[tuple[str
     process.start(Rate(), Action.REPORT)
 
 
-def poisoned(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def poison_effects(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the effects of poison on the scenarios of the fixes *names*, of those that announce their steps."""
     from vllm_graphfix.verify.double.poisoned import NotPoisonedError, effects_of_poison
 
     for name in names:
         try:
-            yield name, effects_of_poison(scenario_of(name))
+            yield name, effects_of_poison(load_scenario(name))
         except NotPoisonedError:
             continue
         except Exception as error:
@@ -216,7 +218,7 @@ def run_on_stock(fix: str, *, trigger: bool = True) -> Measurement:
     """Run the scenario of *fix* on the vLLM of this environment, unpatched, as `report --defect` drafts it."""
     os.environ["VLLM_GRAPHFIX"] = "off"  # vLLM may load its plugins
     _install_kernel_stand_ins()
-    return scenario_of(fix)(trigger=trigger)
+    return load_scenario(fix)(trigger=trigger)
 
 
 def _measure(fix: str, *, has_to_fit: bool) -> dict[str, Any]:
@@ -226,7 +228,7 @@ def _measure(fix: str, *, has_to_fit: bool) -> dict[str, Any]:
     """
     import vllm_graphfix
 
-    scenario = scenario_of(fix)
+    scenario = load_scenario(fix)
     if has_to_fit:
         refuse_misfit(scenario)
     before = vllm_graphfix.events()[fix]
@@ -241,15 +243,15 @@ def main(
     unrecognised: Sequence[str] = (),
     *,
     folder: str | None = None,
-    watch: bool = False,
+    recheck: bool = False,
 ) -> None:
     """Run the scenarios of the fixes *names*, and check that the modules of *others* are not patched.
 
     Those of *unrecognised* run afterwards, if they fit this vLLM. *folder* holds the vLLM to import; with None the
-    caller has put it on the import path. With *watch*, the scenarios run again with poison and under the shadow check
+    caller has put it on the import path. With *recheck*, the scenarios run again with poison and under the shadow check
     when all other results have been written.
     """
-    results = _results()
+    results = _take_standard_output()
 
     def say(**line: Any) -> None:
         results.write(json.dumps(line) + "\n")
@@ -260,7 +262,7 @@ def main(
         say(event="failed", fix=name, error=f"{type(error).__name__}: {error}")
 
     if folder is not None:
-        use_vllm_in(folder)  # after `_results`, for vLLM may log to standard output on import
+        use_vllm_in(folder)  # after `_take_standard_output`, for vLLM may log to standard output on import
     import vllm_graphfix
 
     vllm_graphfix.register()
@@ -276,15 +278,15 @@ def main(
             say(event="measured", fix=name, **measured)
     for name in others:
         try:
-            check_unpatched(name)
+            refuse_patched(name)
         except Exception as error:
             fail(name, error)
     for state in vllm_graphfix.states().values():
         say(event="state", fix=state.name, state=state.state.value, reason=state.reason)
-    if watch:
-        for name, effects in poisoned(names):
+    if recheck:
+        for name, effects in poison_effects(names):
             say(event="poisoned", fix=name, effects=effects)
-        for name, seen in watched(names):
+        for name, seen in shadow_checks(names):
             say(event="watched", fix=name, **asdict(seen))
 
 
@@ -295,4 +297,4 @@ if __name__ == "__main__":
             groups.append([])
         else:
             groups[-1].append(word)
-    main(*groups, folder=sys.argv[1], watch=True)
+    main(*groups, folder=sys.argv[1], recheck=True)

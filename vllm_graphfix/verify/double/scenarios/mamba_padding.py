@@ -76,14 +76,13 @@ def watched(*, trigger: bool = True) -> None:
 def _serve(
     backend: Any, mode: CUDAGraphMode, schedule: Sequence[dict[str, int]], *, wrapped: bool = False
 ) -> list[float]:
-    """Return the outputs of every step that only decodes, one request after the other.
+    """Return the outputs of each step that decodes exactly three requests, one request after the other.
 
     *wrapped* puts the graph in vLLM's wrapper.
     """
     runner, layer = _runner(backend, mode), recurrent(SelectiveStateStandIn) if wrapped else SelectiveStateStandIn()
-    inputs = {"runner": runner, "hidden": layer.hidden}
-    room = Room(CAPTURED, MAX_TOKENS)
-    engine = steps.Engine(runner, inputs, room, {LAYER: layer._states}, MAX_MODEL_LEN - 1, MAX_MODEL_LEN)
+    memory, room = {"runner": runner, "hidden": layer.hidden}, Room(CAPTURED, MAX_TOKENS)
+    engine = steps.Engine(runner, memory, room, {LAYER: layer._states}, MAX_MODEL_LEN - 1, MAX_MODEL_LEN)
     graphs: Any = None
     if mode == CUDAGraphMode.FULL:
         _set_lengths(runner, [1] * CAPTURED, [1] * CAPTURED)

@@ -65,7 +65,7 @@ class PoolStandIn:
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
-        self._allocate = graph._poisoned_like
+        self._allocate = graph._unwritten_like
 
     def release(self, output: torch.Tensor) -> torch.Tensor:
         """Release *output*, in place of `weak_ref_tensors`, whose kernel needs CUDA."""
@@ -77,7 +77,7 @@ class PoolStandIn:
         """Return released memory of that layout if there is some, in place of the double's new memory."""
         for number, free in enumerate(self._free if isinstance(layout, graph.Layout) else ()):
             if (free.shape, free.dtype) == (layout.shape, layout.dtype):
-                return graph.poison_(self._free.pop(number))
+                return graph.fill_as_unwritten_(self._free.pop(number))
         return self._allocate(layout)
 
 
@@ -88,7 +88,7 @@ def one_memory() -> Iterator[None]:
     with (
         unpinned(),
         cpu_cuda_graphs(),
-        mock.patch.object(graph, "_poisoned_like", pool.allocate),
+        mock.patch.object(graph, "_unwritten_like", pool.allocate),
         mock.patch.object(cuda_graph, "weak_ref_tensors", pool.release),
         mock.patch.object(cuda_graph, "current_stream", CPUStream),
         mock.patch.object(torch, "Event", CPUStream),  # of outputs with asynchronous scheduling

@@ -19,7 +19,7 @@ import torch
 from vllm.v1.worker import workspace
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_graphfix.verify.double.graph import cpu_cuda_graphs, poison_
+from vllm_graphfix.verify.double.graph import cpu_cuda_graphs, fill_as_unwritten_
 from vllm_graphfix.verify.measurement import Measurement
 
 CAPTURED = 4
@@ -61,7 +61,7 @@ class DeviceMemoryStandIn:
         block = self._bytes[start : start + length].view(dtype).view(size)
         self.taken[start] = start + length
         weakref.finalize(block, self.taken.pop, start)
-        return poison_(block)
+        return fill_as_unwritten_(block)
 
 
 class TorchStandIn:
