@@ -64,7 +64,7 @@ def changed_lines(fix: Fix, before: Source, after: Source, places: Sequence[str]
     own: Fix = module_of(fix.name).FIX
     for part in own.surroundings:
         if part.place in places:
-            old, new = (slices.lines(source, part, own.wordings, readable=True) or [] for source in (before, after))
+            old, new = (slices.lines(source, part, own.recognised, readable=True) or [] for source in (before, after))
             yield f"    {part.place}"
             yield from (f"      {line}" for line in difflib.ndiff(old, new) if line[0] in "+-")
 

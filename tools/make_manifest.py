@@ -119,7 +119,7 @@ def search_all(
         owner: family({owner, *older.get("subclasses", {}).get(owner, "").split()}, hierarchies) - {owner}
         for owner in sorted(owners)
     }
-    parts = {name: (manifest.basis_of_all_clear(fix), fix.wordings) for name, fix in full.items()}
+    parts = {name: (manifest.basis_of_all_clear(fix), fix.recognised) for name, fix in full.items()}
     first: dict[str, dict[str, str]] = {name: dict(older.get("elsewhere", {}).get(name, {})) for name in BY_NAME}
     before = older.get("reach", {}).items()
     reach = {name: Reach(*(frozenset(each.split()) for each in names)) for name, names in before}
@@ -193,7 +193,9 @@ def reaches_of(
 def deciding_methods(fix: Fix) -> set[str]:
     """Return the methods of vLLM's own objects, such as ``current_platform.is_cuda``, in recognised conditions."""
     others = {"self", "torch"}.union(*(part.names.split() for part in fix.surroundings))
-    conditions = (node.test for text in fix.wordings for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If))
+    conditions = (
+        node.test for text in fix.recognised for node in ast.walk(ast.parse(text)) if isinstance(node, ast.If)
+    )
     called = (node.func for test in conditions for node in ast.walk(test) if isinstance(node, ast.Call))
     return {
         each.attr

@@ -122,7 +122,7 @@ def fix(
     needs: Callable[[], tuple[Need, ...]],
     runner: str | None = None,
     modules: tuple[str, ...] = (),
-    wordings: tuple[str, ...] = (),
+    recognised: tuple[str, ...] = (),
     distant_code: str = "",
     requires: tuple[Companion, ...] = (),
     default_because: Rationale = None,
@@ -131,10 +131,11 @@ def fix(
     """Make the record of a fix, with `inspected_files` from *surroundings*, and `modules` from *corrections*.
 
     *corrections* that differ by shape are a function of the shape; *modules* then lists all modules that it may patch.
-    *wordings* are patterns of the statements that `diagnose` recognises, the defect's and remedies in all wordings:
-    slices leave them out, so that another wording of a remedy does not make its surroundings new. *distant_code* names
-    code that is too far away for slices, and by which a fork might undo a remedy. With *changes_compiled_code*, code
-    that was compiled while the fix was active is never run without it, nor the other way round.
+    *recognised* are patterns of statements that `diagnose` matches itself, the defect's and each wording of its
+    remedies: slices leave each out once per listing, so that another wording of a remedy does not make its surroundings
+    new. *distant_code* names code that is too far away for slices, and by which a fork might undo a remedy. With
+    *changes_compiled_code*, code that was compiled while the fix was active is never run without it, nor the other way
+    round.
     """
     if not callable(corrections):
         patches: tuple[Patch, ...] = corrections
@@ -151,7 +152,7 @@ def fix(
         requires=requires,
         default_rationale=default_because,
         surroundings=surroundings,
-        wordings=wordings,
+        recognised=recognised,
         distant_code=distant_code,
         changes_compiled_code=changes_compiled_code,
     )

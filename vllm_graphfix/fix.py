@@ -318,8 +318,8 @@ class Fix(NamedTuple):
     """The evidence by which the fix is on by default; None if it only counts by default."""
     surroundings: tuple[Slice, ...] = ()
     """The code that the defect's data pass through: a verdict holds where all of it is known from a release."""
-    wordings: tuple[str, ...] = ()
-    """Patterns of statements that `diagnose` recognises, which slices leave out."""
+    recognised: tuple[str, ...] = ()
+    """Patterns of statements that `diagnose` matches itself; slices leave each out once per listing."""
     distant_code: str = ""
     """Names of functions, classes and arguments, space-separated, on which no verdict on a release rests. A fork whose
     own code mentions one of them is not recognised."""

@@ -131,7 +131,7 @@ def _replaced_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) ->
         reason = f"{diagnosis.reason}; but most files of this vLLM are of no known release"
         return Diagnosis(Verdict.UNRECOGNISED, reason)
     own = module_of(fix.name).FIX
-    for part, replacement in search.replacements(basis_of_all_clear(own), own.wordings, load()["subclasses"]):
+    for part, replacement in search.replacements(basis_of_all_clear(own), own.recognised, load()["subclasses"]):
         if replacement.value not in recorded and part.only_for in (None, diagnosis.verdict):
             reason = f"{diagnosis.reason}; but {part.function or part.path} may be replaced by code of no known release"
             return Diagnosis(Verdict.UNRECOGNISED, reason, replacement.where)
@@ -189,7 +189,7 @@ def _as_known(fix: Fix, source: Source) -> list[Slice]:
     entries = load()["fixes"].get(fix.name, ())
 
     def is_known(part: Slice) -> bool:
-        value = slices.fingerprint(source, part, fix.wordings)
+        value = slices.fingerprint(source, part, fix.recognised)
         return any(entry["slices"].get(part.place) == value for entry in entries)
 
     return [
@@ -349,8 +349,8 @@ def examine(fix: Patchable, source: Source) -> tuple[Diagnosis, Evidence]:
     source.imported.clear()
     diagnosis = fix.diagnose(source)
     own = module_of(fix.name).FIX if fix.name in BY_NAME else None  # the shadow check has no surroundings
-    surroundings, wordings = (own.surroundings, own.wordings) if own else ((), ())
-    values = {part.place: slices.fingerprint(source, part, wordings) for part in surroundings}
+    surroundings, recognised = (own.surroundings, own.recognised) if own else ((), ())
+    values = {part.place: slices.fingerprint(source, part, recognised) for part in surroundings}
     targets = own.patches(diagnosis.shape) if own and diagnosis.verdict is Verdict.AFFECTED else ()
     values |= {f"{place}()": takes for place, takes in _signatures(source, targets)}
     missing = [path for path, name in map(_place_of, targets) if name.partition(".")[0] not in source.names(path)]

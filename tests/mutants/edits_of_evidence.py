@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import vllm_files
 from edited import Change, after, before, both, cut, swap
+from fix_rows.capture_state import GRAPH
+from fix_rows.flashmla_fp8 import COPIED, POINTED_AT
+from fix_rows.mamba_padding import CLEARED, MARKED
 from mutants_bases import base_of
 from mutants_made import Base, Mutant
 from stock import release_root
-from trials.capture_state import GRAPH
-from trials.flashmla_fp8 import COPIED, POINTED_AT
-from trials.mamba_padding import CLEARED, MARKED
 from vllm_files import CUDAGRAPHS, FLASHMLA, RUNNER
 from vllm_files import EAGLE as SPECULATOR
 from vllm_graphfix.fix import Verdict

@@ -1,4 +1,4 @@
-"""The rows of `trials`: changes of vLLM's source and lines of `vllm serve`, each with what a fix has to make of it."""
+"""The rows of `fix_rows`: changes of vLLM's source and lines of `vllm serve`, each with the fix's answer."""
 
 from __future__ import annotations
 
@@ -102,4 +102,4 @@ def observed_of(fix: str) -> tuple[list[float], list[float]] | None:
 
 
 def _rows(fix: str) -> Any:
-    return import_module(f"trials.{fix.replace('-', '_')}")
+    return import_module(f"fix_rows.{fix.replace('-', '_')}")

@@ -28,7 +28,7 @@ INDEX = Path(__file__).with_name("index.json")
 _VERSION_FILE = Path(__file__).parents[1] / "_version.py"
 _FUNCTIONS = ("diagnose", "patches", "needs")
 """Fields of `Fix` that only the fix's module provides."""
-_NOT_IN_INDEX = (*_FUNCTIONS, "surroundings", "wordings")
+_NOT_IN_INDEX = (*_FUNCTIONS, "surroundings", "recognised")
 """Fields that are not in the index: functions, and those that only a diagnosis from structure needs."""
 
 _importing = threading.RLock()

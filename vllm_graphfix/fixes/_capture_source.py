@@ -1,7 +1,7 @@
 """The passes of a capture in vLLM's source: a warm-up outside the graph, then the pass that the graph records.
 
 Several fixes depend on two facts: each pass requests a forward function, and each request builds a state down to the
-plan. `WORDINGS` are the patterns of the statements that do so; the slices contain every other use of a state, and so
+plan. `RECOGNISED` are the patterns of the statements that do so; the slices contain every other use of a state, and so
 show code that retains one. `_capture_passes` relies on both facts at run time.
 """
 
@@ -106,7 +106,7 @@ _STATE_OF_MODELS = (
     "return DefaultModelState",
 )
 """The states of models with neither an encoder nor recurrent layers: constructed, or named (0.29.0 on)."""
-WORDINGS = (
+RECOGNISED = (
     BUILT,
     _OWN_BUILT,
     UNPACKED,

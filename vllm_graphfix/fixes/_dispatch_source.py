@@ -81,7 +81,7 @@ _BY_PHASE_V2 = tuple(
 V1, V2 = "shape-only-v1", "shape-only-v2"
 BOTH = "shape-only-v1-v2"
 
-WORDINGS = (
+RECOGNISED = (
     _BY_SHAPE,
     _PREDICATE_CALL.format(""),
     _DETERMINED,

@@ -228,7 +228,7 @@ FIX = fix(
         # The rows of the capture
         Slice(_MIXIN, "LoRAModelRunnerMixin.maybe_select_dummy_loras", "effective_num_loras", Verdict.AFFECTED),
     ),
-    wordings=(*_COUNTED, *_ROOM, _BY_BATCH, _ALL),
+    recognised=(*_COUNTED, *_ROOM, _BY_BATCH, _ALL),
     corrections=(Patch(_MODULE, _TARGET, _count_rows_without_adapters),),
     events=(BASE_ROWS_UNCOUNTED,),
     needs=needs,

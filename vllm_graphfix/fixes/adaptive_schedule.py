@@ -152,7 +152,7 @@ FIX = fix(
         Slice(_BACKEND, "", "use_full_cuda_graph", Verdict.AFFECTED),
         Slice(_BACKEND, "FlashAttentionMetadataBuilder.__init__", "aot_schedule", Verdict.AFFECTED),
     ),
-    wordings=(
+    recognised=(
         *(f"input_batch = {_MADE.format(longest)}" for longest in (_OF_THE_STEP, *_OF_THE_GRAPH)),
         *(f"batch_desc, {each} = {_DISPATCHED}" for each in ("num_tokens_across_dp", "dp_sync", "dp_sync_state")),
     ),

@@ -181,7 +181,7 @@ FIX = fix(
         Slice(_BACKEND, "", "_C128A_TOPK_ALIGNMENT", Verdict.AFFECTED),
         *BUILDERS_STAY,
     ),
-    wordings=(_WIDTH, _PACKED, *_AS_THEY_LIE, *_BUILT, _CHECKED),
+    recognised=(_WIDTH, _PACKED, *_AS_THEY_LIE, *_BUILT, _CHECKED),
     distant_code=AS_BUILT,
     corrections=(with_rows_as_wide_as_their_buffer,),
     events=(ROWS_CLOSER,),

@@ -17,8 +17,8 @@ from vllm_graphfix.fixes._capture_source import (
     EAGLE,
     ENTERED,
     MANAGER,
+    RECOGNISED,
     TARGET,
-    WORDINGS,
     builds_each_state,
     forward_functions,
     prepares_each_state,
@@ -317,7 +317,7 @@ FIX = fix(
             for name in ("capture_graph", "_capture_full_graph")
         ),
     ),
-    wordings=(*WORDINGS, *_GENERATED, _PLANS_AT_ONCE),
+    recognised=(*RECOGNISED, *_GENERATED, _PLANS_AT_ONCE),
     corrections=patches,
     modules=(_MANAGER_MODULE, *_EAGLE_MODULES.values()),
     events=(STATE_CONSUMED,),

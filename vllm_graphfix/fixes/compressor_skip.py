@@ -250,7 +250,7 @@ FIX = fix(
         # The dummy batch of a capture completes no group
         Slice(_BATCH, "InputBatch.make_dummy", "seq_lens_cpu_upper_bound", Verdict.AFFECTED),
     ),
-    wordings=(_BY_MODE, _BY_CAPTURE, _FIELD),
+    recognised=(_BY_MODE, _BY_CAPTURE, _FIELD),
     corrections=(Patch(_MODULE, _TARGET, _write_in_captures),),
     events=(LAYER_SKIPPED,),
     needs=needs,

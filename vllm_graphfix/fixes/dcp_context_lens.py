@@ -157,7 +157,7 @@ FIX = fix(
         Slice(_UTILS, "get_dcp_local_seq_lens", "dcp_local_seq_lens base remainder", Verdict.AFFECTED),
         *BUILDERS_STAY,
     ),
-    wordings=(
+    recognised=(
         f"{_LENGTHS} = {_COMPUTED}",
         f"{_LOCAL} = {_COMPUTED}",
         f"{_LENGTHS} = ...[:num_reqs]",

@@ -195,7 +195,7 @@ FIX = fix(
         ),
         Slice("vllm/model_executor/models/qwen3_vl_moe.py", "", f"{_BUFFERS} {_HELD}", Verdict.AFFECTED),
     ),
-    wordings=(_HANDED_ON, _NOTHING_HELD, _NO_BUFFERS),
+    recognised=(_HANDED_ON, _NOTHING_HELD, _NO_BUFFERS),
     corrections=tuple(Patch(module_name(path), f"{model}.{_GET}", _always_hand_on) for path, model in _MODELS),
     events=(FEATURES_DROPPED,),
     needs=needs,

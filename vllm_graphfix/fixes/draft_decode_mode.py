@@ -401,7 +401,7 @@ FIX = fix(
         ),
         *(Slice(path, f"{name}.propose", "last_token_indices", Verdict.FIXED) for path, name, _ in _SPECULATORS[1:]),
     ),
-    wordings=(_NO_PIECEWISE_SIZES, _CHOSEN, _MODE_TAKEN, _MADE, *_DECODES_MADE, *_PREFILLS_MADE, _POOL),
+    recognised=(_NO_PIECEWISE_SIZES, _CHOSEN, _MODE_TAKEN, _MADE, *_DECODES_MADE, *_PREFILLS_MADE, _POOL),
     corrections=patches,
     modules=(_MANAGER_MODULE, _SPECULATOR_MODULE),
     events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),

@@ -375,7 +375,7 @@ FIX = fix(
         ),
         Slice(_BACKEND, "AttentionMetadataBuilder._init_reorder_batch_threshold", only_for=Verdict.AFFECTED),
     ),
-    wordings=(_SUPPORT_OF_BUILDER, _LEAST, _RESOLVED, _MADE),
+    recognised=(_SUPPORT_OF_BUILDER, _LEAST, _RESOLVED, _MADE),
     corrections=patches,
     modules=(_GRAPHS_MODULE,),
     events=(UNSUPPORTED_GRAPH,),

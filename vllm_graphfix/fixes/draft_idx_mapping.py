@@ -383,7 +383,7 @@ FIX = fix(
         ),
         Slice(_DFLASH, "prepare_dflash_inputs", "sample_idx_mapping num_speculative_steps", Verdict.AFFECTED),
     ),
-    wordings=(
+    recognised=(
         *_MAPPED,
         _PADDED,
         _ALL_PADDED,

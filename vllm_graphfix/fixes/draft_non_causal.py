@@ -246,7 +246,7 @@ FIX = fix(
             for name in ("capture", "dispatch")
         ),
     ),
-    wordings=(_AS_WANTED, *_AS_SUPPORTED, _MADE, _SUPPORT_OF_DRAFT, *_CAUSAL_CLAIMS, *_AS_PREFILLS, _PLANS),
+    recognised=(_AS_WANTED, *_AS_SUPPORTED, _MADE, _SUPPORT_OF_DRAFT, *_CAUSAL_CLAIMS, *_AS_PREFILLS, _PLANS),
     corrections=(Patch(_GRAPHS_MODULE, "DFlashCudaGraphManager.capture", _without_graphs_of_plans),),
     modules=(_GRAPHS_MODULE,),
     events=(GRAPH_OF_A_PLAN,),

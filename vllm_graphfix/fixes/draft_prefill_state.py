@@ -22,9 +22,9 @@ from vllm_graphfix.fixes._capture_source import (
     EAGLE,
     MANAGER,
     OWN_STATES,
+    RECOGNISED,
     TARGET,
     UNPACKED,
-    WORDINGS,
     builds_each_state,
     forward_functions,
     prepares_own_states,
@@ -212,8 +212,8 @@ FIX = fix(
         Slice(_DRAFT_SPECULATOR, "AutoRegressiveSpeculator.capture", "attn_states", Verdict.FIXED),
     ),
     # The state of the target, or one of a pair
-    wordings=(
-        *WORDINGS,
+    recognised=(
+        *RECOGNISED,
         "attn_state = full_cg_attn_states[desc]",
         "attn_state = attn_state_pair.warmup if warmup else attn_state_pair.captured",
     ),

@@ -16,9 +16,9 @@ from vllm_graphfix.fixes._capture_source import (
     EAGLE,
     MANAGER,
     OWN_STATES,
+    RECOGNISED,
     TARGET,
     UNPACKED,
-    WORDINGS,
     prepares_own_states,
     state_of_a_pair,
 )
@@ -221,7 +221,7 @@ FIX = fix(
         # The buffers behind the metadata's views
         Slice(_BATCH, "InputBatch.make_dummy", "query_start_loc seq_lens", Verdict.AFFECTED),
     ),
-    wordings=WORDINGS,
+    recognised=RECOGNISED,
     corrections=(
         Patch(
             _MANAGER_MODULE,

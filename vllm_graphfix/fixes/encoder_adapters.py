@@ -224,7 +224,7 @@ FIX = fix(
         Slice(_META, "LoRAKernelMeta.prepare_tensors", "no_lora_flag_cpu no_lora", Verdict.AFFECTED),
         Slice(_EXPAND, "_lora_expand", "no_lora_flag_cpu", Verdict.AFFECTED),
     ),
-    wordings=(*_REFUSED, _MADE_V2.format(""), *_REFUSED_V2),
+    recognised=(*_REFUSED, _MADE_V2.format(""), *_REFUSED_V2),
     corrections=(Patch(_MODULE, _EXECUTE, _encode_without_a_graph),),
     events=(ENCODED_WITH_ADAPTERS,),
     needs=needs,

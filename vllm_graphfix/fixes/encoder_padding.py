@@ -199,7 +199,7 @@ FIX = fix(
         Slice(_MANAGER, _FIT, "budget total_tokens", Verdict.AFFECTED),
         Slice(_MANAGER, f"{_CLASS}._run_budget_graph", "output_buffer", Verdict.AFFECTED),
     ),
-    wordings=(*_ARGUMENTS, *_ZEROED, *_WHERE_SUPPORTED, *_FITTED),
+    recognised=(*_ARGUMENTS, *_ZEROED, *_WHERE_SUPPORTED, *_FITTED),
     # A model may call the kernel directly, past the wrappers that clear its output.
     distant_code="flash_attn_varlen_func",
     corrections=(Patch(_MODULE, _CAPTURE, _capture_on_zeros, leading=1), count_padded_batches),

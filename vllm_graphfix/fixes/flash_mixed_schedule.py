@@ -198,7 +198,7 @@ FIX = fix(
         Slice(_RUNNER, "GPUModelRunner._build_attention_metadata", _LONGEST, Verdict.AFFECTED),
         Slice(_STATES, "DefaultModelState.prepare_attn", _LONGEST, Verdict.AFFECTED),
     ),
-    wordings=(
+    recognised=(
         *(3 * _OF_THE_STEP),  # with a shared context, with a common prefix, with neither
         *_OF_A_PREFIX,
         _SPLIT,

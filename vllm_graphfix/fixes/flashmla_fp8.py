@@ -149,7 +149,7 @@ FIX = fix(
         Slice(_BACKEND, "FlashMLAImpl", "scheduler_metadata tile_scheduler_metadata num_splits", Verdict.AFFECTED),
         *BUILDERS_STAY,
     ),
-    wordings=(_PLANNED, *_POINTED_AT, *_REMEDY, *_CHECKED, _OTHER_CACHES),
+    recognised=(_PLANNED, *_POINTED_AT, *_REMEDY, *_CHECKED, _OTHER_CACHES),
     distant_code=AS_BUILT,
     corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _plan_in_persistent_buffers),),
     events=(PLAN_OUTSIDE_BUFFERS,),

@@ -143,7 +143,7 @@ FIX = fix(
             for path in (COMMON, COMMON_BEFORE)
         ),
     ),
-    wordings=(_MINUS_ONE, _NULL, *_TO_DRAFTERS, *NOT_OF_DECODES),
+    recognised=(_MINUS_ONE, _NULL, *_TO_DRAFTERS, *NOT_OF_DECODES),
     # Model runner V2 pads with the null block in that kernel.
     distant_code=f"{TAKEN_FIRST} _gather_block_tables_kernel",
     corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _padded_rows_that_exist),),

@@ -174,7 +174,7 @@ FIX = fix(
         Slice(_MODEL, "ExtractHiddenStatesModel.forward", "hidden_states", Verdict.AFFECTED),
         NULL_BLOCK,
     ),
-    wordings=(_PADDED, *_WRITTEN, *_RAISED),
+    recognised=(_PADDED, *_WRITTEN, *_RAISED),
     distant_code=TAKEN_FIRST,
     corrections=(
         Patch(_PROPOSER_MODULE, f"{_CLASS}._determine_batch_execution_and_padding", _record_tokens),

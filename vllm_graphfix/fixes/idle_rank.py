@@ -393,7 +393,7 @@ FIX = fix(
         ),
         NULL_BLOCK,
     ),
-    wordings=(
+    recognised=(
         _COMMIT,
         *_ROWS_EMPTIED,
         *_DRAFT_SLOTS_PADDED,

@@ -189,7 +189,7 @@ FIX = fix(
         Slice(_LAYER, "", "seq_lens", Verdict.FIXED),
         *BUILDERS_STAY,
     ),
-    wordings=(
+    recognised=(
         *chain.from_iterable(_WRITTEN.values()),
         *chain.from_iterable(_CLAMPED),
         *_CLAMPED_LATER,

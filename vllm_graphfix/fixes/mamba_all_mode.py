@@ -199,7 +199,7 @@ FIX = fix(
         Slice(_MIXER, "", _INDEX_NAMES, Verdict.AFFECTED),
         *BUILDERS_STAY,
     ),
-    wordings=(*itertools.chain(*_COPIES), *_GUARDED_COPIES),
+    recognised=(*itertools.chain(*_COPIES), *_GUARDED_COPIES),
     corrections=(indices_for_this_group,),
     events=(INDICES_OF_ANOTHER_GROUP,),
     needs=needs,

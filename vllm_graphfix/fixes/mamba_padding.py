@@ -164,7 +164,7 @@ FIX = fix(
             for name, backend in (("mamba1", "Mamba1"), ("mamba2", "Mamba2"), ("short_conv", "ShortConv"))
         ),
     ),
-    wordings=(_MARKED, *_CLEARED, *_FIRST_TOKENS),
+    recognised=(_MARKED, *_CLEARED, *_FIRST_TOKENS),
     corrections=(without_padding,),
     events=(PADDED_ROW_PREFILLING,),
     needs=needs,

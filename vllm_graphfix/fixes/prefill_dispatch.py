@@ -11,12 +11,12 @@ from vllm_graphfix.fixes._dispatch_source import (
     BOTH,
     GRAPHS_V2,
     PREDICATE_PARAMETERS,
+    RECOGNISED,
     RUNNER,
     RUNNER_V2,
     UTILS,
     V1,
     V2,
-    WORDINGS,
     judge_v1,
     judge_v2,
 )
@@ -290,7 +290,7 @@ FIX = fix(
         # The classes of builders whose code `_recurrent_builders` reads
         *BUILDER_SLICES,
     ),
-    wordings=WORDINGS,
+    recognised=RECOGNISED,
     corrections=patches,
     modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
     events=(PREFILL_AS_DECODE,),

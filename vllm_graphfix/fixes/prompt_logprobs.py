@@ -247,7 +247,7 @@ FIX = fix(
         # Other code that scores prompts
         Slice(_RUNNER, "", "_get_prompt_logprobs_dict"),
     ),
-    wordings=(
+    recognised=(
         *chain.from_iterable(_COPIES.values()),
         "scored = hidden_states",
         *(f"{name} = {_PROMPTS}" for name in ("prompt_logprobs_dict", "scored")),

@@ -214,7 +214,7 @@ FIX = fix(
         *(Slice(_MODELS, f"{owner}.forward", f"positions {_ADDS}") for owner in _OWNERS),
         *(Slice(_MODELS, f"{owner}.__init__", "padding_idx", Verdict.AFFECTED) for owner in _OWNERS),
     ),
-    wordings=(*_ZEROED, _IN_PLACE, f"position_embeddings = {_OUT_OF_PLACE}"),
+    recognised=(*_ZEROED, _IN_PLACE, f"position_embeddings = {_OUT_OF_PLACE}"),
     corrections=tuple(Patch(_MODELS_MODULE, f"{owner}.forward", _restore_positions_of(owner)) for owner in _OWNERS),
     events=(PADDED_POSITIONS_SHIFTED,),
     needs=needs,

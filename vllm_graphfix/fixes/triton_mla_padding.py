@@ -217,7 +217,7 @@ FIX = fix(
         *LENGTHS_OF_ROWS,
         *OUTPUT_OF_LAYER,
     ),
-    wordings=(
+    recognised=(
         *{statement: None for statements in _GUARDED for statement in statements},
         *_CLEARED,
         NO_FULL_GRAPHS,

@@ -161,7 +161,7 @@ FIX = fix(
             "min_cg_support uniform_decode_query_len",
         ),
     ),
-    wordings=(_OF_DRAFTS, *_OF_SINGLE_TOKENS, _QUESTION_OF_V1, _QUESTION_OF_V2),
+    recognised=(_OF_DRAFTS, *_OF_SINGLE_TOKENS, _QUESTION_OF_V1, _QUESTION_OF_V2),
     corrections=claim_single_tokens(FALSE_CLAIM, (_BACKEND_MODULE, _BUILDER)),
     events=(FALSE_CLAIM,),
     needs=needs,

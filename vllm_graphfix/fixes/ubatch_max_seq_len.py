@@ -146,7 +146,7 @@ FIX = fix(
         Slice(_RUNNER, "GPUModelRunner._dummy_run", "seq_lens for_cudagraph_capture", Verdict.AFFECTED),
         Slice(_FLASH, "FlashAttentionMetadataBuilder.build", "max_seq_len", Verdict.AFFECTED),
     ),
-    wordings=(*_OWN, *_LONGEST, _BATCHS),
+    recognised=(*_OWN, *_LONGEST, _BATCHS),
     # Its value marks a capture's micro-batches on model runner V2.
     distant_code="for_capture",
     corrections=corrections,

@@ -289,7 +289,7 @@ FIX = fix(
         Slice(_RUNNER, "GPUModelRunner.profile_cudagraph_memory", "", Verdict.AFFECTED),
         Slice(_GRAPHS, "profile_cudagraph_memory", "capture_model", Verdict.AFFECTED),
     ),
-    wordings=(
+    recognised=(
         *(2 * (_OF_A_SLOT,)),  # before it has grown, and after
         _CLEARED,
         _ALLOCATED,
