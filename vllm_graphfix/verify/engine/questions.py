@@ -46,12 +46,13 @@ def _word_tokens(llm: LLM, vocabulary: int) -> list[int]:
     return [token for token in range(vocabulary) if token not in special] or list(range(vocabulary))
 
 
-def ask(llm: LLM, prompts: tuple[Any, ...], job: Job, order: int = 1) -> tuple[Answer, ...]:
-    """Return the answers to *prompts*, in their order; an *order* of -1 asks the last one first."""
+def ask(llm: LLM, prompts: tuple[Any, ...], job: Job, *, reverse: bool = False) -> tuple[Answer, ...]:
+    """Return the answers to *prompts*, in their order; *reverse* asks the last one first."""
+    order = -1 if reverse else 1
     if job.batch_sizes:
         filled = _filled(llm, prompts, job)
         longer_job = replace(job, max_tokens=filled.lengths, adapters=filled.adapters, batch_sizes=())
-        longer = ask(llm, filled.prompts, longer_job, order)
+        longer = ask(llm, filled.prompts, longer_job, reverse=reverse)
         return tuple(
             Answer(each.tokens[:length], each.top[:length])
             for each, length in zip(longer, job.max_tokens, strict=False)
@@ -135,9 +136,9 @@ class _Filled(NamedTuple):
 
 
 def _filled(llm: LLM, prompts: tuple[Any, ...], job: Job) -> _Filled:
-    """Return the requests of *job*, made longer, and more behind them, which are short: they have to fit.
+    """Return *job*'s requests with longer answers, then short filler requests.
 
-    Wherever so many requests of the job run that a graph of a larger size would serve them, exactly that size runs.
+    Each decode batch then has exactly a graph's size. `ask` cuts the extra tokens off.
     """
     lengths = filled_lengths(job.max_tokens, job.batch_sizes)
     more = range(len(prompts), len(lengths))
@@ -149,9 +150,9 @@ def _filled(llm: LLM, prompts: tuple[Any, ...], job: Job) -> _Filled:
 
 
 def filled_lengths(lengths: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the tokens of each request, those of *lengths* first, so that after each token one of *sizes* is running.
+    """Return how many tokens each request answers with, so that after every token one of *sizes* is still running.
 
-    *sizes* ascend. No request of *lengths* gets shorter. Beyond the largest size nothing is padded.
+    Requests of *lengths* come first, and none gets shorter. *sizes* ascend; beyond the largest nothing is padded.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     ends: list[int] = []

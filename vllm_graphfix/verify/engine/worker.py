@@ -119,7 +119,7 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
         if job.continued:
             return score(llm, prompts, job, number)
         # With poison the order stays: a difference between passes without poison is then the engine's own.
-        return ask(llm, prompts, job, order=-1 if number % 2 and not job.poison else 1)
+        return ask(llm, prompts, job, reverse=bool(number % 2) and not job.poison)
 
     passes = [answers(0)]
     exact = llm.collective_rpc("graphfix_exact_result") if job.exact else ()
