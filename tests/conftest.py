@@ -8,9 +8,9 @@ import gc
 import os
 import signal
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +24,13 @@ from served_models import among_models, served_models  # noqa: F401 - fixtures
 from stock import ALL_RELEASES, release_root
 from vllm_graphfix.source import files
 from wheels import wheel_index  # noqa: F401 - a fixture
+
+gc.disable()  # until tests run: nothing of what is imported and collected goes away
+# `nohup` and a shell's background jobs ignore these, and every process that a test starts and interrupts would
+# inherit that.
+for ignored in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
 
 # The same examples everywhere and each time. `make test-all` runs "whole" (--hypothesis-profile).
 settings.register_profile(
@@ -47,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test depends on how the person who runs it has set up vLLM or the plugin."""
+    """Remove settings of vLLM and the plugin from the environment: no test depends on who runs it."""
     for name in list(os.environ):
         if name.startswith("VLLM_"):
             monkeypatch.delenv(name)
@@ -55,9 +62,9 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, and before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what needs releases of vLLM.
+    """Mark tests that need a release, if ``-m`` asks for these, and group tests by release.
 
-    Tests of one release run in one process of pytest: a warm process of it serves them all.
+    One process of pytest then runs all tests of a release, in forks of one warm process.
     """
     if "release" in config.getoption("markexpr"):  # to find out which these are takes a second
         needing = modules_that_need_releases()
@@ -72,7 +79,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _group(item: pytest.Item) -> str | None:
-    """Tests that share what their module makes run in one process, too: another one would make it again."""
+    """Return the release that *item* is about, or its module if it shares what that makes; None for any process.
+
+    A test whose fork's release is no parameter names it by `xdist_group`.
+    """
     callspec = getattr(item, "callspec", None)
     parameters = callspec.params if callspec else {}
     if isinstance(release := parameters.get("release"), str):
@@ -84,28 +94,11 @@ def _group(item: pytest.Item) -> str | None:
     for value in parameters.values():  # an edit of a release, or a row of a trial: the others' files are parsed once
         if "release" in getattr(type(value), "_fields", ()):  # of the type: a stand-in's own attributes may raise
             return str(value.release)
-    return _release_in_a_fork(item.function)
-
-
-_IN_FORKS = {"run_in_fork", "check_behaviours"}
-"""What runs code in a fork of the warm process of a release."""
-
-
-@functools.cache
-def _release_in_a_fork(function: Callable[..., object]) -> str | None:
-    """The release that a test names, itself or by a function beside it, which runs code in a fork of that release."""
-    code, around = function.__code__, function.__globals__
-    beside = [around[name].__code__ for name in code.co_names if isinstance(around.get(name), FunctionType)]
-    forking = [each for each in (code, *beside) if _IN_FORKS & {*each.co_names}]
-    named = {each for code in forking for each in code.co_consts if each in ALL_RELEASES}
-    return named.pop() if len(named) == 1 else None
-
-
-gc.disable()  # nothing of what is imported and collected goes away
+    return None
 
 
 def pytest_collection_finish() -> None:
-    """From here on no collection of garbage goes through all of that."""
+    """Turn garbage collection on again; it leaves out what was imported and collected before."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -114,7 +107,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _files_of_releases_are_parsed_once() -> Iterator[None]:
-    """Tests of one release follow each other, and nobody changes a tree."""
+    """Parse each file of a release once: tests of one release follow each other, and a release's files never change."""
     parse = functools.lru_cache(maxsize=128)(ast.parse)  # all fixes read 70 of one
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(files, "ast", SimpleNamespace(**vars(ast) | {"parse": parse}))
@@ -130,21 +123,14 @@ def _end_of_warm_processes() -> Iterator[None]:
 
 @pytest.fixture(params=ALL_RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
-    """Each stock release in turn; ``@pytest.mark.parametrize("release", [...])`` instead where fewer will do."""
+    """Fetch and return each stock release in turn; to run on fewer, parametrize ``release``."""
     version: str = request.param
     release_root(version)
     return version
 
 
-# `nohup` and a shell's background jobs ignore these, and every process that a test starts and interrupts would
-# inherit that.
-for ignored in (signal.SIGHUP, signal.SIGINT):
-    if signal.getsignal(ignored) is signal.SIG_IGN:
-        signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tables of what tests say that they counted, as (table, row, column, number)."""
+    """Print a table of each kind of ``record_property("counted", (table, row, column, number))`` of passed tests."""
     tables: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:

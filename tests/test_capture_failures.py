@@ -115,7 +115,7 @@ run_worlds(WORLDS, rank)
 def last_lines() -> dict[str, list[str]]:
     """Return the last line of each rank, by world: real process groups, and vLLM's own manager on the CPU double."""
     code = f"WORLDS = {WORLDS!r}\nIN_VLLM, SUPPORT = {str(FOLDER)!r}, {str(SUPPORT)!r}\n" + PROGRAM
-    done = run_in_release("0.21.0", code, {"VLLM_LOGGING_LEVEL": "ERROR"}, warm=True)
+    done = run_in_release("0.21.0", code, {"VLLM_LOGGING_LEVEL": "ERROR"}, libraries_loaded=True)
     lines = re.findall(r"^(.+): RANK (\d) True (.*)$", done.stdout, re.MULTILINE)
     return {world: [line for name, _, line in sorted(lines) if name == world] for world in WORLDS}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import fetch_cpu_engine
-from engine import environment, warm
+from engine import environment, forking_python
 from records import leave, of, record
 from stock import ALL_RELEASES, release_root, run_in_release
 from table import affected_by, state_by_default
@@ -134,7 +134,7 @@ def test_the_real_command_reports_running_engines_with_the_settings_of_their_sta
         leave(tmp_path / "records", engine_record)
     around = environment(tmp_path, fetch_cpu_engine.engine(version=version))
     around["VLLM_GRAPHFIX_STATUS_DIR"] = str(tmp_path / "records")
-    python, _ = warm(around)
+    python, _ = forking_python(around)
     done = subprocess.run(
         [python, "-m", "vllm.entrypoints.cli.main", "collect-env"],
         cwd=tmp_path,

@@ -15,7 +15,7 @@ import pytest
 
 import planted_corruption
 import planted_plugin
-from engine import compare, report, write_llama
+from engine import check_compare, report, write_llama
 from table import affected_by, state_by_default
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.verify.engine import models
@@ -54,7 +54,7 @@ def two_ranks(folder: Path) -> dict[str, Any]:
     flags = (*SMALL, "-tp", "2", "--speculative-config", draft)
     every_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     command = ("./llama", "--prompts", "texts.txt", "--max-tokens", "16", "--json", *flags)
-    return report(compare(folder, *command, env=every_process, code=3)) | {"flags given": list(flags)}
+    return report(check_compare(folder, *command, env=every_process, code=3)) | {"flags given": list(flags)}
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def corrupted(folder: Path, modes: str, *arguments: str, code: int) -> Done:
     if not path.exists():
         planted_plugin.install(path, "planted_corruption")
     command = ("./llama", "--max-tokens", str(TOKENS[0]), *SMALL, *arguments)
-    return compare(folder, *command, env={planted_corruption.VARIABLE: modes}, path=(path,), code=code)
+    return check_compare(folder, *command, env={planted_corruption.VARIABLE: modes}, path=(path,), code=code)
 
 
 @planted
@@ -160,7 +160,7 @@ def test_a_batch_that_rounds_otherwise_in_the_size_of_its_graph_is_not_called_co
         "--gap",
         *SMALL,
     )
-    done = compare(folder, *command, env={planted_corruption.ROUNDING: "1"}, path=(path,), code=3)
+    done = check_compare(folder, *command, env={planted_corruption.ROUNDING: "1"}, path=(path,), code=3)
     (counts,) = (line for line in done.stdout.splitlines() if line.startswith("4 prompts: "))
     assert "1 equal, 0 diverge at a tie, 3 equal to compiled and padded without graphs, 0 corrupt; 52 of 52" in counts
     assert "also in batches of the sizes that graphs have" in done.stdout
@@ -202,7 +202,7 @@ WRONG = [
 @planted
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
 def test_what_vllm_refuses_is_one_line_in_its_own_words(folder: Path, arguments: tuple[str, ...], message: str) -> None:
-    done = compare(folder, *arguments, code=2)
+    done = check_compare(folder, *arguments, code=2)
     *_, line = done.stderr.splitlines()
     assert line.startswith(f"vllm-graphfix: {message}")
     assert done.stdout == ""

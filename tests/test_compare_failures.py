@@ -42,7 +42,7 @@ def compare(environment: dict[str, str], tmp_path: Path) -> Compare:
     def call(*arguments: str, code: int, **behaviours: str) -> subprocess.CompletedProcess[str]:
         extra = {f"ENGINE_DOUBLE_{mode.upper()}": behaviour for mode, behaviour in behaviours.items()}
         model = ("the/model", "--num-prompts", "3", "--max-tokens", "8")
-        return engine.called(tmp_path, *model, *arguments, env=environment | extra, code=code)
+        return engine.check_call(tmp_path, *model, *arguments, env=environment | extra, code=code)
 
     return call
 
@@ -70,7 +70,7 @@ def test_a_setting_that_means_nothing_is_one_line_before_any_engine_starts(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     """Its engines would be stock, and their corruption nothing to do with the fixes."""
-    done = engine.called(tmp_path, "the/model", env=environment | {"VLLM_GRAPHFIX": "onn"}, code=2)
+    done = engine.check_call(tmp_path, "the/model", env=environment | {"VLLM_GRAPHFIX": "onn"}, code=2)
     assert done.stderr == (
         "vllm-graphfix: VLLM_GRAPHFIX=onn means nothing, so what is to be compared is not known; correct or unset it\n"
     )
@@ -191,7 +191,7 @@ def test_interrupting_it_is_exit_code_130_and_leaves_no_process(environment: dic
 
 
 def test_without_vllm_it_says_where_to_run_it(environment: dict[str, str], tmp_path: Path) -> None:
-    done = engine.called(tmp_path, "the/model", env=environment | {"PYTHONPATH": ""}, code=2)
+    done = engine.check_call(tmp_path, "the/model", env=environment | {"PYTHONPATH": ""}, code=2)
     assert done.stderr == (
         f"vllm-graphfix: this Python ({sys.executable}) has no vLLM; use the Python that runs vLLM\n"
     )

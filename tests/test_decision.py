@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import warm_python
-from engine import cpu_engine, environment, warm
+from engine import cpu_engine, environment, forking_python
 from stock import run_in_release
 from vllm_graphfix.settings import decision
 from vllm_graphfix.settings import environment as settings
@@ -64,7 +64,7 @@ def run_program(code: str, model: Path, scratch: Path, env: Mapping[str, str]) -
     """
     script = scratch / "program.py"
     script.write_text(BEFORE + "\nif __name__ == '__main__':\n" + textwrap.indent(textwrap.dedent(code), "    "))
-    python, around = warm(environment(scratch, cpu_engine()))
+    python, around = forking_python(environment(scratch, cpu_engine()))
     done = subprocess.run(
         [python, str(script), str(model)],
         cwd=scratch,
@@ -285,7 +285,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shapes(release: str, model: Path, environment: Mapping[str, str], of: list[Any]) -> list[list[Any]]:
     code = f"MODEL, SHAPES = {str(model)!r}, {of!r}\n{SEPARATE}"
     spawned = {warm_python.SPAWNED: warm_python.executable()}  # where vLLM looks at the model's class
-    done = run_in_release(release, code, {**environment, **spawned}, warm=True)
+    done = run_in_release(release, code, {**environment, **spawned}, libraries_loaded=True)
     return [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
 
 

@@ -76,7 +76,9 @@ print(json.dumps([before, imported, key()]))
     ],
 )
 def test_vllms_compile_keys_are_stocks_but_where_the_fix_is_on_a_model(release: str, mode: str, changes: bool) -> None:
-    ran = run_in_release(release, KEYS, {"VLLM_GRAPHFIX": "on", "VLLM_GRAPHFIX_DEEPSTACK_FEATURES": mode}, warm=True)
+    ran = run_in_release(
+        release, KEYS, {"VLLM_GRAPHFIX": "on", "VLLM_GRAPHFIX_DEEPSTACK_FEATURES": mode}, libraries_loaded=True
+    )
     before, imported, reverted = json.loads(ran.stdout.splitlines()[-1])
     assert before == reverted
     assert (imported[0] != before[0]) == changes
@@ -96,7 +98,7 @@ def compiled(release: str, cache: Path, mode: str, *, forgets_the_setting: bool 
             "XDG_CONFIG_HOME": str(cache),
             "VLLM_USE_AOT_COMPILE": "1",
         },
-        warm=True,
+        libraries_loaded=True,
     )
     result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return result
@@ -172,7 +174,7 @@ print(json.dumps({
 @pytest.mark.parametrize("release", ["0.20.0", "0.22.1"])
 def test_a_model_without_a_tower_and_micro_batches_hand_zeros_on(release: str) -> None:
     """Buffers that the model made on the meta device would end the engine in its profiling run."""
-    ran = run_in_release(release, HANDED_ON, {"VLLM_GRAPHFIX": "on"}, warm=True)
+    ran = run_in_release(release, HANDED_ON, {"VLLM_GRAPHFIX": "on"}, libraries_loaded=True)
     none, ones = [[[0.0, 0.0]] * 2], [[[1.0, 1.0]] * 2]
     assert json.loads(ran.stdout.splitlines()[-1]) == {
         "without a tower": none,

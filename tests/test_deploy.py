@@ -75,7 +75,7 @@ def test_a_prometheus_that_offers_to_take_openmetrics_still_gets_the_names_of_vl
         print(TestClient(app).get("/metrics", headers={"Accept": asked}).text)
         """,
         {"VLLM_PLUGINS": ""},
-        warm=True,
+        libraries_loaded=True,
     ).stdout
     assert 'vllm:num_requests_running{model_name="m"} 1.0' in printed.splitlines()
 

@@ -371,6 +371,7 @@ def test_hunt_takes_the_options_in_the_docs(command: str, monkeypatch: pytest.Mo
     assert "no engine is started here for hunt-0.33.0" in done.output
 
 
+@pytest.mark.xdist_group("0.21.0")
 def test_compare_takes_the_options_in_the_docs_and_vllm_the_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from vllm_graphfix.fixes.draft_decode_mode import FIX
 from vllm_graphfix.source.files import open_source
 
 
+@pytest.mark.xdist_group("0.20.0")
 @pytest.mark.parametrize(
     ("without_mode", "without_zero_fill"), [(True, True), (True, False), (False, True)], ids=["both", "mode", "indices"]
 )

@@ -48,7 +48,7 @@ def called(release: str | None, *, often: bool) -> dict[str, dict[str, Any]]:
     code = _CODE.format(tests=str(tests), calls=calls)
     limit = 7200 if often else 300
     if release is None:
-        done = run_in_release(tests, code, timeout=limit, warm=True)
+        done = run_in_release(tests, code, timeout=limit, libraries_loaded=True)
     else:
         done = run_in_fork(release, code, timeout=limit)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]

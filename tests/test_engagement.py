@@ -187,7 +187,9 @@ def test_without_a_speculator_capture_state_stays_although_its_companion_is_off(
 
 
 def log(release: str, env: dict[str, str], code: str = "") -> list[Any]:
-    done = run_in_release(release, LOAD + imports(release) + code, {"VLLM_LOGGING_LEVEL": "INFO"} | env, warm=True)
+    done = run_in_release(
+        release, LOAD + imports(release) + code, {"VLLM_LOGGING_LEVEL": "INFO"} | env, libraries_loaded=True
+    )
     return [line for line in (done.stdout + done.stderr).splitlines() if "graphfix" in line.lower()]
 
 
@@ -249,7 +251,7 @@ if hasattr(envs, "validate_environ"):
         release,
         code,
         {"VLLM_GRAPHFIX": "on", "VLLM_GRAPHFIX_CAPTURE_STATE": "off", "VLLM_GRAPHFIX_STATUS_DIR": "/nowhere"},
-        warm=True,
+        libraries_loaded=True,
     )
 
 
@@ -291,7 +293,7 @@ print("FACTORS", told.replace(os.getcwd(), "scratch"))  # another folder in each
     ]
     factors = {
         next(line for line in run.stdout.splitlines() if line.startswith("FACTORS"))
-        for run in (run_in_release(release, code, env, warm=True) for env in stages)
+        for run in (run_in_release(release, code, env, libraries_loaded=True) for env in stages)
     }
     assert len(factors) == 1
     assert "VLLM_GRAPHFIX_DECISION" in factors.pop()

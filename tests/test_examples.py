@@ -11,7 +11,7 @@ import pytest
 
 import fetch_cpu_engine
 import rollouts
-from engine import environment, warm, write_llama
+from engine import environment, forking_python, write_llama
 from table import affected_by, state_by_default
 
 pytestmark = pytest.mark.xdist_group("examples")
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ran(model: Path, folder: Path, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
     """The example, from another folder, as a user's scheduler runs it; the engine has processes of its own."""
-    python, around = warm(
+    python, around = forking_python(
         environment(folder, fetch_cpu_engine.engine(version=RELEASE))
         | {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         | {"XDG_CACHE_HOME": str(model.parent)}  # what vLLM finds out about the model, once

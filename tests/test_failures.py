@@ -169,7 +169,7 @@ print("STOCK", *[getattr(m, "prepare_inputs_to_capture").__code__.co_filename.en
 
 
 def test_a_fix_that_fails_on_a_later_module_leaves_no_layer_in_imported_names() -> None:
-    done = run_in_release("0.17.1", COPIED + LOAD + imports("0.17.1") + NAMES + REPORT, warm=True)
+    done = run_in_release("0.17.1", COPIED + LOAD + imports("0.17.1") + NAMES + REPORT, libraries_loaded=True)
     assert reported(done.stdout)["capture-state"][1:3] == ["failed", "RuntimeError: late"]
     assert "STOCK True True" in done.stdout
 
@@ -200,7 +200,9 @@ def test_a_target_that_is_there_as_bytecode_only_is_failed_not_absent(tmp_path: 
     root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"})
     py_compile.compile(str(root / FLASHMLA), cfile=str((root / FLASHMLA).with_suffix(".pyc")), doraise=True)
     (root / FLASHMLA).unlink()
-    report = reported(run_in_release(root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, warm=True).stdout)
+    report = reported(
+        run_in_release(root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, libraries_loaded=True).stdout
+    )
     assert report["flashmla-fp8"][1] == "failed"
     assert "bytecode only" in report["flashmla-fp8"][2]
 
@@ -210,7 +212,10 @@ def test_an_unrecognised_shape_stays_stock_with_a_warning(tmp_path: Path) -> Non
     change = {FLASHMLA: lambda text: text.replace(planned, f"{planned}            self.last_splits = num_splits\n")}
     root = edited(release_root("0.18.1"), tmp_path / "site", change)
     done = run_in_release(
-        root, LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT, {"VLLM_LOGGING_LEVEL": "WARNING"}, warm=True
+        root,
+        LOAD + f"import {BUILDER.rsplit('.', 1)[0]}\n" + REPORT,
+        {"VLLM_LOGGING_LEVEL": "WARNING"},
+        libraries_loaded=True,
     )
     assert reported(done.stdout)["flashmla-fp8"][1] == "incompatible"
     assert any("WARNING" in line and "flashmla-fp8" in line for line in (done.stdout + done.stderr).splitlines())

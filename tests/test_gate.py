@@ -159,7 +159,7 @@ def messages() -> dict[str, list[str]]:
     The process groups are real ones of stock 0.21.0, around a double of a worker.
     """
     code = f"WORLDS = {WORLDS!r}\nSUPPORT = {str(Path(__file__).parent / 'support')!r}\n" + PROGRAM
-    done = run_in_release("0.21.0", code, {"VLLM_LOGGING_LEVEL": "WARNING"}, warm=True)
+    done = run_in_release("0.21.0", code, {"VLLM_LOGGING_LEVEL": "WARNING"}, libraries_loaded=True)
     lines = [line.partition(": RANK ") for line in done.stdout.splitlines() if ": RANK " in line]
     return {world: sorted(message for name, _, message in lines if name == world) for world in WORLDS}
 
@@ -267,6 +267,7 @@ def test_a_rank_whose_process_keeps_the_plugin_out_is_named_with_its_host(messag
     assert f"No report within 4 s: rank 1 on {socket.gethostname()}." in with_plugin
 
 
+@pytest.mark.xdist_group("0.21.0")
 def test_a_fix_without_its_companion_is_no_difference_between_pipeline_stages() -> None:
     """Only the last stage imports the drafter's code, for which `capture-state` needs the companion."""
     code = """
@@ -284,6 +285,7 @@ def test_a_fix_without_its_companion_is_no_difference_between_pipeline_stages() 
     assert "SAID active waiting incompatible" in output
 
 
+@pytest.mark.xdist_group("0.21.0")
 @pytest.mark.parametrize(
     ("error", "ended"),
     [("vllm-graphfix stops this engine before it captures its CUDA graphs: …", True), ("out of memory", False)],

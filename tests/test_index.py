@@ -104,7 +104,7 @@ before = {OURS}
 states = vllm_graphfix.states()
 print(json.dumps([before, {{name: state.state.value for name, state in states.items()}}, {OURS}, list(sys.modules)]))
 """
-    done = run_in_release(release, code, warm=True).stdout
+    done = run_in_release(release, code, libraries_loaded=True).stdout
     before, states, after, imported = json.loads(done.splitlines()[-1])
     concerned = {name.replace("-", "_") for name in affected_by(release) if {*BY_NAME[name].modules} & {*imported}}
     assert 0 < len(concerned) < 4

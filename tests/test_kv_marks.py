@@ -56,7 +56,7 @@ def test_idle_steps_of_stock_are_caught_and_patched_ones_are_silent(release: str
 
 def served(folder: Path, plant: str, executor: str, **environment: str) -> dict[str, Any]:
     """Return the report of `marked_engine` about an engine whose cache *plant* has overwritten."""
-    actual = cpu.answer_of("marked_engine.py", folder, plant, executor, env=ON | environment)
+    actual = cpu.check_answer("marked_engine.py", folder, plant, executor, env=ON | environment)
     assert actual["state"] == "active"
     assert actual["counts"]["failures"] == actual["counts"]["passed-over"] == 0
     assert actual["counts"]["marks"] > 50

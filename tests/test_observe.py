@@ -24,7 +24,9 @@ Outcome = dict[str, Any]
 def observed(release: str | Path, names: tuple[str, ...], further: str = "{}") -> dict[tuple[str, str, str], Outcome]:
     """Return the outcome of every workload, by way (stock, observe, active), fix and workload."""
     code = (Path(__file__).parent / "support" / "observed.py").read_text() + f"\nmain({list(names)!r}, {further})\n"
-    done = run_in_fork(release, code) if isinstance(release, str) else run_in_release(release, code, warm=True)
+    done = (
+        run_in_fork(release, code) if isinstance(release, str) else run_in_release(release, code, libraries_loaded=True)
+    )
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"way"')]
     return {(outcome["way"], outcome["fix"], outcome["workload"]): outcome for outcome in lines}
 

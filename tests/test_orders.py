@@ -216,7 +216,7 @@ def check(
             "really spawn": really_spawn,
             "text": text if really_spawn else "",
         }
-        done = warm.process.run(f"{text}\nrun(json.loads({json.dumps(task)!r}))", env, limit=_LIMIT)
+        done = warm.process.run(f"{text}\nrun(json.loads({json.dumps(task)!r}))", env, timeout=_LIMIT)
         results = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("ORDER ")]
         assert len(results) == len(batch), done.stdout[-3000:]
         for order, reverted, actual in results:

@@ -13,7 +13,7 @@ import pytest
 
 import planted_plugin
 import planted_reader
-from engine import compare, report, write_llama
+from engine import check_compare, report, write_llama
 from vllm_graphfix.commands.compare import CompareError, run
 from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.comparison import Answer
@@ -227,7 +227,7 @@ def poisoned_engine(folder: Path, plant: str, code: int) -> dict[str, Any]:
     """Return the poison report of `compare` on a real engine with *plant*, or on stock vLLM."""
     env, path = ({planted_reader.VARIABLE: plant}, (folder / "planted",)) if plant else ({}, ())
     command = ("./llama", "--poison", "--prompts", "ids.jsonl", "--max-tokens", "12", "--json", *SMALL)
-    output: dict[str, Any] = report(compare(folder, *command, env=env, path=path, code=code))["poison"]
+    output: dict[str, Any] = report(check_compare(folder, *command, env=env, path=path, code=code))["poison"]
     return output
 
 

@@ -41,6 +41,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.xdist_group("0.20.0")
 @pytest.mark.parametrize("active", [NAMES, NAMES[:1], NAMES[1:], ()], ids=["both", *NAMES, "neither"])
 def test_it_and_mamba_padding_put_each_their_own_defect_right(active: tuple[str, ...]) -> None:
     """Both are about the phase of rows: one of rows that are none, one of steps."""

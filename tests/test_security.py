@@ -63,7 +63,7 @@ def test_a_process_of_a_server_writes_nothing_but_its_record_and_starts_nothing(
     """From loading the plugin as an engine core does to record, metrics and the comparison of ranks."""
     itself = "import import_cache; import_cache.forget()\n"
     code = itself + audited.START + CORE + imports(release) + REST + REPORT + "audited()\n"
-    done = run_in_release(release, code, {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)}, warm=True)
+    done = run_in_release(release, code, {"VLLM_GRAPHFIX_STATUS_DIR": str(tmp_path)}, libraries_loaded=True)
     assert "active" in {state for _, state, *_ in reported(done.stdout).values()}
     seen = audited.read(done.stdout)
     assert seen.harm == []

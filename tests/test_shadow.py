@@ -80,6 +80,7 @@ def test_caches_that_a_step_can_write_twice(release: str) -> None:
     check_behaviours(release, "shadow_caches", {SHADOW: "1/1"} | INTERPRETED, fresh=True)
 
 
+@pytest.mark.xdist_group("0.21.0")
 def test_faults_of_one_of_two_ranks_whose_graphs_are_in_quarantine() -> None:
     """Shows also what would be served without the wait that keeps their collectives paired.
 
@@ -94,6 +95,7 @@ def test_faults_of_one_of_two_ranks(release: str) -> None:
     check_behaviours(release, "shadow_ranks", {SHADOW: "1/1"})
 
 
+@pytest.mark.xdist_group("0.33.0")
 def test_data_parallel_ranks_that_share_experts_check_the_same_steps() -> None:
     check_behaviours("0.33.0", "shadow_lockstep", {SHADOW: "1/1"}, select="check_the_same_steps or agrees or late")
 

@@ -21,7 +21,7 @@ ON = {"VLLM_GRAPHFIX_SHADOW": "1/1", "VLLM_GRAPHFIX_SHADOW_ACTION": "abort"}
 def test_who_has_a_wrong_row_ends_with_an_error_and_the_others_are_right(
     tmp_path: Path, wrong: str, executor: str, more: dict[str, str]
 ) -> None:
-    actual = cpu.answer_of("aborted_engine.py", tmp_path, wrong, executor, env=ON | more)
+    actual = cpu.check_answer("aborted_engine.py", tmp_path, wrong, executor, env=ON | more)
     rows = {int(row) for row in wrong.split(",") if row != "none"}
     ending = rows if not more else set()
     assert (actual["state"], actual["counts"]["checks"] > 20, actual["counts"]["steps-left-out"]) == ("active", True, 0)

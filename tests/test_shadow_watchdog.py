@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from stock import without_settings
+from stock import isolated_environment
 from vllm_graphfix.shadow import watchdog
 
 
@@ -27,7 +27,7 @@ def in_a_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(code)],
-        env=without_settings(str(folder)) | {"VLLM_GRAPHFIX_SHADOW": "1/1"},
+        env=isolated_environment(str(folder)) | {"VLLM_GRAPHFIX_SHADOW": "1/1", "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,
         timeout=60,

@@ -143,7 +143,7 @@ def test_a_rank_and_an_engine_core_of_vllm_are_in_a_step_with_every_detector_off
     print("CORE", EngineCore.step(SimpleNamespace(scheduler=Scheduler())))
     print("AFTER", clock._began)
     """
-    output = run_in_release("0.21.0", code, {"VLLM_GRAPHFIX": "off"}, warm=True).stdout
+    output = run_in_release("0.21.0", code, {"VLLM_GRAPHFIX": "off"}, libraries_loaded=True).stdout
     assert output.count("STEP True") == 3, output
     assert "CORE ({}, False)" in output
     assert "AFTER None" in output

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine import compare, report
+from engine import check_compare, report
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import twin as fitting
 from vllm_graphfix.fixes import BY_NAME
@@ -239,7 +239,7 @@ def test_weights_of_a_twin_give_logits_that_are_not_flat(tmp_path: Path) -> None
 def test_an_engine_on_the_cpu_serves_a_twin(tmp_path: Path, name: str) -> None:
     """It has no graphs, so exit code 3 is the best there is."""
     asks = ("--num-prompts", "4", "--max-tokens", "12", "--json", "-O0", "--max-model-len", "256", "-tp", "8")
-    made = report(compare(tmp_path, str(CONFIGS / f"{name}.json"), "--twin", *asks, code=3))
+    made = report(check_compare(tmp_path, str(CONFIGS / f"{name}.json"), "--twin", *asks, code=3))
     assert "no CUDA graphs were used" in made["inconclusive"]
     assert {prompt["kind"] for prompt in made["prompts"]} == {"equal"}
     assert {change["key"] for change in made["twin"]["changes"]} >= {"num_hidden_layers", "--tensor-parallel-size"}

@@ -61,7 +61,7 @@ def verified(root: Path, fixes: Sequence[Fix] = FIXES) -> Report:
 
 
 @pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+def libraries_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both processes of `verified` are forks of one that has imported the libraries.
 
     Those of other tests start as a user's.
@@ -95,7 +95,7 @@ def test_each_fix_is_watched_or_says_why_the_shadow_check_cannot_see_the_defect(
     assert trial.watched or not any(case.watched for case in cases)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("libraries_loaded")
 @pytest.mark.parametrize("release", slow_but_for(("0.33.0",), AFFECTED_RELEASES))
 def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(release: str) -> None:
     report = verified(release_root(release))
@@ -183,7 +183,7 @@ def test_the_defect_is_still_there_if_the_body_of_the_fix_is_emptied(name: str, 
     assert (emptied.outcome, emptied.failure) == ("defect still there", None)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("libraries_loaded")
 @pytest.mark.parametrize(
     ("without_mode", "without_zero_fill"), [(True, False), (False, True), (True, True)], ids=["mode", "indices", "both"]
 )
@@ -194,7 +194,7 @@ def test_nightlies_before_pr_39773_are_proven(tmp_path: Path, without_mode: bool
     assert outcomes(verified(root, [BY_NAME["draft-decode-mode"]])) == {"draft-decode-mode": "proven"}
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("libraries_loaded")
 @pytest.mark.parametrize(
     ("fix", "edit"),
     [
@@ -222,11 +222,11 @@ def test_a_fixed_release_with_the_fix_cut_out_is_proven(tmp_path: Path, fix: Fix
 
 
 def verify(
-    *arguments: str | Path, env: Mapping[str, str] | None = None, warm: bool = False
+    *arguments: str | Path, env: Mapping[str, str] | None = None, libraries_loaded: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """The command, in a process as a user has it; or, if *warm*, in a fork, as the two that it starts are then."""
+    """The command, in a process as a user has it; with *libraries_loaded*, in a fork, as the two that it starts."""
     command = [sys.executable, "-m", "vllm_graphfix"]
-    if warm:
+    if libraries_loaded:
         python = warm_python.executable()
         command = [python, "-c", f"import sys\nsys.executable = {python!r}\n{COMMAND}"]
     return subprocess.run(
@@ -252,7 +252,7 @@ def without_torch(tmp_path: Path) -> dict[str, str]:
 
 def test_what_is_not_affected_is_not_patched_and_its_scenario_does_not_run() -> None:
     chosen = [fix.name for fix in FIXES if verdict(fix.name, "0.33.0") != "affected"]
-    done = verify(*chosen, "--json", "--vllm", release_root("0.33.0"), warm=True)
+    done = verify(*chosen, "--json", "--vllm", release_root("0.33.0"), libraries_loaded=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["schema"], report["vllm"], report["holds"]) == (1, "0.33.0", True)
@@ -266,7 +266,7 @@ def test_what_the_user_has_switched_off_is_verified_all_the_same() -> None:
     done = verify(
         *("flashmla-fp8", "--json", "--vllm", release_root("0.18.1")),
         env={"VLLM_GRAPHFIX": "off", "VLLM_GRAPHFIX_FLASHMLA_FP8": "off", "VLLM_GRAPHFIX_ROLLOUT": "1%"},
-        warm=True,
+        libraries_loaded=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads(done.stdout)["fixes"]
@@ -282,7 +282,7 @@ def test_a_wheel_file_is_verified_as_it_would_be_installed(tmp_path: Path) -> No
             if file.is_file() and file.suffix != ".pyc":
                 archive.write(file, file.relative_to(root))
         archive.writestr("vllm/_C.abi3.so", b"compiled for a GPU")
-    done = verify("--vllm", wheel, warm=True)
+    done = verify("--vllm", wheel, libraries_loaded=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "vLLM 0.22.1 in " in done.stdout
     assert "(CPU double)." in done.stdout.splitlines()[0]
@@ -296,7 +296,7 @@ def test_a_wheel_file_is_verified_as_it_would_be_installed(tmp_path: Path) -> No
 def test_a_proof_that_does_not_hold_is_exit_code_1(tmp_path: Path) -> None:
     edit = next(e for e in edits_of("flashmla-fp8") if e.verdict is Verdict.UNRECOGNISED)
     tree = edited(release_root(edit.release), tmp_path / "vllm", changes(edit))
-    done = verify("flashmla-fp8", "--vllm", tree, warm=True)
+    done = verify("flashmla-fp8", "--vllm", tree, libraries_loaded=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.startswith("Of unrecognised code: 1 affected (CPU double).")
 
@@ -305,7 +305,7 @@ def test_the_vllm_that_was_named_is_the_one_that_is_verified(tmp_path: Path, mon
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").write_text("raise AssertionError('the working directory is no argument')\n")
     monkeypatch.chdir(tmp_path)
-    done = verify("flashmla-fp8", "--vllm", release_root("0.18.1"), warm=True)
+    done = verify("flashmla-fp8", "--vllm", release_root("0.18.1"), libraries_loaded=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -320,7 +320,7 @@ def test_a_patch_where_none_is_needed_is_detected(tmp_path: Path) -> None:
         "    builder._build_decode = flashmla_fp8._plan_in_persistent_buffers(builder._build_decode)\n"
     )
     around = {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
-    done = verify("flashmla-fp8", "--vllm", release_root("0.23.0"), env=around, warm=True)
+    done = verify("flashmla-fp8", "--vllm", release_root("0.23.0"), env=around, libraries_loaded=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "not left alone" in done.stdout
 

@@ -54,7 +54,7 @@ OTHERWISE = {
 def test_what_does_not_run_what_was_diagnosed_is_not_touched(tmp_path: Path, how: str) -> None:
     before, reason = OTHERWISE[how]
     root = edited(release_root("0.18.1"), tmp_path / "site", {FLASHMLA: lambda text: text + "\n"}, anonymous=False)
-    states = reported(run_in_release(root, before + IMPORT + REPORT, warm=True).stdout)
+    states = reported(run_in_release(root, before + IMPORT + REPORT, libraries_loaded=True).stdout)
     for name in ("flashmla-fp8", "flashmla-padding"):
         assert states[name][1] == "conflict"
         assert reason in states[name][2]

@@ -95,9 +95,9 @@ class Tests:
 
     def _start(self, releases: Iterable[Path]) -> None:
         import warm_python
-        from warm_release import STAND_INS, WarmRelease, patched
+        from warm_release import STAND_INS, WarmRelease, modules_with_targets
 
-        excluded = (*patched(), *STAND_INS)  # FlashMLA's stand-ins come before what looks for it
+        excluded = (*modules_with_targets(), *STAND_INS)  # FlashMLA's stand-ins come before what looks for it
         for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_graphfix"]:
             del sys.modules[name]  # `patched` has imported it, and a fork would find it in place of the mutant
         self._held.callback(warm_python.end_processes)
@@ -170,7 +170,7 @@ class Tests:
         with tempfile.TemporaryDirectory() as scratch:
             environment = {"VLLM_GRAPHFIX_STATUS_DIR": scratch, **(env or {})}
             body = re.sub(r"^from __future__ .*$", "", textwrap.dedent(code), flags=re.MULTILINE)
-            done: subprocess.CompletedProcess[str] = self._warm[of].run(enter + body, environment, limit=timeout)
+            done: subprocess.CompletedProcess[str] = self._warm[of].run(enter + body, environment, timeout=timeout)
         if check and done.returncode:
             raise AssertionError(f"vLLM {release}: exit code {done.returncode}\n{done.stdout}")
         return done

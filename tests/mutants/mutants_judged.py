@@ -26,11 +26,11 @@ from vllm_graphfix.fix import Diagnosis, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify.proof import differing
-from warm_release import STAND_INS, WarmRelease, patched
+from warm_release import STAND_INS, WarmRelease, modules_with_targets
 
 WORKER = Path(__file__).with_name("mutant_worker.py").read_text()
 NOT_YET = (
-    *patched(),
+    *modules_with_targets(),
     "vllm.v1.attention.ops.flashmla",  # the scenarios put stand-ins in front of it
     "vllm.v1.worker.gpu_model_runner",
     "vllm.v1.worker.gpu.model_runner",
@@ -151,7 +151,7 @@ class Stage:
     ) -> dict[str, Any]:
         self._put(files)
         env = {"VLLM_GRAPHFIX": "on" if on else "off", variable(fix): "auto", "TQDM_DISABLE": "1"}
-        done = self._warm.run(f"{WORKER}\nmain({fix!r}, {renamed!r}, {shape!r}, {traced!r})\n", env, limit=120)
+        done = self._warm.run(f"{WORKER}\nmain({fix!r}, {renamed!r}, {shape!r}, {traced!r})\n", env, timeout=120)
         return _answer(done, (done.stdout.strip().splitlines() or [""])[-1])
 
     def run_both(
@@ -160,7 +160,7 @@ class Stage:
         """The runs as stock, and patched."""
         self._put(files)
         env = {variable(fix): "auto", "TQDM_DISABLE": "1"}
-        done = self._warm.run(f"{WORKER}\nmain_both({fix!r}, {renamed!r})\n", env, limit=120)
+        done = self._warm.run(f"{WORKER}\nmain_both({fix!r}, {renamed!r})\n", env, timeout=120)
         lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
         stock, patched = (_answer(done, line) for line in (lines if len(lines) == 2 else [done.stdout[-300:]] * 2))
         return stock, patched

@@ -60,4 +60,4 @@ def check_behaviours(
     if isinstance(release, str) and not fresh:
         run_in_fork(release, code, env)
     else:
-        run_in_release(release, code, env, warm=not fresh)
+        run_in_release(release, code, env, libraries_loaded=not fresh)

@@ -13,6 +13,7 @@ from typing import Any
 
 import fetch_cpu_engine
 import warm_python
+from stock import isolated_environment
 from vllm_graphfix.verify.engine import models
 
 _LIMIT = 600
@@ -27,24 +28,16 @@ def cpu_engine() -> Path:
 
 def environment(scratch: Path, *path: Path) -> dict[str, str]:
     """Return an environment in which *path* comes before all else that is imported; caches are in *scratch*."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    return clean | {
+    return isolated_environment(str(scratch)) | {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
-        "CUDA_VISIBLE_DEVICES": "",  # the CPU is what is tested, also where there is a GPU
-        "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
-        "OMP_NUM_THREADS": "1",  # tests run side by side
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a third of the time to start; what needs more processes has them
-        "VLLM_GRAPHFIX_STATUS_DIR": str(scratch),
-        "VLLM_NO_USAGE_STATS": "1",
-        "XDG_CACHE_HOME": str(scratch),
-        "XDG_CONFIG_HOME": str(scratch),
     }
 
 
-def warm(environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+def forking_python(environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """A Python for *environment*, and the environment in which all that an engine starts are forks, too.
 
     Of the eight seconds that a process of vLLM takes to start, the libraries take seven, and an engine has four. All of
@@ -55,8 +48,11 @@ def warm(environment: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     return python, {**environment, warm_python.SPAWNED: python}
 
 
-def answer_of(script: str, folder: Path, *arguments: str, env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the JSON that *script*, a module beside this one, prints of an engine with a tiny Llama."""
+def check_answer(script: str, folder: Path, *arguments: str, env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the JSON that *script*, a module beside this one, prints of an engine with a tiny Llama.
+
+    It must succeed.
+    """
     path, model = Path(__file__).with_name(script), models.write("llama", folder)
     done = subprocess.run(
         [sys.executable, str(path), str(model), *arguments],
@@ -71,16 +67,16 @@ def answer_of(script: str, folder: Path, *arguments: str, env: Mapping[str, str]
     return answer
 
 
-def compare(
+def check_compare(
     folder: Path, *arguments: str, env: Mapping[str, str] | None = None, path: tuple[Path, ...] = (), code: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """`vllm-graphfix compare` in *folder* with a real engine on the CPU; it must end with *code*."""
-    python, around = warm(environment(folder, cpu_engine()))
+    python, around = forking_python(environment(folder, cpu_engine()))
     around["PYTHONPATH"] = os.pathsep.join(map(str, (*path, cpu_engine())))
-    return called(folder, *arguments, env=around | dict(env or {}), code=code, python=python)
+    return check_call(folder, *arguments, env=around | dict(env or {}), code=code, python=python)
 
 
-def called(
+def check_call(
     folder: Path, *arguments: str, env: Mapping[str, str], code: int, python: str = sys.executable
 ) -> subprocess.CompletedProcess[str]:
     """`vllm-graphfix compare` in *folder* with the environment *env*.

@@ -102,7 +102,7 @@ class Faults:
             )
             here = str(Path(__file__).parent)
             code = f"import sys\nsys.path.append({here!r})\nimport fault_engine\n{call}\n"
-            run_in_release(release, code, timeout=4 * 3600, warm=True)
+            run_in_release(release, code, timeout=4 * 3600, libraries_loaded=True)
             first, *rest = map(json.loads, results.read_text().splitlines())
         self.seconds = time.monotonic() - started
         self.planned: int = first["planned"]

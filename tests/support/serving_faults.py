@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(self, folder: Path) -> None:
         script = Path(__file__).with_name("serving_faults_engine.py")
-        python, environment = cpu.warm(cpu.environment(folder, script.parent, cpu.cpu_engine()) | ON)
+        python, environment = cpu.forking_python(cpu.environment(folder, script.parent, cpu.cpu_engine()) | ON)
         self._log = (folder / "engine.log").open("a+")
         self._process = subprocess.Popen(
             [python, str(script), str(models.write("llama", folder))],

@@ -15,7 +15,7 @@ import fetch_vllm
 from fetch_vllm import ALL_RELEASES
 from warm_python import executable
 
-__all__ = ["ALL_RELEASES", "release_environment", "release_root", "run_in_release", "without_settings"]
+__all__ = ["ALL_RELEASES", "isolated_environment", "release_environment", "release_root", "run_in_release"]
 
 
 @cache
@@ -31,18 +31,18 @@ def run_in_release(
     *,
     check: bool = True,
     timeout: float = 300,
-    warm: bool = False,
+    libraries_loaded: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs *code* in a fresh Python where *release* (a version, or a folder that holds ``vllm/``) is importable.
 
     The plugin is there as it is in production: installed, found through its entry point. Of this process's environment
     no ``VLLM_`` variable reaches the other; *env* comes on top. With *check*, a non-zero exit code is an AssertionError
-    that shows the output. If it is *warm*, it is a fork of a Python that has imported torch and the like, nothing of
-    vLLM's: for what is not about how a process starts.
+    that shows the output. With *libraries_loaded* it is a fork of a Python that has imported torch and
+    the like, nothing of vLLM's: for what is not about how a process starts.
     """
     with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as scratch:
         done = subprocess.run(
-            [executable() if warm else sys.executable, "-c", textwrap.dedent(code)],
+            [executable() if libraries_loaded else sys.executable, "-c", textwrap.dedent(code)],
             cwd=scratch,
             env=release_environment(release, scratch) | dict(env or {}),
             stdin=subprocess.DEVNULL,
@@ -59,17 +59,13 @@ def run_in_release(
 def release_environment(release: str | Path, scratch: str) -> dict[str, str]:
     """The environment of a process in which *release* is importable, and which leaves what it writes in *scratch*."""
     root = release_root(release) if isinstance(release, str) else release
-    return without_settings(scratch) | {"PYTHONPATH": str(root)}
+    return isolated_environment(scratch) | {"PYTHONPATH": str(root), "VLLM_LOGGING_LEVEL": "ERROR"}
 
 
-def without_settings(scratch: str) -> dict[str, str]:
-    """The environment of this process without settings of vLLM's and the plugin's.
-
-    It is for a process that leaves what it writes in *scratch*.
-    """
+def isolated_environment(scratch: str) -> dict[str, str]:
+    """This process's environment without settings of vLLM's and the plugin's; what a process writes is in *scratch*."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return clean | {
-        "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_GRAPHFIX_STATUS_DIR": scratch,
         "CUDA_VISIBLE_DEVICES": "",  # the CPU is what is tested, also where there is a GPU

@@ -87,14 +87,14 @@ def _start(program: Any, alive: int, environment: Mapping[str, str]) -> int:
     import shlex
 
     from fetch_vllm import cache_folder
-    from stock import without_settings
+    from stock import isolated_environment
 
     address = f"{program}.socket"
     reading, writing = os.pipe()
     server = os.posix_spawn(
         sys.executable,
         [sys.executable, __file__, address],
-        {**without_settings(str(program.parent)), "PYTHONPATH": "", _RELEASES: str(cache_folder()), **environment},
+        {**isolated_environment(str(program.parent)), "PYTHONPATH": "", _RELEASES: str(cache_folder()), **environment},
         file_actions=[(os.POSIX_SPAWN_DUP2, alive, 0), (os.POSIX_SPAWN_DUP2, writing, 1)],
     )
     os.close(writing)

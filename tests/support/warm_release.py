@@ -31,9 +31,9 @@ STAND_INS = ("vllm.v1.attention.ops.flashmla",)
 """Modules that look for kernels when they are imported, and find stand-ins if those were there before."""
 _IMPORTERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.gpu_worker")
 LOADED_BARE = ("0.17.1", "0.18.1", "0.21.0")
-"""Releases that `make test` wants *bare* somewhere: one process is made for all tests of each. In the newest half of
-vLLM waits for a module that older ones alone have patched."""
-_FORK_LIMIT = 60.0
+"""Releases whose one process is always *bare*, since some test of `make test` needs it. Not the newest: half of that
+vLLM would wait for a module that fixes patch in older releases alone."""
+_FORK_TIMEOUT = 60.0
 """Seconds."""
 
 
@@ -51,7 +51,7 @@ def run_in_fork(
 
     Both outputs are in ``stdout``; nothing is done at exit.
     """
-    done = warm_process(release).run(textwrap.dedent(code), env, limit=timeout)
+    done = warm_process(release).run(textwrap.dedent(code), env, timeout=timeout)
     if check and done.returncode:
         raise AssertionError(f"vLLM {release}: exit code {done.returncode}\n{done.stdout}")
     return done
@@ -62,7 +62,11 @@ def warm_process(release: str | Path, *, bare: bool = False) -> WarmRelease:
 
     *bare*: without the modules that fixes patch in other releases alone, too.
     """
-    some = patched() if bare or release in LOADED_BARE or isinstance(release, Path) else patched_in(release)
+    some = (
+        modules_with_targets()
+        if bare or release in LOADED_BARE or isinstance(release, Path)
+        else needed_targets(release)
+    )
     without = (*some, *STAND_INS)
     if not _processes or _processes[0].release != release or not {*without} <= {*_processes[0].without}:
         end_process()
@@ -76,7 +80,7 @@ def end_process() -> None:
         _processes.pop().__exit__(None, None, None)
 
 
-def patched() -> tuple[str, ...]:
+def modules_with_targets() -> tuple[str, ...]:
     """Modules with targets of the fixes, in one release or another."""
     # Not above: the process that is forked runs this file too, and has nothing of the plugin.
     from vllm_graphfix.fixes import FIXES
@@ -84,7 +88,7 @@ def patched() -> tuple[str, ...]:
     return tuple(dict.fromkeys(module for fix in FIXES for module in fix.modules))
 
 
-def patched_in(release: str) -> tuple[str, ...]:
+def needed_targets(release: str) -> tuple[str, ...]:
     """Modules with targets of the fixes that *release* needs: patched when they are imported, by the hook of each."""
     from table import affected_by
     from vllm_graphfix.fixes import BY_NAME
@@ -99,17 +103,17 @@ class WarmRelease:
         """*without* the modules that fixes patch, if nothing else is said; *like* names the release in a folder."""
         self.release = release
         self._like = like or (release if isinstance(release, str) else "")
-        self.without = patched() if without is None else tuple(without)
+        self.without = modules_with_targets() if without is None else tuple(without)
 
     def __enter__(self) -> WarmRelease:  # noqa: PYI034 - nobody derives from it
         from stock import release_environment
         from warm_python import executable
 
-        remembered = _remembered(self._like, self.without) if self._like else ""
+        cache_path = _cache_path(self._like, self.without) if self._like else ""
         self._scratch = tempfile.TemporaryDirectory(prefix="vllm-graphfix-")
         self._log = (Path(self._scratch.name) / "server.log").open("w+")
         self._server = subprocess.Popen(
-            [executable(), __file__, str(remembered), *self.without],
+            [executable(), __file__, str(cache_path), *self.without],
             cwd=self._scratch.name,
             env=release_environment(self.release, self._scratch.name),
             stdin=subprocess.PIPE,
@@ -117,7 +121,7 @@ class WarmRelease:
             stderr=self._log,
             text=True,
         )
-        self.preloaded: list[str] = self._answer()
+        self._answer()  # once it serves
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -126,18 +130,16 @@ class WarmRelease:
         self._scratch.cleanup()
 
     def run(
-        self, code: str, env: Mapping[str, str] | None = None, *, limit: float = _FORK_LIMIT
+        self, code: str, env: Mapping[str, str] | None = None, *, timeout: float = _FORK_TIMEOUT
     ) -> subprocess.CompletedProcess[str]:
         """Does what `run_in_release` with ``check=False`` does; both outputs are in ``stdout``.
 
-        What is done at exit is not done.
-
-        *limit* is in seconds.
+        What is done at exit is not done. After *timeout* seconds the fork is killed, and the exit code is -SIGALRM.
         """
         output = Path(self._scratch.name) / "output"
         assert self._server.stdin is not None
         self._server.stdin.write(
-            json.dumps({"code": code, "env": dict(env or {}), "output": str(output), "limit": limit}) + "\n"
+            json.dumps({"code": code, "env": dict(env or {}), "output": str(output), "timeout": timeout}) + "\n"
         )
         self._server.stdin.flush()
         return subprocess.CompletedProcess([], self._answer(), output.read_text(errors="replace"), "")
@@ -182,14 +184,11 @@ def _in_fork(work: Any) -> Any:
     return value
 
 
-def _imports(names: Iterable[str]) -> list[str]:
-    """Those of *names* that can be imported."""
-    done = []
+def _imports(names: Iterable[str]) -> None:
+    """Import those of *names* that can be imported."""
     for name in names:
         with contextlib.suppress(Exception, _NotYet):
             importlib.import_module(name)
-            done.append(name)
-    return done
 
 
 def _drop_orphans() -> None:
@@ -244,7 +243,7 @@ def _all_but(without: tuple[str, ...]) -> dict[str, list[str]]:
     }
 
 
-def _remembered(release: str, without: tuple[str, ...]) -> Path:
+def _cache_path(release: str, without: tuple[str, ...]) -> Path:
     """Return the path of what `_all_but` has found for *release*: to find it is to import all of vLLM once more.
 
     Among the releases, and for this very question; were it out of date, a module would be imported later.
@@ -261,21 +260,21 @@ def _remembered(release: str, without: tuple[str, ...]) -> Path:
 
 def _all_but_cached(path: str, without: tuple[str, ...]) -> dict[str, list[str]]:
     """Return what `_all_but` finds, or has found; without a *path* it is not kept."""
-    remembered = Path(path)
+    cache = Path(path)
     with contextlib.suppress(OSError, ValueError):
-        known: dict[str, list[str]] = json.loads(remembered.read_bytes())
+        known: dict[str, list[str]] = json.loads(cache.read_bytes())
         return known
     modules: dict[str, list[str]] = _in_fork(lambda: _all_but(without))
     if path:
         with contextlib.suppress(OSError):  # a cache that is only to be read
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            half = remembered.with_suffix(f".{os.getpid()}")
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            half = cache.with_suffix(f".{os.getpid()}")
             half.write_text(json.dumps(modules))
-            half.replace(remembered)
+            half.replace(cache)
     return modules
 
 
-def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
+def _serve(cache_path: str, without: tuple[str, ...]) -> dict[str, Any] | None:
     """Returns in each fork, with its job; in the server when its input ends."""
     import import_cache  # the warm Python that this is a fork of has it
 
@@ -283,9 +282,9 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
     os.dup2(2, 1)
     gc.disable()  # modules stay
     importlib.import_module("torch")  # heavy, and no concern of the fork
-    names = _all_but_cached(remembered, without)
+    names = _all_but_cached(cache_path, without)
     sys.meta_path.insert(0, refusing := _Refusing(without))
-    done = _imports(names["first"])
+    _imports(names["first"])
     with contextlib.suppress(
         Exception, _NotYet
     ):  # where vLLM brings it along, it is a library by that name from then on
@@ -302,7 +301,7 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
                 import_cache.know_code(str(file))
     import_cache.know_modules()
     import_cache.keep()
-    print(json.dumps([name for name in done if name in sys.modules]), file=answers, flush=True)
+    print("true", file=answers, flush=True)
     gc.enable()
     gc.collect()
     gc.freeze()  # or each fork's first collection goes through, and copies, all that was imported
@@ -311,13 +310,13 @@ def _serve(remembered: str, without: tuple[str, ...]) -> dict[str, Any] | None:
         child = os.fork()
         if not child:
             return job
-        print(json.dumps(_exit_code(child, job["limit"])), file=answers, flush=True)
+        print(json.dumps(_exit_code(child, job["timeout"])), file=answers, flush=True)
     return None
 
 
-def _exit_code(child: int, limit: float) -> int:
+def _exit_code(child: int, timeout: float) -> int:
     ends = os.pidfd_open(child)
-    in_time, _, _ = select.select([ends], [], [], limit)
+    in_time, _, _ = select.select([ends], [], [], timeout)
     os.close(ends)
     if not in_time:
         os.kill(child, signal.SIGKILL)
