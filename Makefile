@@ -1,5 +1,6 @@
 # `make demo` and `make test` do all the set-up: Python 3.10-3.13 with pip and venv, git and make are enough.
 PYTHON ?= python3
+VLLM_PYTHON ?= python3
 # One more than the cores of a small machine: a test that waits for a server or a time-out leaves its core to another.
 PYTEST_WORKERS ?= 3
 
@@ -68,23 +69,23 @@ fix: $(STAMP)  ## all that concerns one fix: make fix NAME=mamba-padding; fetche
 	@test -n "$(NAME)" || { echo 'Name the fix: make fix NAME=mamba-padding' >&2; exit 2; }
 	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) --dist loadgroup -m 'not slow' -k '$(NAME) or $(subst -,_,$(NAME))'
 
-# The tests of the release's sdist; exit code 1 where an outcome differs, or a fix fails.
+# Runs the tests in the release's sdist. Exit code 1: an outcome differs, or a fix fails.
 upstream-tests: $(STAMP)  ## upstream's own tests without the plugin and with all fixes: make upstream-tests RELEASE=0.33.0
 	@test -n "$(RELEASE)" || { echo 'Name the release: make upstream-tests RELEASE=0.33.0' >&2; exit 2; }
 	$(BIN)/python tools/upstream_tests.py $(RELEASE)
 
-# Fails for a link or an anchor that leads nowhere, and for a page that is not in the navigation. With --quiet, --strict counts no warning.
-# The site's generator warns of its own successor; that is no warning about a page.
+# Fails for a broken link or anchor, and for a page outside the navigation. No --quiet: with it, --strict ignores warnings.
+# MkDocs warns of its own next version, which concerns no page.
 docs: $(STAMP)  ## the site, in build/site; fails for a broken link, and fetches nothing
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# It needs a Chromium (Debian: apt install chromium); CHROMIUM names another. PAGES='index.html faq.html' takes some.
+# Needs Chromium (Debian: apt install chromium) or the browser that CHROMIUM names. PAGES='index.html faq.html' limits it.
 site-check: docs  ## build/site in a headless Chromium, at 1280 and 400 pixels: console, tables, texts, what the search finds
 	$(BIN)/python tools/install.py --group site 'pip>=25.1'
 	$(BIN)/python tools/check_site.py --screenshots build/screenshots $(PAGES)
 
-# Packages are made where nothing is but what makes them, pinned with hashes: no tool of the docs or the tests can put a byte into a
-# release. Who names a BIN has these tools there.
+# Packages are made in an environment with pinned build tools alone: no tool of the docs or the tests can put a byte into
+# a release. With BIN=…, these tools are those in BIN.
 PACKAGER := build/packager
 ifeq ($(origin BIN),command line)
 PACKAGER_BIN := $(BIN)
@@ -99,8 +100,8 @@ $(PACKAGER)/installed: tools/requirements-packages.txt
 	@$(PACKAGER)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --only-binary :all: --requirement $<
 	@touch $@
 
-# The same bytes from the same commit, and from its sdist, wherever and whenever: times, modes and order are set here, and the wheel is
-# built from what the sdist holds. setuptools keeps to SOURCE_DATE_EPOCH in wheels only. Without git the time is that of a file of the sdist.
+# The same commit, or its sdist, makes the same bytes everywhere: times, modes and order are set here, and the wheel is
+# built from the sdist. setuptools follows SOURCE_DATE_EPOCH in wheels only. Without git, the time is a file's in the sdist.
 packages: $(PACKAGER_STAMP)  ## sdist and wheel in dist/
 	@rm -rf dist; mkdir dist
 	@set -eu; umask 022; export LC_ALL=C TZ=UTC; \
@@ -124,7 +125,7 @@ reproduce:  ## dist/ made once more, from a clone elsewhere, with tools installe
 			{ echo 'dist/ is not what this commit makes: was it made of another one, or with changes that are not committed?' >&2; exit 1; }; \
 		echo 'dist/ is what this commit makes, byte for byte.'
 
-# The wheel is installed alone, where nothing else is: it must say its version without vLLM, torch or a library.
+# Installed alone, the wheel must print its version without vLLM, torch or any library.
 build: packages $(STAMP)  ## sdist and wheel in dist/, checked
 	$(BIN)/twine check --strict dist/*
 	@if $(BIN)/python -m zipfile --list dist/*.whl | grep -E '^(tests|tools|docs|benchmarks|deploy|examples)/'; then \
@@ -134,7 +135,7 @@ build: packages $(STAMP)  ## sdist and wheel in dist/, checked
 		$(BIN)/python -m pip --python "$$empty/bin/python" install --quiet --no-deps --no-index dist/*.whl; \
 		cd "$$empty"; bin/python -c 'import vllm_graphfix; print("installed alone:", vllm_graphfix.__version__)'
 
-# Apart from build, since it asks an index and makes two environments; the workflow `build` runs it on every Python that is supported.
+# Not part of build, since it needs an index. The workflow `build` runs it on every supported Python.
 install-check:  ## sdist and wheel of dist/, each installed with its libraries where nothing else is; asks the configured index
 	@set -e; empty=$$(mktemp -d); trap 'rm -rf "$$empty"' EXIT; \
 		for package in dist/*; do \
@@ -143,11 +144,11 @@ install-check:  ## sdist and wheel of dist/, each installed with its libraries w
 			(cd "$$empty"; bin/vllm-graphfix explain > /dev/null; echo "$$package: $$(bin/vllm-graphfix --version)"); \
 		done
 
-# Strict: a library that the database does not know, as where it cannot be reached, would else count as one without vulnerabilities.
+# Without --strict, a library that the database does not know, or cannot be asked about, counts as safe.
 audit: $(STAMP)  ## known vulnerabilities of the libraries that an installation brings; asks pypi.org
 	$(BIN)/pip-audit --strict --progress-spinner off .
 
-# Of every Python and platform; wheels and sdists have their hashes. It asks the configured index.
+# For every Python and platform, with the hashes of wheels and sdists. Asks the configured index.
 PIN := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --generate-hashes --no-annotate --custom-compile-command 'make pins'
 pins: $(STAMP)  ## the libraries of the image and the tools that make packages, pinned anew, with hashes
 	$(PIN) --upgrade --output-file deploy/container/requirements.txt pyproject.toml
@@ -174,7 +175,7 @@ generated: manifest  ## the manifest, the pages of the fixes and the tables, mad
 new-release: $(STAMP)  ## a release of vLLM is added: make new-release VERSION=0.34.0 [READ=FIX] [ARCHIVE=no] [HUNT=PYTHON] [PACK='--machine there.txt']
 	$(BIN)/python tools/new_release.py $(VERSION) $(if $(filter no,$(ARCHIVE)),--no-archive) $(if $(READ),--read $(READ)) $(if $(HUNT),--hunt $(HUNT)) --pack $(PACK)
 
-# Of cosmic-ray. Minutes for patching/sites.py, an hour or two for all on two cores: MODULES='patching/sites.py settings/decision.py' takes some.
+# Runs cosmic-ray. Minutes for patching/sites.py, an hour or two for all on two cores: MODULES='patching/sites.py settings/decision.py' takes some.
 mutation: releases  ## operators, numbers and conditions of the fixes changed one at a time, in a copy: the tests must notice
 	$(BIN)/python tools/mutate.py $(MODULES)
 
@@ -182,8 +183,8 @@ bench: releases  ## the numbers of docs/performance.md that need no GPU
 	@set -e; for script in $(filter-out $(NEED_A_GPU:%=benchmarks/%.py),$(wildcard benchmarks/*.py)); do \
 		echo "== $$script"; $(BIN)/python $$script; done
 
-bench-engine:  ## those that need one; PYTHON is what runs vLLM there, with the plugin
-	$(PYTHON) benchmarks/engine_cost.py --out build/engine-cost --plot build/engine-cost/engine.svg
+bench-engine:  ## those that need one: make bench-engine VLLM_PYTHON=FILE, the Python that has vLLM and the plugin
+	$(VLLM_PYTHON) benchmarks/engine_cost.py --out build/engine-cost --plot build/engine-cost/engine.svg
 
 clean:  ## what was built and installed here; the cache of releases stays
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

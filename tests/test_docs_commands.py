@@ -98,7 +98,7 @@ MADE = {
     "make test",
     "make generated FIX=mamba-padding",
     "make bench",
-    "make bench-engine PYTHON=python3",
+    "make bench-engine VLLM_PYTHON=python3",
     "make venv",
     "make lint",
     "make check",
