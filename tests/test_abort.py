@@ -604,7 +604,7 @@ def test_who_has_ended_somebody_keeps_its_record_up_to_date(its: Aborts) -> None
     assert called == ["kept"]
 
 
-@pytest.mark.parametrize("release", slow_but_for(sorted(SAMPLE), ALL_RELEASES))
+@pytest.mark.parametrize("release", slow_but_for(SAMPLE, ALL_RELEASES))
 def test_a_scheduler_is_made_after_the_ranks_it_hears(release: str) -> None:
     """So no rank is forked from a process with the thread, and none could be handed what the scheduler makes."""
     core = (open_source(release_root(release)).read("vllm/v1/engine/core.py") or b"").decode()

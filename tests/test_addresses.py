@@ -331,7 +331,7 @@ MOVES_NOTHING = {
 }
 
 
-@pytest.mark.parametrize("release", slow_but_for(tuple(SAMPLE), ALL_RELEASES))
+@pytest.mark.parametrize("release", slow_but_for(SAMPLE, ALL_RELEASES))
 def test_what_loads_weights_or_wakes_an_engine_is_there_by_its_name_in_every_release(release: str) -> None:
     source = open_source(release_root(release))
     for module, owner, name in WATCHED:

@@ -60,6 +60,7 @@ def test_each_command_line_loads_plugins_and_the_wrapped_function_makes_the_repo
     assert "get_pretty_env_info" in _function(vllm / "collect_env.py", "main")
 
 
+@pytest.mark.xdist_group("0.21.0")
 def test_vllms_own_variables_stay_and_ours_are_printed_masked_or_not_at_all() -> None:
     variables = {
         "VLLM_GRAPHFIX_ROLLOUT_KEY": "tenant-of-ours\nand-a-second-line",
@@ -75,6 +76,7 @@ def test_vllms_own_variables_stay_and_ours_are_printed_masked_or_not_at_all() ->
     assert not re.search("tenant-of-ours|second-line", output)
 
 
+@pytest.mark.xdist_group("0.21.0")
 def test_nothing_of_the_doctor_is_imported_where_no_report_is_made() -> None:
     run_in_fork(
         "0.21.0",
@@ -95,6 +97,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.xdist_group("0.21.0")
 @pytest.mark.parametrize("how", BROKEN)
 def test_vllms_own_report_is_printed_whatever_goes_wrong_in_ours(how: str) -> None:
     before = f"def ill():\n    {BROKEN[how]}\nvllm_graphfix._report = ill"

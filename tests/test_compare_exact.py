@@ -17,7 +17,7 @@ from rich.console import Console
 
 import vllm_graphfix
 from behaviours import check_behaviours
-from test_compare_report import RESULT, UNHARMED, judgement, report
+from compared import RESULT, UNHARMED, judgement, report
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
 from vllm_graphfix.commands.compare.gap import measure, share

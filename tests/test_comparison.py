@@ -37,6 +37,11 @@ def moved(top: dict[int, float], by: float) -> dict[int, float]:
 
 
 REFERENCE = answer([A, A, A, A], CLEAR, CLEAR, CLOSE, CLEAR)
+TIE = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.71, C: -4.0}, {D: -0.2, E: -2.0})
+"""Beyond its third token, nothing can be compared."""
+WRONG = answer([A, B, A, A], CLEAR, {B: -0.1, A: -3.0}, CLOSE, CLEAR)
+LEVEL = {A: -1.00, B: -1.01, C: -1.02}
+"""Three are nearer than rounding can tell apart."""
 
 
 def test_equal_answers_are_equal() -> None:
@@ -62,8 +67,7 @@ def test_the_best_two_may_change_places_up_to_the_tolerance_and_no_more(gap: flo
 
 
 def test_two_best_that_are_close_may_change_places() -> None:
-    actual = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.71, C: -4.0}, {D: -0.2, E: -2.0})
-    judgement = judge(REFERENCE, actual, ROUNDING)
+    judgement = judge(REFERENCE, TIE, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.expected, judgement.actual) == (Kind.TIE, 2, A, B)
     assert judgement.margin == pytest.approx(0.02)
     assert judgement.token_gap == pytest.approx(0.02)
@@ -71,22 +75,18 @@ def test_two_best_that_are_close_may_change_places() -> None:
 
 
 def test_three_best_that_are_close_may_change_places() -> None:
-    level = {A: -1.00, B: -1.01, C: -1.02}
-    reference, actual = answer([A], level), answer([C], {C: -1.00, A: -1.01, B: -1.02})
-    assert judge(reference, actual, ROUNDING).kind is Kind.TIE
+    assert judge(answer([A], LEVEL), answer([C], {C: -1.00, A: -1.01, B: -1.02}), ROUNDING).kind is Kind.TIE
 
 
 def test_what_follows_a_tie_is_not_compared() -> None:
     """The two engines have seen other tokens by then."""
-    actual = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.71}, {D: nan})
-    judgement = judge(REFERENCE, actual, ROUNDING)
+    judgement = judge(REFERENCE, replace(TIE, top=(*TIE.top[:3], {D: nan})), ROUNDING)
     assert judgement.kind is Kind.TIE
     assert judgement.distance == pytest.approx(0.02)
 
 
 def test_another_token_where_the_reference_was_sure_is_corrupt() -> None:
-    actual = answer([A, B, A, A], CLEAR, {B: -0.1, A: -3.0}, CLOSE, CLEAR)
-    judgement = judge(REFERENCE, actual, ROUNDING)
+    judgement = judge(REFERENCE, WRONG, ROUNDING)
     assert (judgement.kind, judgement.position, judgement.tokens_before_corruption) == (Kind.CORRUPT, 1, 1)
     assert judgement.token_gap == pytest.approx(2.9)
 
@@ -142,8 +142,7 @@ def test_a_log_probability_that_is_no_number_is_corrupt_at_any_tolerance(number:
 
 
 def test_nan_is_corrupt_beside_a_level_reference_whose_token_is_not_among_the_best() -> None:
-    level, actual = {A: -1.0, B: -1.01, C: -1.02}, {ELSEWHERE: nan, E: nan}
-    judgement = judge(answer([A], level), answer([ELSEWHERE], actual), ROUNDING)
+    judgement = judge(answer([A], LEVEL), answer([ELSEWHERE], {ELSEWHERE: nan, E: nan}), ROUNDING)
     assert (judgement.kind, judgement.distance) == (Kind.CORRUPT, inf)
 
 
@@ -192,8 +191,7 @@ def test_noise_is_the_largest_difference_of_two_runs_without_graphs() -> None:
 
 
 def test_noise_is_not_taken_from_beyond_a_tie_between_the_two() -> None:
-    again = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.72}, {D: -9.0})
-    assert noise_between([REFERENCE], [again]) == pytest.approx(0.02)
+    assert noise_between([REFERENCE], [replace(TIE, top=(*TIE.top[:3], {D: -9.0}))]) == pytest.approx(0.02)
 
 
 def test_noise_of_eager_against_itself_raises_the_tolerance_for_graphs() -> None:
@@ -223,9 +221,7 @@ def test_a_reference_that_gives_no_numbers_excuses_nothing(number: float) -> Non
 
 
 def test_a_comparison_adds_up_its_prompts() -> None:
-    tie = answer([A, A, B, D], CLEAR, CLEAR, {B: -0.70, A: -0.71, C: -4.0}, CLEAR)
-    wrong = answer([A, B, A, A], CLEAR, {B: -0.1, A: -3.0}, CLOSE, CLEAR)
-    comparison = compare([REFERENCE] * 3, [REFERENCE, tie, wrong], 0.0)
+    comparison = compare([REFERENCE] * 3, [REFERENCE, TIE, WRONG], 0.0)
     assert [judgement.kind for judgement in comparison.judgements] == [Kind.EQUAL, Kind.TIE, Kind.CORRUPT]
     assert (comparison.tokens, comparison.tokens_before_corruption, comparison.corrupt) == (12, 9, True)
     assert comparison.distance == pytest.approx(2.9)

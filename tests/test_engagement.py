@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
+from engaged import LOAD, REPORT, expected, imports, states
 from stock import ALL_RELEASES, run_in_release
-from table import ALL_APPLIED, affected_by, slow_but_for, slow_but_for_the_sample, state_by_default, verdict
+from table import ALL_APPLIED, SAMPLE, affected_by, slow_but_for, verdict
 from vllm_graphfix._version import __version__
-from vllm_graphfix.fixes import BY_NAME, FIXES
-from warm_release import run_in_fork
-
-REPORT = """
-import json, vllm_graphfix
-print("REPORT " + json.dumps({n: [s.mode.value, s.state.value, s.reason, s.diagnosis and s.diagnosis.verdict.value] for n, s in vllm_graphfix.states().items()}))
-"""  # noqa: E501
-LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+from vllm_graphfix.fixes import FIXES
 
 
-def imports(release: str) -> str:
-    """Code that imports every target that *release* has."""
-    modules = sorted({module for name in affected_by(release) for module in BY_NAME[name].modules})
-    return f"""
-import importlib, importlib.util, sys, types
-if importlib.util.find_spec("torchvision") is None:  # which models of images import
-    for name in ("image_processing_qwen2_vl", "video_processing_qwen2_vl"):
-        stand_in = sys.modules.setdefault(f"transformers.models.qwen2_vl.{{name}}", types.ModuleType(name))
-        vars(stand_in).update(smart_resize=None, Qwen2VLVideoProcessor=None)
-for module in {modules!r}:
-    try:
-        importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module and not module.startswith(error.name + "."):
-            raise
-"""
-
-
-def states(release: str, code: str, env: dict[str, str] | None = None) -> dict[str, list[str]]:
-    return reported(run_in_fork(release, code, env).stdout)
-
-
-def reported(output: str) -> dict[str, list[str]]:
-    line = next(line for line in reversed(output.splitlines()) if line.startswith("REPORT "))
-    report: dict[str, list[str]] = json.loads(line.removeprefix("REPORT "))
-    return report
-
-
-def expected(release: str) -> dict[str, str]:
-    return {fix.name: state_by_default(fix.name, release) for fix in FIXES}
-
-
-@pytest.mark.parametrize("release", [pytest.param(r, marks=slow_but_for_the_sample(r)) for r in ALL_RELEASES])
+@pytest.mark.parametrize("release", slow_but_for(SAMPLE, ALL_RELEASES))
 def test_load_general_plugins_engages_what_the_release_needs(release: str) -> None:
     reports = states(release, LOAD + imports(release) + REPORT)
     assert {name: state for name, (_, state, _, _) in reports.items()} == expected(release)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from edited import edited
+from engaged import LOAD, REPORT, imports, reported, states
 from stock import release_root, run_in_release
-from test_engagement import LOAD, REPORT, imports, reported, states
 from vllm_files import FLASHMLA
 from vllm_graphfix.fixes import FIXES
 from warm_release import run_in_fork

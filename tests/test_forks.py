@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from engaged import LOAD, REPORT, reported
 from records import run_python
-from test_engagement import LOAD, REPORT, reported
 from vllm_graphfix.fixes import BY_NAME
 from warm_release import run_in_fork
 

@@ -18,6 +18,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import distributed_c10d
 
+from gate_doubles import process_double, worker_of
 from ranks import STAGE, report
 from records import eventually
 from vllm_graphfix import ranks
@@ -33,8 +34,6 @@ from vllm_graphfix.patching.applied_fix import FixState
 from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.ranks import StoreLostError, host_in
 from vllm_graphfix.records import read
-from vllm_graphfix.settings import decision
-from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.environment import STATUS_DIR
 
 
@@ -72,29 +71,6 @@ class FailingStore:
             setattr(self, operation, faults.around(operation, getattr(store, operation)))
         if hasattr(store, "underlying_store"):
             self.underlying_store = FailingStore(store.underlying_store, faults)
-
-
-def process_double(environment: dict[str, str]) -> EngineProcess:
-    """A process whose fixes are all there, and whose record nobody writes."""
-    me = EngineProcess(FIXES, environment)
-    me.decision = decision.decide(settings.read(environment, tuple(fix.name for fix in FIXES)), "0.21.0")
-    vars(me.manager)["unapplied"] = lambda **_: ()
-    nothing: dict[str, Any] = {
-        name: lambda: None for name in ("publish", "publish_started", "start_heartbeat", "flush")
-    }
-    nothing["start_relay"] = lambda *_: None
-    record = SimpleNamespace(rank=None, agreement=None, problem=None, unchecked=None, **nothing)
-    me.gate.status_record = record  # type: ignore[assignment]  # a double
-    return me
-
-
-def worker_of(rank: int) -> Any:
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_rank=0),
-        model_config=SimpleNamespace(enforce_eager=False),
-        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="FULL")),
-    )
-    return SimpleNamespace(local_rank=rank, use_v2_model_runner=False, vllm_config=config)
 
 
 def gate_of_two(

@@ -17,8 +17,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d
 
+from gate_doubles import process_double, worker_of
 from statements import call_before_each_statement
-from test_gate_faults import process_double, worker_of
 from vllm_graphfix import ranks
 from vllm_graphfix.engine import (
     capture_gate,

@@ -14,7 +14,7 @@ import pytest
 
 from nightly import make_nightly
 from stock import release_root, run_in_release
-from table import PAIRS, affected_by, slow_but_for_few
+from table import FEW, PAIRS, affected_by, slow_unless
 from vllm_graphfix.fixes.draft_decode_mode import DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES
 from warm_release import run_in_fork
 
@@ -39,7 +39,7 @@ def in_release(release: str) -> dict[tuple[str, str, str], Outcome]:
 
 each_pair = pytest.mark.parametrize(
     ("name", "release"),
-    [pytest.param(*pair, marks=[pytest.mark.xdist_group(pair[1]), *slow_but_for_few(pair[1])]) for pair in PAIRS],
+    [pytest.param(*pair, marks=[pytest.mark.xdist_group(pair[1]), *slow_unless(pair[1], FEW)]) for pair in PAIRS],
 )
 
 

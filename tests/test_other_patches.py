@@ -14,9 +14,9 @@ import pytest
 
 import other_packages
 import server
+from engaged import LOAD, REPORT, expected, imports, reported
 from engine import write_llama
 from stock import run_in_release
-from test_engagement import LOAD, REPORT, expected, imports, reported
 from test_failures import GATE
 from vllm_graphfix.fixes import BY_NAME
 from warm_release import WarmRelease, warm_process

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from gate_doubles import process_double, worker_of
 from records import ENGINE, elsewhere, eventually, leave, names, only, record
-from test_gate_faults import process_double, worker_of
 from vllm_graphfix import records
 from vllm_graphfix.engine import capture_gate, gate_reports, rank_agreement
 from vllm_graphfix.engine.metrics import Exposition, Watcher

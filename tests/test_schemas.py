@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import make_schemas
+from compared import FAILED, report
 from json_outputs import FOLDER, check_output
 from records import elsewhere, leave, record
 from stock import release_root
-from test_compare_report import FAILED, report
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare.report import as_json as compared_json
 from vllm_graphfix.commands.fleet import as_json, look

@@ -24,10 +24,10 @@ from packaging.requirements import Requirement
 from torch._C._distributed_c10d import HashStore
 
 import audited
+from engaged import LOAD, REPORT, imports, reported
 from hostile import READ
 from ranks import report
 from stock import release_root, run_in_release
-from test_engagement import LOAD, REPORT, imports, reported
 from vllm_graphfix.engine.rank_agreement import compare, publish
 
 PROJECT = Path(__file__).parent.parent

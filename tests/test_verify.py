@@ -28,15 +28,16 @@ from rich.console import Console
 import warm_python
 from edited import changes, edited, stock_source
 from nightly import make_nightly
-from stock import release_root
+from stock import calling_main, release_root
 from table import (
     AFFECTED_RELEASES,
     ALL_APPLIED,
+    FEW,
     PAIRS,
+    SAMPLE,
     affected_by,
     slow_but_for,
-    slow_but_for_few,
-    slow_but_for_the_sample,
+    slow_unless,
     verdict,
 )
 from test_engine_processes import SOON, all_end
@@ -132,9 +133,7 @@ class Forked(NamedTuple):
 @cache
 def forks(release: str, *ways: str) -> dict[str, Forked]:
     """``stock``, ``patched``, or ``patched`` with the body of one fix emptied, by that fix's name."""
-    code = (
-        Path(__file__).parent / "support" / "emptied.py"
-    ).read_text() + f"\nmain({list(affected_by(release))!r}, {list(ways)!r})\n"
+    code = calling_main("emptied.py", [*affected_by(release)], [*ways])
     results: dict[str, Forked] = {}
     for line in run_in_fork(release, code, ALL_APPLIED).stdout.splitlines():
         event: dict[str, Any] = json.loads(line) if line.startswith('{"event": ') else {"event": None}
@@ -166,16 +165,15 @@ def proof(name: str, release: str, patched: str) -> Proof:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "release"), [pytest.param(*pair, marks=slow_but_for_the_sample(pair[1])) for pair in PAIRS]
-)
+# The command proves each pair of a fix and a release above; these are fast enough for `make test`.
+@pytest.mark.parametrize(("name", "release"), [pair for pair in PAIRS if pair[1] in SAMPLE])
 def test_each_fix_is_proven(name: str, release: str) -> None:
     """Run in two forks what the command runs in two processes."""
     results = proof(name, release, "patched")
     assert (results.outcome, results.failure) == ("proven", None)
 
 
-@pytest.mark.parametrize(("name", "release"), [pytest.param(*pair, marks=slow_but_for_few(pair[1])) for pair in PAIRS])
+@pytest.mark.parametrize(("name", "release"), [pytest.param(*pair, marks=slow_unless(pair[1], FEW)) for pair in PAIRS])
 def test_the_defect_is_still_there_if_the_body_of_the_fix_is_emptied(name: str, release: str) -> None:
     """All patches are on their targets, those of this one fix change nothing."""
     emptied = proof(name, release, name)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from edited import edited
+from engaged import LOAD, REPORT, reported
 from stock import release_root, run_in_release
-from test_engagement import LOAD, REPORT, reported
 from vllm_files import FLASHMLA
 
 FIND = """

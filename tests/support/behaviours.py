@@ -11,30 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from stock import run_in_release
+from stock import calling_main, run_in_release
 from warm_release import run_in_fork
 
 _FOLDER = Path(__file__).parents[1] / "in_vllm"
-_PACKAGE = Path(__file__).parents[2] / "vllm_graphfix" / "__init__.py"
-
-_CODE = """
-import os, sys
-sys.path.append({support!r})
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-import vllm_graphfix
-assert os.path.samefile(vllm_graphfix.__file__, {package!r}), "the plugin that is installed is that of another tree"
-from vllm_graphfix.verify.double.flashmla import install_flashmla_stand_ins
-install_flashmla_stand_ins()
-import pytest
-options = "-q --no-header --noconftest --strict-markers --tb=short --disable-warnings".split()
-options += "-p no:cacheprovider --disable-plugin-autoload -rfE".split()
-code = pytest.main([*options, "-c", os.devnull, "--rootdir", {folder!r}, "-k", {select!r}, *{paths!r}])
-states = {{name: vllm_graphfix.states()[name].state.value for name in {active!r}}}
-if {{*states.values()}} - {{"active"}}:
-    sys.exit(print(states) or 1)
-sys.exit(code)
-"""
 
 
 def check_behaviours(
@@ -55,8 +35,7 @@ def check_behaviours(
     active after them.
     """
     paths = [str(_FOLDER / f"{each}.py") for each in (name, *also)]
-    here = {"folder": str(_FOLDER), "package": str(_PACKAGE), "support": str(Path(__file__).parent)}
-    code = _CODE.format(**here, paths=paths, active=[*active], select=select)
+    code = calling_main("in_vllm_runner.py", paths, select, [*active])
     if isinstance(release, str) and not fresh:
         run_in_fork(release, code, env)
     else:

@@ -15,7 +15,14 @@ import fetch_vllm
 from fetch_vllm import ALL_RELEASES
 from warm_python import executable
 
-__all__ = ["ALL_RELEASES", "isolated_environment", "release_environment", "release_root", "run_in_release"]
+__all__ = [
+    "ALL_RELEASES",
+    "calling_main",
+    "isolated_environment",
+    "release_environment",
+    "release_root",
+    "run_in_release",
+]
 
 
 @cache
@@ -54,6 +61,11 @@ def run_in_release(
     if check and done.returncode:
         raise AssertionError(f"vLLM {release}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done
+
+
+def calling_main(file: str, *arguments: object) -> str:
+    """Return code that calls ``main`` of *file*, beside this one, with *arguments*, whose `repr` is code."""
+    return f"import runpy\nrunpy.run_path({str(Path(__file__).with_name(file))!r})['main'](*{arguments!r})\n"
 
 
 def release_environment(release: str | Path, scratch: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ The diagnosis has to come to the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -88,16 +88,11 @@ FEW = frozenset({"0.15.0", "0.17.1", "0.19.1", "0.21.0", "0.27.1", "0.33.0"})
 """A part of the sample, as few as have each fix: what `make test` runs where a release costs half a minute."""
 
 
-def slow_but_for(some: Sequence[str], releases: Sequence[str]) -> list[Any]:
-    """Parameters of a test; `make test` runs *some*."""
-    return [pytest.param(release, marks=() if release in some else pytest.mark.slow) for release in releases]
+def slow_unless(release: str, some: Collection[str]) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a test on *release*: `make test` runs *some* alone."""
+    return () if release in some else (pytest.mark.slow,)
 
 
-def slow_but_for_the_sample(release: str) -> tuple[pytest.MarkDecorator, ...]:
-    """`make test-all` runs all releases."""
-    return () if release in SAMPLE else (pytest.mark.slow,)
-
-
-def slow_but_for_few(release: str) -> tuple[pytest.MarkDecorator, ...]:
-    """The same of fewer."""
-    return () if release in FEW else (pytest.mark.slow,)
+def slow_but_for(some: Collection[str], releases: Sequence[str]) -> list[Any]:
+    """Return a parameter for each of *releases*: `make test` runs *some* alone."""
+    return [pytest.param(release, marks=slow_unless(release, some)) for release in releases]
