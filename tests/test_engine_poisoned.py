@@ -14,7 +14,7 @@ from rich.console import Console
 
 import engine_double
 from engine_proofs import CASES, ILLEGAL_ACCESS, RUNS, came_to_its_end, page, proof_of
-from test_engine_processes import ended
+from engines_run import ended
 from vllm_graphfix.verify.codec import from_builtins, to_builtins
 from vllm_graphfix.verify.engine.job import EngineResult, PoisonPass
 from vllm_graphfix.verify.engine.poison_report import report_of

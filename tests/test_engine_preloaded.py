@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from test_engine_processes import (  # noqa: F401 - fixtures among them
+from engines_run import (  # noqa: F401 - fixtures among them
     ERRORS,
     PARENT,
     SOON,
@@ -163,7 +163,7 @@ def test_an_import_depends_on_all_variables_but_those_that_engines_read_later() 
 def test_an_interrupt_or_kill_ends_forked_engines_and_their_parent(
     vllm: Path, logs: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr("test_engine_processes.PARENT", PARENT.replace("600.0)", "600.0, preload=True)"))
+    monkeypatch.setattr("engines_run.PARENT", PARENT.replace("600.0)", "600.0, preload=True)"))
     with parent(vllm, logs) as process:
         pids = started(logs, 2)
         above = {parent_of(pid) for pid in pids} - {*pids}

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import engine_double
+from engines_run import (  # noqa: F401 - fixtures among them
+    ERRORS,
+    SOON,
+    all_end,
+    ended,
+    fresh_logs,
+    installed_double,
+    job_of,
+    parent,
+    started,
+)
 from vllm_graphfix.verify.engine import device, processes
-from vllm_graphfix.verify.engine.job import EAGER, GRAPHS, Job
+from vllm_graphfix.verify.engine.job import EAGER, Job
 from vllm_graphfix.verify.engine.processes import (
     HANG,
     Engines,
@@ -24,65 +31,6 @@ from vllm_graphfix.verify.engine.processes import (
     root_cause,
     terminated_like_interrupted,
 )
-
-PROMPTS = ((1, 2), (30, 4, 5))
-SOON = 20.0
-"""Seconds; a process that was killed is gone in far less."""
-
-
-@pytest.fixture(name="vllm")
-def installed_double(tmp_path: Path) -> Path:
-    return engine_double.install(tmp_path / "path")
-
-
-@pytest.fixture(name="logs")
-def fresh_logs(tmp_path: Path) -> Path:
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    return folder
-
-
-def job_of(vllm: Path, behaviour: str, **rest: object) -> Job:
-    arguments: dict[str, object] = {
-        "name": behaviour,
-        "mode": GRAPHS,
-        "arguments": {"model": behaviour},
-        "prompts": PROMPTS,
-        "max_tokens": (3, 4),
-        "environment": {"PYTHONPATH": str(vllm)},
-    }
-    return Job(**(arguments | rest))  # type: ignore[arg-type]
-
-
-def ended(vllm: Path, logs: Path, behaviour: str, *, timeout: float = 60.0, **rest: object) -> JobResult:
-    job = job_of(vllm, behaviour, **rest)
-    return Engines(logs, timeout).run([job], 1)[job.name]
-
-
-def is_running(pid: int) -> bool:
-    """A zombie is not: it waits for somebody to ask how it ended."""
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def all_end(pids: list[int]) -> bool:
-    deadline = time.monotonic() + SOON
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(is_running, pids))
-
-
-def started(logs: Path, engines: int, where: str = "pids of *") -> list[int]:
-    """The processes of so many engines that hang, and of their children."""
-    deadline = time.monotonic() + SOON
-    while time.monotonic() < deadline:
-        results = [path.read_text() for path in logs.glob(where)]
-        if len(results) >= engines:
-            return [int(pid) for text in results for pid in text.split()]
-        time.sleep(0.02)
-    raise AssertionError(f"{len(results)} engines of {engines} have started")
 
 
 def test_what_an_engine_says_is_read(vllm: Path, logs: Path) -> None:
@@ -109,16 +57,6 @@ def test_where_prompts_are_scored_an_answer_begins_with_the_prompts_second_token
     assert [len(answer.top) for answer in first] == [4, 6]
     assert (first[0].top[0], first[0].top[1]) == ({2: -1.1}, {3: -0.1, 4: -3.1})
     assert again[1].top[1] == {5: pytest.approx(-1.11)}
-
-
-ERRORS = {
-    "illegal access": "RuntimeError: CUDA error: an illegal memory access was encountered",
-    "out of memory": "RuntimeError: CUDA error: out of memory",
-    "lacks a module": "ImportError: libcudart.so.13: cannot open shared object file",
-    "fails in a worker": engine_double.WORKER_FAILED,
-    "aborts": "CUDA error: an illegal memory access was encountered",
-    "exits": "SystemExit: enough",
-}
 
 
 @pytest.mark.parametrize("behaviour", ERRORS)
@@ -242,35 +180,6 @@ def test_engines_run_in_a_thread_too(vllm: Path, logs: Path) -> None:
     thread.start()
     thread.join(60.0)
     assert [end.error for end in results] == [None]
-
-
-PARENT = """
-import sys
-from pathlib import Path
-from vllm_graphfix.verify.engine.job import GRAPHS, Job
-from vllm_graphfix.verify.engine.processes import Engines
-
-logs, vllm = map(Path, sys.argv[1:])
-jobs = [
-    Job(name, GRAPHS, {"model": "hangs with a child"}, environment={"PYTHONPATH": str(vllm)}, max_tokens=(1,), prompts=((1,),))
-    for name in ("one", "two", "three")
-]
-try:
-    Engines(logs, 600.0).run(jobs, 2)
-except KeyboardInterrupt:
-    sys.exit("interrupted")
-"""  # noqa: E501
-
-
-@contextmanager
-def parent(vllm: Path, logs: Path) -> Iterator[subprocess.Popen[str]]:
-    """Runs three engines that hang, two at a time."""
-    command = [sys.executable, "-c", PARENT, str(logs), str(vllm)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()  # where a test fails
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)

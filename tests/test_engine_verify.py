@@ -23,10 +23,10 @@ import engine_double
 import warm_python
 from edited import edited
 from engine_proofs import CASES, RIGHT, RUNS, came_to_its_end, page, result_of
+from engines_run import SOON, all_end, started
 from json_outputs import check_output
 from stock import release_root
 from test_engine_device import H200
-from test_engine_processes import SOON, all_end, started
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import open_source

@@ -27,6 +27,7 @@ from rich.console import Console
 
 import warm_python
 from edited import changes, edited, stock_source
+from engines_run import SOON, all_end
 from nightly import make_nightly
 from stock import calling_main, release_root
 from table import (
@@ -40,7 +41,6 @@ from table import (
     slow_unless,
     verdict,
 )
-from test_engine_processes import SOON, all_end
 from trial_rows import Edit, edits_of
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Activity, Fix, Patch, Verdict, Wrap

@@ -112,7 +112,7 @@ def _end_with_parent() -> None:
 
 
 def default_config(name: str) -> dict[str, Any] | str:
-    """Return what the config.json of a model of architecture *name* with all defaults has, or why there is none."""
+    """Return the config.json of a model of architecture *name* with all defaults, or the reason why there is none."""
     import transformers
 
     kind = getattr(getattr(transformers, name, None), "config_class", None)
@@ -143,7 +143,7 @@ def with_few_tokens(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(section: dict[str, Any]) -> Any:
-    """Return the number that transformers writes as an object, as JSON has no infinity."""
+    """Return the number in an object that transformers writes for infinity or NaN, which JSON lacks; else *section*."""
     return float(section["__float__"]) if section.keys() == {"__float__"} else section
 
 
