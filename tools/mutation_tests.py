@@ -153,7 +153,7 @@ class Tests:
         *,
         check: bool = True,
         timeout: float = 300,
-        warm: bool = True,
+        libraries_loaded: bool = True,
     ) -> subprocess.CompletedProcess[str]:
         """Stands in place of `run_in_release` and `run_in_fork`.
 
