@@ -293,17 +293,18 @@ def real_rows(context: Any, config: Any) -> int:
 def _without_graphs(
     context: Any, runnable: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any]:
-    """Return a function that runs the model in a copy of the forward context, in graph mode NONE.
+    """Return a function that runs the model in a copy of the forward context as it is now, in graph mode NONE.
 
-    A copy, since the pass counts its layers in it.
+    A copy, since each pass counts its layers in it, that of pieces, which comes first, too.
     """
     module = sys.modules["vllm.forward_context"]
-    none = type(context.cudagraph_runtime_mode)["NONE"]
+    before = copy.copy(context)
+    before.cudagraph_runtime_mode = type(context.cudagraph_runtime_mode)["NONE"]
+    further = dict(context.additional_kwargs)
 
     def run() -> Any:
-        own = copy.copy(context)
-        own.cudagraph_runtime_mode = none
-        own.additional_kwargs = dict(context.additional_kwargs)
+        own = copy.copy(before)
+        own.additional_kwargs = dict(further)
         with module.override_forward_context(own):
             return runnable(*args, **kwargs)
 
