@@ -110,6 +110,11 @@ def test_a_difference_names_what_differs_and_the_ranks_with_their_hosts(changed:
             "1/100",
             "the mode of shadow is 'off, report' on rank 0 (node-a); '1/100, report' on rank 1 (node-a).",
         ),
+        (
+            "SHADOW_GRAPHS",
+            "all",
+            "the mode of shadow is 'off, report' on rank 0 (node-a); 'off, report, all graphs' on rank 1 (node-a).",
+        ),
         ("ADDRESSES", "off", "the mode of addresses is 'report' on rank 0 (node-a); 'off' on rank 1 (node-a)."),
         (
             "KV_MARKS",

@@ -25,12 +25,11 @@ from vllm_graphfix.commands.compare.report import as_json, show
 from vllm_graphfix.commands.compare.upstream_report import of_comparison
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
-from vllm_graphfix.settings.environment import SHADOW
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.verify.comparison import Answer, Kind
-from vllm_graphfix.verify.engine.exact import ExactRank, ExactReplays
+from vllm_graphfix.verify.engine.exact import ENVIRONMENT, ExactRank, ExactReplays
 from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import COMPILED, EAGER, GRAPHS, Job
 from vllm_graphfix.verify.engine.poison_report import PoisonReport
@@ -259,4 +258,5 @@ def test_a_gap_that_is_no_number_has_no_share() -> None:
 
 @pytest.mark.parametrize("release", ["0.29.0", "0.33.0"])
 def test_pieces_and_breakable_graphs_of_mixed_batches_are_compared(release: str) -> None:
-    check_behaviours(release, "exact_mixed", {SHADOW: "1/1", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"})
+    environment = {name: value for name, value in ENVIRONMENT.items() if value is not None}
+    check_behaviours(release, "exact_mixed", {**environment, "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"})

@@ -209,6 +209,7 @@ CLOSED: list[tuple[str, str, str, dict[str, Any]]] = [
     ("VLLM_GRAPHFIX_KV_MARKS", "off,abrot", "has 'abrot', which is not an action; did you mean abort? It counts", {}),
     ("VLLM_GRAPHFIX_SHADOW", "often", "valid: off, a fraction such as 1/2000", {}),
     ("VLLM_GRAPHFIX_SHADOW_ACTION", "quarantin", "did you mean quarantine? It counts as report", {}),
+    ("VLLM_GRAPHFIX_SHADOW_GRAPHS", "piecewise", "valid: all, full. It counts as full", {}),
     ("VLLM_GRAPHFIX_ADDRESSES", "repare", "did you mean repair? No address", {"addresses": settings.Addresses.OFF}),
     ("VLLM_GRAPHFIX_CLAIMS", "reprot", "did you mean report? No capture", {"claims": settings.Claims.OFF}),
     ("VLLM_GRAPHFIX_BYPASS", "reprot", "did you mean report? No call of a fix is watched", {}),

@@ -19,20 +19,22 @@ from stock import ALL_RELEASES, release_root
 from table import slow_but_for
 from vllm_graphfix.fix import Verdict, variable
 from vllm_graphfix.fixes import BY_NAME
-from vllm_graphfix.settings.environment import SHADOW
-from vllm_graphfix.shadow import runner_v1
+from vllm_graphfix.settings.environment import SHADOW, SHADOW_GRAPHS
+from vllm_graphfix.shadow import runner_v1, runner_v2
 from vllm_graphfix.shadow.forward import unsafe
 from vllm_graphfix.shadow.runners import RUNNERS
 from vllm_graphfix.source.files import open_source
+
+LATER = {"shadow-v2-drafter": (0, 19), "shadow-v2-pieces": (0, 23)}
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: runner.name)
 def test_the_code_of_every_release_from_0_18_on_is_known(runner: Any, release: str) -> None:
     actual = runner.diagnose(open_source(release_root(release)))
-    first = (0, 19) if runner.name == "shadow-v2-drafter" else (0, 18)
+    first = LATER.get(runner.name, (0, 18))
     if tuple(map(int, release.split("."))) >= first:
         assert actual.verdict is Verdict.AFFECTED, actual.reason
-    elif runner.name == "shadow-v2-drafter":
+    elif runner.name in LATER:
         assert actual.verdict is Verdict.ABSENT, actual.reason
 
 
@@ -46,6 +48,17 @@ def test_model_runner(release: str, runner: str) -> None:
 @pytest.mark.parametrize("release", slow_but_for(("0.29.0",), ("0.22.0", "0.25.1", "0.27.1", "0.29.0")))
 def test_breakable_graphs_of_model_runner_v1(release: str) -> None:
     check_behaviours(release, "shadow_breakable", {SHADOW: "1/1"})
+
+
+ALL_GRAPHS = {SHADOW: "1/1", SHADOW_GRAPHS: "all", "VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+
+
+@pytest.mark.parametrize(
+    "release", slow_but_for(("0.21.0", "0.33.0"), ("0.18.0", "0.21.0", "0.23.0", "0.29.0", "0.33.0"))
+)
+def test_steps_in_pieces(release: str) -> None:
+    """0.21.0 has no breakable graphs, and no function of model runner V2 for pieces."""
+    check_behaviours(release, "shadow_pieces", ALL_GRAPHS)
 
 
 def test_where_breakable_graphs_take_the_place_of_full_ones_they_are_watched(release: str) -> None:
@@ -69,6 +82,23 @@ def test_breakable_graphs_of_an_unknown_form_are_not_taken_for_watched(release: 
     (v1,) = (runner for runner in RUNNERS if runner.name == "shadow-v1")
     changed = edited_source(release_root(release), {runner_v1.RUNNER: change})
     assert v1.diagnose(changed).verdict is Verdict.UNRECOGNISED
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "change"),
+    [
+        ("shadow-v1-pieces", runner_v1.RUNNER, swap(r"return self\.model\((\s+input_ids=)", r"return self.run(\1")),
+        ("shadow-v1-pieces", runner_v1.RUNNER, swap(r"model_output = self\._model_forward\(", "model_output = run(")),
+        ("shadow-v1-pieces", runner_v1.CONTEXT, swap(r"def override_forward_context\(", "def override(")),
+        ("shadow-v2-pieces", runner_v2.GRAPHS, swap(r"(self\.breakable_cg_runner)\(\*\*", r"\1.run(**")),
+        ("shadow-v2-pieces", runner_v2.RUNNER, swap(r"self\.model, model_inputs\n", "self.model, inputs\n")),
+        ("shadow-v2-pieces", runner_v2.CONTEXT, swap(r"slot_mapping: ", "slots: ")),
+    ],
+)
+def test_steps_in_pieces_of_an_unknown_form_are_not_taken_for_checked(name: str, path: str, change: Change) -> None:
+    (runner,) = (runner for runner in RUNNERS if runner.name == name)
+    changed = edited_source(release_root("0.33.0"), {path: change})
+    assert runner.diagnose(changed).verdict is Verdict.UNRECOGNISED
 
 
 INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_graphfix.shadow import drafter_v2, process, runner_v1, runner_v2
+from vllm_graphfix.shadow import drafter_v2, pieces, process, runner_v1, runner_v2
+from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.memory import Memory
 
 
 class Wrapper:
+    runnable = None
+
     def __call__(self, value: int) -> int:
         return value
 
@@ -56,6 +60,8 @@ class ShadowStandIn(Failing):
 
     quarantined: tuple[str, ...] = ()
     lockstep = None
+    checks_pieces = False
+    is_due_in_pieces = Shadow.is_due_in_pieces
 
     def __init__(self, fails: str, schedule: Failing) -> None:
         super().__init__(fails)
@@ -88,6 +94,30 @@ def test_a_check_that_fails_around_a_replay_of_v2_stops_and_the_replay_goes_on(
     monkeypatch.setattr(process, "SHADOW", shadow)
     replay: Any = runner_v2._check_replays(lambda _, desc: desc, SimpleNamespace())  # type: ignore[arg-type]
     assert replay(SimpleNamespace(), 3) == 3
+    assert [str(error) for error in shadow.stopped] == (["planted"] if fails else [])
+
+
+@pytest.mark.parametrize("fails", ["", "count", "due", "plan_next", "read"])
+@pytest.mark.parametrize("runner", ["V1", "V1 beside full", "V2"])
+def test_a_check_that_fails_around_a_step_in_pieces_stops_and_the_step_goes_on(
+    runner: str, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadow: Any = ShadowStandIn(fails, Failing(fails))
+    shadow.checks_pieces = True
+    context: Any = SimpleNamespace(cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"))
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", SimpleNamespace(_forward_context=context))  # type: ignore[arg-type]
+    monkeypatch.setattr(process, "SHADOW", shadow)
+    activity: Any = SimpleNamespace()
+    if runner == "V2":
+        manager = SimpleNamespace(use_breakable_cg=False)
+        run: Any = pieces._check_calls(lambda _, model, inputs: inputs, activity)
+        assert run(manager, None, 3) == 3
+    elif runner == "V1":
+        run = pieces._check_steps(lambda _, value: value, activity)
+        assert run(SimpleNamespace(model=None), 3) == 3
+    else:
+        run = runner_v1._checking_class(Wrapper, shadow)()
+        assert run(3) == 3
     assert [str(error) for error in shadow.stopped] == (["planted"] if fails else [])
 
 

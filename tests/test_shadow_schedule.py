@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from vllm_graphfix.settings import shadow_rate
 from vllm_graphfix.settings.decision import decide, decode
-from vllm_graphfix.settings.environment import SHADOW, SHADOW_ACTION, read
-from vllm_graphfix.settings.shadow_rate import Action, Rate
+from vllm_graphfix.settings.environment import SHADOW, SHADOW_ACTION, SHADOW_GRAPHS, read
+from vllm_graphfix.settings.shadow_rate import Action, Rate, ShadowGraphs
 from vllm_graphfix.shadow.schedule import Schedule, place
 
 # -- how often
@@ -59,11 +59,13 @@ def test_no_text_raises_anything_but_what_settings_expect(text: str) -> None:
 
 
 def test_all_processes_of_an_engine_go_by_the_rate_of_the_first() -> None:
-    made = decide(read({SHADOW: "1/50", SHADOW_ACTION: "Quarantine"}, ()), "0.21.0", host="one")
-    assert (made.shadow, made.shadow_action) == ("1/50", Action.QUARANTINE)
+    wanted = {SHADOW: "1/50", SHADOW_ACTION: "Quarantine", SHADOW_GRAPHS: "All"}
+    made = decide(read(wanted, ()), "0.21.0", host="one")
+    assert (made.shadow, made.shadow_action, made.shadow_graphs) == ("1/50", Action.QUARANTINE, ShadowGraphs.ALL)
     assert decode(made.encode()) == made
     assert not made.same_choice(made._replace(shadow="off"))
-    for forged in ({"shadow": "2/3"}, {"shadow": 5}, {"shadow_action": "reboot"}):
+    assert not made.same_choice(made._replace(shadow_graphs=ShadowGraphs.FULL))
+    for forged in ({"shadow": "2/3"}, {"shadow": 5}, {"shadow_action": "reboot"}, {"shadow_graphs": "none"}):
         assert decode(json.dumps(json.loads(made.encode()) | forged)) is None
 
 

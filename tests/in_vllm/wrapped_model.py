@@ -134,10 +134,11 @@ class Served:
         stale: bool = False,
         splits_by: str | None = None,
         adapters: bool = False,
+        pieces: bool = False,
         wrapped: Callable[[ModelStandIn, Any], Any] = _in_full_mode,
         **config: Any,
     ) -> None:
-        process.start(rate, action)
+        process.start(rate, action, pieces=pieces)
         self.shadow: Any = process.SHADOW
         self.model, self.stale = ModelStandIn(), stale
         self.descriptor = BatchDescriptor(CAPTURED, has_lora=adapters)

@@ -97,6 +97,7 @@ class Decision(NamedTuple):
     shadow: str = shadow_rate.OFF
     """The rate of checked replays, as `shadow_rate.normal` writes it."""
     shadow_action: shadow_rate.Action = shadow_rate.Action.REPORT
+    shadow_graphs: shadow_rate.ShadowGraphs = shadow_rate.ShadowGraphs.FULL
     agreement_timeout: float = environment.DEFAULT_TIMEOUT
     """Seconds that ranks wait for each other before a capture."""
     addresses: environment.Addresses = environment.Addresses.REPORT
@@ -174,7 +175,7 @@ class Decision(NamedTuple):
         """Return True if both choose the same for a process, ignoring the engine that they belong to."""
 
         def choice(decision: Decision) -> tuple[object, ...]:
-            shadow = decision.shadow, decision.shadow_action
+            shadow = decision.shadow, decision.shadow_action, decision.shadow_graphs
             fixes = decision.withheld, decision.master, dict(decision.modes)
             marks = decision.kv_marks, decision.kv_marks_action
             watches = decision.addresses, decision.claims, decision.bypass, decision.metadata, decision.traced
@@ -223,7 +224,7 @@ class Decision(NamedTuple):
             | {"master": self.master.value, "shadow_action": self.shadow_action.value}
             | {"addresses": self.addresses.value, "claims": self.claims.value, "bypass": self.bypass.value}
             | {"metadata": self.metadata.value, "traced": self.traced.value}
-            | {"kv_marks_action": self.kv_marks_action.value}
+            | {"kv_marks_action": self.kv_marks_action.value, "shadow_graphs": self.shadow_graphs.value}
         )
         fields["modes"] = {name: mode.value for name, mode in self.modes.items()}
         return json.dumps(fields, separators=(",", ":"))
@@ -265,6 +266,7 @@ def decide(wanted: environment.Settings, vllm: str, *, host: str | None = None) 
         modes=dict(wanted.modes),
         shadow=wanted.shadow,
         shadow_action=wanted.shadow_action,
+        shadow_graphs=wanted.shadow_graphs,
         agreement_timeout=wanted.agreement_timeout,
         addresses=wanted.addresses,
         claims=wanted.claims,
@@ -319,6 +321,7 @@ def _timeout(fields: JsonObject, key: str) -> float:
 _ADDED: dict[str, Callable[[JsonObject, str], Any]] = {
     "shadow": lambda fields, key: shadow_rate.normal(fields.text(key)),
     "shadow_action": lambda fields, key: shadow_rate.Action(fields.get(key)),
+    "shadow_graphs": lambda fields, key: shadow_rate.ShadowGraphs(fields.get(key)),
     "agreement_timeout": _timeout,
     "addresses": lambda fields, key: environment.Addresses(fields.get(key)),
     "claims": lambda fields, key: environment.Claims(fields.get(key)),

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from vllm_graphfix import _variable_names
 from vllm_graphfix.fix import Mode, variable
 from vllm_graphfix.settings import shadow_rate
-from vllm_graphfix.settings.shadow_rate import Action, MarksAction
+from vllm_graphfix.settings.shadow_rate import Action, MarksAction, ShadowGraphs
 from vllm_graphfix.text import brief_repr
 
 T = TypeVar("T")
@@ -29,6 +29,7 @@ after_prefix = _variable_names.after_prefix
 asks_for_less = _variable_names.asks_for_less
 SHADOW = "VLLM_GRAPHFIX_SHADOW"
 SHADOW_ACTION = "VLLM_GRAPHFIX_SHADOW_ACTION"
+SHADOW_GRAPHS = "VLLM_GRAPHFIX_SHADOW_GRAPHS"
 ADDRESSES = "VLLM_GRAPHFIX_ADDRESSES"
 CLAIMS = "VLLM_GRAPHFIX_CLAIMS"
 BYPASS = "VLLM_GRAPHFIX_BYPASS"
@@ -132,6 +133,7 @@ class Settings(NamedTuple):
     shadow: str = shadow_rate.OFF
     """The rate of checked replays, as `shadow_rate.normal` writes it."""
     shadow_action: Action = Action.REPORT
+    shadow_graphs: ShadowGraphs = ShadowGraphs.FULL
     agreement_timeout: float = DEFAULT_TIMEOUT
     """Seconds that ranks wait for each other before a capture."""
     addresses: Addresses = Addresses.REPORT
@@ -149,8 +151,9 @@ class Settings(NamedTuple):
 
 def names(fixes: Iterable[str]) -> tuple[str, ...]:
     """Return every variable of this package, for vLLM's registry of variables."""
-    watches = (SHADOW, SHADOW_ACTION, ADDRESSES, CLAIMS, BYPASS, METADATA, TRACED, KV_MARKS, KV_MARKS_ACTION)
-    others = (ROLLOUT, ROLLOUT_KEY, *watches, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
+    watches = (SHADOW, SHADOW_ACTION, SHADOW_GRAPHS, ADDRESSES, CLAIMS, BYPASS, METADATA, TRACED)
+    marks = (KV_MARKS, KV_MARKS_ACTION)
+    others = (ROLLOUT, ROLLOUT_KEY, *watches, *marks, AGREEMENT_TIMEOUT, DECISION, STATUS_DIR)
     return (PREFIX, FIXES, *map(variable, fixes), *others)
 
 
@@ -186,6 +189,9 @@ def read(environment: Mapping[str, str], fixes: Iterable[str], observed: Contain
             SHADOW, shadow_rate.normal, shadow_rate.OFF, f"valid: {shadow_rate.VALID}. The shadow check is off"
         ),
         shadow_action=values.one_of(SHADOW_ACTION, Action, Action.REPORT, Action.REPORT, "It counts as report"),
+        shadow_graphs=values.one_of(
+            SHADOW_GRAPHS, ShadowGraphs, ShadowGraphs.FULL, ShadowGraphs.FULL, "It counts as full"
+        ),
         addresses=values.one_of(ADDRESSES, Addresses, Addresses.REPORT, Addresses.OFF, "No address is watched"),
         claims=values.one_of(CLAIMS, Claims, Claims.REPORT, Claims.OFF, "No capture is watched"),
         bypass=values.one_of(BYPASS, Bypass, Bypass.OFF, Bypass.OFF, "No call of a fix is watched"),
@@ -402,7 +408,7 @@ def effective(misconfigured: Mapping[str, str], master: str, fixes: Iterable[str
     All of them if *master* is strict: an engine then stops for an unknown variable without effect, too, on all ranks.
     """
     rates = {SHADOW: shadow_rate.normal, KV_MARKS: shadow_rate.normal_fraction}
-    off = {*names(fixes)} - {SHADOW_ACTION, KV_MARKS_ACTION, AGREEMENT_TIMEOUT}
+    off = {*names(fixes)} - {SHADOW_ACTION, SHADOW_GRAPHS, KV_MARKS_ACTION, AGREEMENT_TIMEOUT}
     # An invalid action behind a valid rate switches nothing off.
     off -= {each for each, parse in rates.items() if _is_valid(misconfigured.get(each, "").partition(",")[0], parse)}
     return [

@@ -25,6 +25,14 @@ class Action(str, Enum):
     """End requests that had a wrong row with an error, and remove their blocks from the prefix cache."""
 
 
+class ShadowGraphs(str, Enum):
+    """The graphs whose replays are checked."""
+
+    FULL = "full"
+    ALL = "all"
+    """Piecewise and breakable ones of mixed batches, too."""
+
+
 class MarksAction(str, Enum):
     """The response to a finished cache block that has changed."""
 

@@ -37,9 +37,25 @@ _MAX_SKIPPED = 5
 class Shadow:
     """The shadow check of one process."""
 
-    def __init__(self, rate: Rate, action: Action, refuse: Callable[[str], None], abort: Abort | None = None) -> None:
-        """*refuse* takes the reason why no step of this engine may run twice; *abort* ends requests, as that action."""
+    def __init__(
+        self,
+        rate: Rate,
+        action: Action,
+        refuse: Callable[[str], None],
+        abort: Abort | None = None,
+        *,
+        pieces: bool = False,
+    ) -> None:
+        """*refuse* takes the reason why no step of this engine may run twice; *abort* ends requests, as that action.
+
+        *pieces*: steps that run by piecewise and breakable graphs are checked, too.
+        """
         self._refuse = refuse
+        self.checks_pieces = pieces
+        self.without_pieces: str | None = None
+        """The reason for which steps in pieces are not checked though they were to be."""
+        self.may_have_images = True
+        """False: no request has an image."""
         self.schedule = Schedule(rate)
         self.results = Results()
         self.judge = Judge(self.results, self.stop)
@@ -60,6 +76,34 @@ class Shadow:
         self.lockstep: DataParallelCoordinator | None = None
         """The other data-parallel ranks with which this one shares experts."""
 
+    def leave_out_pieces(self, reason: str) -> None:
+        """Check no step in pieces, for a *reason* that holds on all ranks; full graphs are checked on."""
+        self.checks_pieces, self.without_pieces = False, reason
+        logger.warning("graphfix: the shadow check leaves piecewise and breakable graphs alone: %s", reason)
+
+    def is_due_in_pieces(self, *, target: bool = True) -> bool:
+        """Count a call of a model that may run in pieces; tell whether it is to be checked, or may be in quarantine.
+
+        *target*: the call is the target model's. Raises nothing.
+        """
+        schedule = self.schedule
+        if self.lockstep is not None:  # common steps alone count
+            return False
+        try:
+            before = schedule.count
+            schedule.count = (before | schedule.within if target else before) + 1
+            if target and schedule.timed:
+                schedule.tick()
+            if schedule.count < schedule.due and not self.quarantined:
+                return False
+            if target:
+                schedule.drafts = before & schedule.within
+        except Exception as error:  # raised here it would leave the other ranks in a collective of the model
+            self.stop_on_this_rank(error)
+            return False
+        # Last: stages of a pipeline count alike, though one may leave pieces alone before another does.
+        return self.checks_pieces
+
     def skips_a_graph(self) -> bool:
         """Tell whether step after step of some graph was skipped, so that nobody knows whether it is right."""
         # A copy, made by one call in C: the heartbeat asks, while the thread that runs the model adds to it.
@@ -78,6 +122,8 @@ class Shadow:
 
     def start_in_lockstep(self) -> None:
         """Count steps from here on, as all data-parallel ranks that share experts do; their steps are common ones."""
+        if self.checks_pieces:
+            self.leave_out_pieces("data-parallel ranks that share experts do not all have such a step at a time")
         self.lockstep = lockstep.of_this_rank(self.schedule.restart(drafts=False))
         self.judge.adapters_anywhere = True
         self.schedule.move(1)

@@ -49,6 +49,24 @@ def unsafe(config: Any) -> str | None:
     return None
 
 
+def unsafe_in_pieces(config: Any, *, images: bool = True) -> str | None:
+    """Return why no step that runs in pieces may run twice where others may; None if nothing is known against it.
+
+    *images*: a request may have some.
+    """
+    if getattr(config, "kv_transfer_config", None) is not None:
+        return "attention, which is in no piece, hands each layer's cache to the KV connector, and would at each replay"
+    if _model_type(config) == "deepseek_v41":
+        return "layers of the model replay graphs of their own in a step without one"
+    if images and _clears_embeddings(config):
+        return "the model clears the embeddings of its images in a forward pass, and a second one would be without"
+    return None
+
+
+def _model_type(config: Any) -> str:
+    return getattr(getattr(getattr(config, "model_config", None), "hf_config", None), "model_type", "")
+
+
 def _captures_other_kernels(config: Any) -> bool:
     """Detect the specialised decode of Kimi K3 or DeepSeek V4.1, and V4.1's mHC on a Blackwell.
 
@@ -57,7 +75,7 @@ def _captures_other_kernels(config: Any) -> bool:
     further = getattr(config, "additional_config", None)
     if isinstance(further, dict) and further.get("decode_backend", "auto") != "auto":
         return True
-    if getattr(getattr(getattr(config, "model_config", None), "hf_config", None), "model_type", "") != "deepseek_v41":
+    if _model_type(config) != "deepseek_v41":
         return False
     try:
         from vllm.models.deepseek_v41.nvidia.ops.mhc import supports_mhc_overlap
@@ -77,8 +95,10 @@ def _captured_projection(layers: Mapping[str, Any]) -> str | None:
 def _consumes_embeddings(config: Any) -> bool:
     """Detect Qwen3-VL and its like with full graphs of prompts; decodes have no images."""
     mode = getattr(getattr(config, "compilation_config", None), "cudagraph_mode", None)
-    if getattr(mode, "name", None) != "FULL":
-        return False
+    return getattr(mode, "name", None) == "FULL" and _clears_embeddings(config)
+
+
+def _clears_embeddings(config: Any) -> bool:
     of_model = getattr(getattr(config, "model_config", None), "hf_config", None)
     vision = getattr(getattr(of_model, "thinker_config", of_model), "vision_config", None)
     return bool(getattr(vision, "deepstack_visual_indexes", None))
@@ -151,7 +171,7 @@ def _has_adapters(model: str, descriptor: Any) -> bool:
     Drafters have no adapters in vLLM.
     """
     fields = (getattr(descriptor, "has_lora", None), getattr(descriptor, "num_active_loras", None))
-    return model == TARGET and (any(fields) or fields == (None, None))
+    return model.startswith(TARGET) and (any(fields) or fields == (None, None))
 
 
 def _launches(config: Any, descriptor: Any) -> tuple[dict[str, int], ...]:

@@ -77,8 +77,8 @@ def caches_of(layer: Any) -> list[Tensor]:
 def recurrent_rows(layers: Mapping[str, Any], metadata: Mapping[str, Any]) -> list[StateRows]:
     """Return the rows of recurrent state that a step may read or write.
 
-    These are all that its metadata name, including those of padding (the null block). Raises LookupError for metadata
-    of a recurrent layer that name none.
+    These are all that its metadata name, including those of padding (the null block), but for snapshots of a prompt's
+    states, which a step only writes. Raises LookupError for metadata of a recurrent layer that name none.
     """
     import torch
 

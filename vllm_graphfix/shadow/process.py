@@ -19,6 +19,8 @@ NAME = "shadow"
 """The check's name in records, `fleet` and metrics, where it stands beside the fixes."""
 DRAFTER = "-drafter"
 """The end of the name of what is wrapped for drafts."""
+PIECES = "-pieces"
+"""The end of the name of what is wrapped for steps in pieces alone."""
 _MAX_MISMATCHES = 5
 """Mismatches in a record."""
 
@@ -29,11 +31,17 @@ REFUSED: str | None = None
 
 
 def start(
-    rate: Rate, action: Action, publish: Callable[[str], None] = lambda problem: None, abort: Abort | None = None
+    rate: Rate,
+    action: Action,
+    publish: Callable[[str], None] = lambda problem: None,
+    abort: Abort | None = None,
+    *,
+    pieces: bool = False,
 ) -> None:
     """Start anew: a process may make one engine after the other, or be forked.
 
-    *publish* takes the reason if the check ends this process; *abort* ends requests, if that is the action.
+    *publish* takes the reason if the check ends this process; *abort* ends requests, if that is the action; *pieces*:
+    steps by piecewise and breakable graphs are checked, too.
     """
     global SHADOW, REFUSED  # noqa: PLW0603 - one a process
     # First: if what follows fails, wrappers must not go on with the check of an earlier engine.
@@ -43,7 +51,7 @@ def start(
         from vllm_graphfix.shadow.check import Shadow
 
         watchdog.last_words = functools.partial(_record_end, publish)
-        SHADOW = Shadow(rate, action, refuse, abort)
+        SHADOW = Shadow(rate, action, refuse, abort, pieces=pieces)
 
 
 def on_captured(worker: Any) -> None:
@@ -97,9 +105,9 @@ def refuse(reason: str) -> None:
 
 def state(of_runners: Mapping[str, FixState]) -> FixState:
     """Combine the states of the wrappers for both model runners, of which an engine has one, and of the check."""
-    states = list(of_runners.values())
+    states = [each for each in of_runners.values() if not (each.name.endswith(PIECES) and each.state is State.OFF)]
     # Those of the target model: a check of drafts alone is not what was asked for.
-    targets = [each for each in states if not each.name.endswith(DRAFTER)] or states
+    targets = [each for each in states if not each.name.endswith((DRAFTER, PIECES))] or states
     best = next((each for each in targets if each.state is State.ACTIVE), targets[0])
     reason = "; ".join(f"{each.name}: {each.state.value}, {each.reason}" for each in states)
     combined = best._replace(name=NAME, reason=reason)
@@ -109,6 +117,9 @@ def state(of_runners: Mapping[str, FixState]) -> FixState:
         return combined
     if SHADOW.stopped is not None:
         return combined._replace(state=State.FAILED, reason=f"the check has stopped: {SHADOW.stopped}", code=Code.ERROR)
+    if SHADOW.without_pieces is not None:
+        reason = f"piecewise and breakable graphs are left alone, since {SHADOW.without_pieces}; {combined.reason}"
+        combined = combined._replace(reason=reason)
     if SHADOW.skips_a_graph():
         reason = f"each step of a graph is left out, so that nobody sees whether it is right; {combined.reason}"
         combined = combined._replace(reason=reason, code=Code.GRAPH_EXCLUDED)

@@ -2,7 +2,8 @@
 
 `CUDAGraphWrapper` in mode FULL captures and replays them, and up to 0.29.0 `BreakableCUDAGraphWrapper` those of models
 for which vLLM enables breakable graphs, such as DeepSeek V3.2 and V4. A drafter of V1 has piecewise graphs only.
-Wrappers of pieces stay stock, as do all wrappers where nothing is checked.
+Wrappers of pieces stay stock, as do all wrappers where nothing is checked. A step that runs in pieces goes through the
+wrapper of full graphs, too, which can check it as a whole; `pieces` has the runners without such a wrapper.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.affected_requests import has_requests
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.failures import UnsafeError
-from vllm_graphfix.shadow.forward import Pass, unsafe
+from vllm_graphfix.shadow.forward import Pass, unsafe, unsafe_in_pieces
 from vllm_graphfix.shadow.lockstep import shape_of
 from vllm_graphfix.shadow.runs import Step
 from vllm_graphfix.shadow.verdict import TARGET
@@ -35,6 +36,8 @@ CONTEXT = "vllm/forward_context.py"
 RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 
 _SHAPE, _OR_BREAKABLE = "full-wrapper", "full-wrapper or-breakable"
+_COUNTS = "counts_calls_for_shadow_check"
+"""An attribute of classes made here."""
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -149,7 +152,7 @@ def _measuring_class(kind: Any, shadow: Shadow, *, has_full: bool) -> Any:
         tokens = None
         try:
             if memory.measuring:
-                if own is kind and _is_full():
+                if own is kind and _is_in_mode("FULL"):
                     own = checked
                 tokens = _warm_up()
             else:
@@ -163,10 +166,10 @@ def _measuring_class(kind: Any, shadow: Shadow, *, has_full: bool) -> Any:
     return _subclass(kind, measured)
 
 
-def _is_full() -> bool:
-    """Tell whether the call captures or replays a full graph."""
+def _is_in_mode(name: str) -> bool:
+    """Tell whether the call captures or replays graphs of the `CUDAGraphMode` of that *name*."""
     context = sys.modules["vllm.forward_context"]._forward_context
-    return context is not None and context.cudagraph_runtime_mode.name == "FULL"
+    return context is not None and context.cudagraph_runtime_mode.name == name
 
 
 def _warm_up() -> int | None:
@@ -183,18 +186,18 @@ def _checking_class(kind: Any, shadow: Shadow) -> Any:
     schedule, quarantined, timed = shadow.schedule, shadow.quarantined, shadow.schedule.timed
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        due = False
+        check = None
         try:
             # Every rank of a group counts the same calls, whether they replay or not.
             schedule.count += 1
             if timed:
                 schedule.tick()
             if schedule.count >= schedule.due or quarantined:
-                due = True
+                check = _maybe_check_pieces if shadow.checks_pieces and _is_in_mode("PIECEWISE") else _maybe_check
         except Exception as error:  # raised here it would leave the other ranks in a collective of the model
             shadow.stop_on_this_rank(error)
-        if due:
-            return _maybe_check(shadow, kind, self, args, kwargs)
+        if check is not None:
+            return check(shadow, kind, self, args, kwargs)
         return kind.__call__(self, *args, **kwargs)
 
     return _subclass(kind, call)
@@ -202,8 +205,13 @@ def _checking_class(kind: Any, shadow: Shadow) -> Any:
 
 def _subclass(kind: Any, call: Callable[..., Any]) -> Any:
     """Return a subclass of *kind* with another `__call__`, which goes by the name of *kind*."""
-    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {"__call__": call, "__module__": kind.__module__, "__qualname__": kind.__qualname__, _COUNTS: True}
     return type(kind.__name__, (kind,), names)
+
+
+def counts_calls(model: Any) -> bool:
+    """Tell whether *model* is a wrapper that counts its calls, and checks them where they are due."""
+    return hasattr(type(model), _COUNTS)
 
 
 def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -229,6 +237,71 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
         return replay()
     key, context = call
     return shadow.run(key, lambda: step(shadow, wrapper.vllm_config, context, wrapper.runnable, args, kwargs), replay)
+
+
+def _maybe_check_pieces(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    breakable = is_breakable(wrapper) or is_breakable(wrapper.runnable)
+    run = functools.partial(kind.__call__, wrapper)
+    return check_pieces(shadow, wrapper, run, args, kwargs, breakable=breakable)
+
+
+def is_breakable(model: Any) -> bool:
+    """Tell whether *model* is a wrapper that captures breakable graphs."""
+    return type(model).__name__ == "BreakableCUDAGraphWrapper"
+
+
+def check_pieces(
+    shadow: Shadow,
+    holder: Any,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    breakable: bool,
+    model: str = TARGET,
+    is_step: Callable[[], bool] = lambda: True,
+) -> Any:
+    """Return the result of *run*, vLLM's call of *model* that is due, checked if it is a step of requests in pieces.
+
+    As a whole: a piece also hands out memory that only attention fills. *holder* has `vllm_config`, and its graphs are
+    *breakable* or compiled pieces; *is_step* tells a step of requests from a dummy batch or a capture that has
+    attention metadata, too.
+    """
+
+    def replay() -> Any:
+        return run(*args, **kwargs)
+
+    def read() -> Any:
+        if (reason := unsafe(holder.vllm_config)) is not None:
+            process.refuse(reason)
+            return None
+        context = sys.modules["vllm.forward_context"]._forward_context
+        if not (_is_in_mode("PIECEWISE") and context.attn_metadata and is_step()):
+            return None
+        if (reason := unsafe_in_pieces(holder.vllm_config, images=shadow.may_have_images)) is not None:
+            shadow.leave_out_pieces(reason)
+            return None
+        tokens, needs = context.batch_descriptor.num_tokens, shadow.memory.needs
+        # On V1 warm-ups of decodes alone are measured, if any of this size. vLLM itself leaves room for its largest
+        # batch, which runs without a graph.
+        needs.setdefault((owner, tokens), needs.get((id(holder), tokens), 0))
+        return context
+
+    name = f"{model}, {'breakable' if breakable else 'piecewise'} graphs"
+    owner, context = (id(holder), name), None
+    try:
+        shadow.plan_next()
+        context = shadow.read(f"{model} in pieces", read)
+    except Exception as error:
+        shadow.stop_on_this_rank(error)
+    if context is None:
+        return replay()
+
+    def describe() -> Step:
+        # Attention is in no graph, and has this step's numbers in both runs.
+        return step(shadow, holder.vllm_config, context, run, args, kwargs, name)._replace(launches=())
+
+    return shadow.run((owner, context.batch_descriptor), describe, replay)
 
 
 def _replays(wrapper: Any, context: Any) -> bool:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.fix import Companion, Diagnosis, Event, Patch
 from vllm_graphfix.settings.environment import SHADOW
-from vllm_graphfix.shadow import drafter_shapes, drafter_v2, runner_v1, runner_v2
+from vllm_graphfix.shadow import drafter_shapes, drafter_v2, pieces, runner_v1, runner_v2
 from vllm_graphfix.shadow.lockstep import AGREEMENT_MODULE
-from vllm_graphfix.shadow.process import DRAFTER
+from vllm_graphfix.shadow.process import DRAFTER, PIECES
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
@@ -57,5 +57,21 @@ RUNNERS = (
         drafter_v2.patches,
         drafter_shapes.READS,
         drafter_shapes.MODULES,
+    ),
+    Graphs(
+        f"shadow-v1{PIECES}",
+        "V1",
+        pieces.diagnose_v1,
+        pieces.patches_v1,
+        (runner_v1.GRAPHS, runner_v1.BREAKABLE, runner_v1.CONTEXT, runner_v1.RUNNER),
+        (pieces.V1_MODULE,),
+    ),
+    Graphs(
+        f"shadow-v2{PIECES}",
+        "V2",
+        pieces.diagnose_v2,
+        pieces.patches_v2,
+        (runner_v2.GRAPHS, runner_v2.CONTEXT, runner_v2.RUNNER, runner_v2.DISPATCH),
+        (runner_v2.GRAPHS_MODULE,),
     ),
 )

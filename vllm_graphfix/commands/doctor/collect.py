@@ -209,6 +209,7 @@ def _variables(environment: Mapping[str, str]) -> list[dict[str, Any]]:
     watches = [watch.value for watch in settings.Addresses]
     choices = {settings.PREFIX: [master.value for master in settings.Master], **modes}
     choices |= {settings.SHADOW_ACTION: actions, settings.ADDRESSES: watches}
+    choices[settings.SHADOW_GRAPHS] = [graphs.value for graphs in shadow_rate.ShadowGraphs]
     choices[settings.CLAIMS] = [check.value for check in settings.Claims]
     choices[settings.BYPASS] = [watch.value for watch in settings.Bypass]
     choices[settings.METADATA] = [check.value for check in settings.Metadata]

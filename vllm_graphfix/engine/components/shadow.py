@@ -9,7 +9,7 @@ from vllm_graphfix.engine.components import Component, Services
 from vllm_graphfix.fix import Mode
 from vllm_graphfix.patching.manager import FixManager
 from vllm_graphfix.settings.environment import Master
-from vllm_graphfix.settings.shadow_rate import OFF, parse
+from vllm_graphfix.settings.shadow_rate import OFF, ShadowGraphs, parse
 
 if TYPE_CHECKING:
     from vllm_graphfix.patching.applied_fix import FixState, Policy
@@ -32,8 +32,12 @@ class ShadowComponent(Component):
         from vllm_graphfix.shadow import process
         from vllm_graphfix.shadow.runners import RUNNERS
 
-        process.start(rate, decision.shadow_action, self.services.end, self.services.abort_for(self.name))
-        wanted = policy._replace(modes={each.name: Mode.AUTO if rate else Mode.OFF for each in RUNNERS})
+        pieces = decision.shadow_graphs is ShadowGraphs.ALL
+        process.start(
+            rate, decision.shadow_action, self.services.end, self.services.abort_for(self.name), pieces=pieces
+        )
+        watched = {each.name for each in RUNNERS if rate and (pieces or not each.name.endswith(process.PIECES))}
+        wanted = policy._replace(modes={each.name: Mode.AUTO if each.name in watched else Mode.OFF for each in RUNNERS})
         self.manager = self.manager or FixManager(RUNNERS, wanted)
         self.manager.start(wanted)
 
@@ -68,7 +72,8 @@ class ShadowComponent(Component):
         return {"wrong": process.wrong()}
 
     def compared(self, decision: Decision) -> str:
-        return f"{decision.shadow}, {decision.shadow_action.value}"
+        graphs = ", all graphs" if decision.shadow_graphs is ShadowGraphs.ALL else ""
+        return f"{decision.shadow}, {decision.shadow_action.value}{graphs}"
 
 
 COMPONENT = ShadowComponent

@@ -1,27 +1,23 @@
 """Compares each replay of a running engine with the same step without its graph, and counts the replays it cannot see.
 
-The shadow check does the comparison: same inputs, same padding, same state, to the last bit unless two runs without the
-graph differ, too. Here what both write to caches is compared as well, and each step of a mixed batch, whose graphs are
-pieces or breakable: as a whole, since a piece also hands out memory that only attention fills. A replay of any other
-graph is counted.
+The shadow check does the comparison, of steps by piecewise and breakable graphs, too: same inputs, same padding, same
+state, to the last bit unless two runs without the graph differ as well. Here what both write to caches is compared in
+addition. A replay of any other graph is counted.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import State
 from vllm_graphfix.settings import environment as settings
-from vllm_graphfix.shadow import process, runner_v1, runner_v2
+from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.forward import unsafe
 from vllm_graphfix.shadow.layers import first_difference
-from vllm_graphfix.shadow.verdict import TARGET
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,10 +28,10 @@ ENVIRONMENT: dict[str, str | None] = {
     # So rare that nothing is checked before `ExactReplays.begin`.
     settings.SHADOW: "1/1000000000",
     settings.SHADOW_ACTION: "report",
+    settings.SHADOW_GRAPHS: "all",
 }
 """Variables of an engine whose replays are to be compared."""
 _LISTED = 5
-_DRAFT = "draft model"
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,7 @@ class ExactReplays:
         shadow = process.SHADOW
         if shadow is not None and process.REFUSED is None and shadow.stopped is None:
             self._compare_caches(shadow)
+            shadow.may_have_images = False  # no prompt of a comparison has any
             shadow.schedule.check_every_replay()
         stock = torch.cuda.CUDAGraph.replay
 
@@ -86,22 +83,15 @@ class ExactReplays:
             stock(graph)
 
         self._replace(torch.cuda.CUDAGraph, "replay", replay)
-        self._compare_mixed_batches()
+        self._count_segments()
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         stock = getattr(owner, name)
         setattr(owner, name, function)
         self._undo.append(lambda: setattr(owner, name, stock))
 
-    def _compare_mixed_batches(self) -> None:
-        """Compare the steps in which pieces or breakable graphs replay, and count those of the latter elsewhere."""
-        for module, owner, name, call_of in (
-            ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_model_forward", _call_of_v1),
-            ("vllm.v1.worker.gpu.cudagraph_utils", "CudaGraphManager", "run_pw_graph", _call_of_v2),
-        ):
-            kind = getattr(sys.modules.get(module), owner, None)
-            if hasattr(kind, name):
-                self._compare_calls(kind, name, call_of)
+    def _count_segments(self) -> None:
+        """Count the replays of breakable graphs."""
         # A breakable graph holds the methods of its segments since the capture.
         breakable = sys.modules.get("vllm.compilation.breakable_cudagraph")
         if breakable is None:
@@ -113,26 +103,6 @@ class ExactReplays:
             stock(capture)
 
         self._replace(breakable.BreakableCUDAGraphCapture, "replay", replay)
-
-    def _compare_calls(self, kind: Any, name: str, call_of: Callable[..., _Call]) -> None:
-        stock = getattr(kind, name)
-        context_of = sys.modules["vllm.forward_context"]
-
-        def run(holder: Any, *args: Any, **kwargs: Any) -> Any:
-            replay = functools.partial(stock, holder, *args, **kwargs)
-            shadow, context = process.SHADOW, context_of._forward_context
-            if not (self._counted and _is_mixed(context) and _can_check(shadow, holder.vllm_config)):
-                return replay()
-            descriptor = context.batch_descriptor
-            # Warm-ups of these graphs are not measured, and more than one rank checks no step that was not.
-            shadow.memory.needs.setdefault((id(holder), descriptor.num_tokens), 0)
-            model, runnable, args, kwargs = call_of(holder, *args, **kwargs)
-            describe = functools.partial(
-                runner_v1.step, shadow, holder.vllm_config, context, runnable, args, kwargs, model
-            )
-            return shadow.check((id(holder), descriptor), describe, replay)
-
-        self._replace(kind, name, run)
 
     def _compare_caches(self, shadow: Shadow) -> None:
         """Compare what a replay has written to caches with what the step without its graph writes there."""
@@ -194,40 +164,6 @@ class ExactReplays:
             (*(each.sentence() for each in results.to_report(_LISTED)), *self._findings),
             process.REFUSED or shadow.stopped or _why_unwatched(),
         )
-
-
-class _Call(NamedTuple):
-    """A call of a model, without a wrapper that replays."""
-
-    model: str
-    runnable: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-def _call_of_v1(runner: Any, *args: Any, **kwargs: Any) -> _Call:
-    return _Call(TARGET, runner.get_model(), args, kwargs)
-
-
-def _call_of_v2(manager: Any, model: Any, model_inputs: dict[str, Any]) -> _Call:
-    name = TARGET if type(manager).__name__ == runner_v2.MANAGER else _DRAFT
-    return _Call(name, model, (), model_inputs)
-
-
-def _is_mixed(context: Any) -> bool:
-    """Tell whether a step of requests replays pieces or breakable graphs."""
-    return context is not None and context.cudagraph_runtime_mode.name == "PIECEWISE" and bool(context.attn_metadata)
-
-
-def _can_check(shadow: Shadow | None, config: Any) -> TypeGuard[Shadow]:
-    """Tell whether steps of an engine with *config* may run twice; ranks in lockstep do not replay the same ones."""
-    return (
-        shadow is not None
-        and shadow.stopped is None
-        and process.REFUSED is None
-        and shadow.lockstep is None
-        and unsafe(config) is None
-    )
 
 
 def _why_unwatched() -> str | None:
