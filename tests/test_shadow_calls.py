@@ -105,7 +105,7 @@ def test_a_check_that_fails_around_a_step_in_pieces_stops_and_the_step_goes_on(
     shadow: Any = ShadowStandIn(fails, Failing(fails))
     shadow.checks_pieces = True
     context: Any = SimpleNamespace(cudagraph_runtime_mode=SimpleNamespace(name="PIECEWISE"))
-    monkeypatch.setitem(sys.modules, "vllm.forward_context", SimpleNamespace(_forward_context=context))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", SimpleNamespace(_forward_context=context))
     monkeypatch.setattr(process, "SHADOW", shadow)
     activity: Any = SimpleNamespace()
     if runner == "V2":
