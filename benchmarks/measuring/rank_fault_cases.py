@@ -67,7 +67,7 @@ CASES = {
     "shadow, before the step": Case(
         {"at": "shadow.runs:CheckedStep.__init__", "first": 3}, (RIGHT,), "shadow is failed"
     ),
-    "shadow, second run": Case({"at": "shadow.runs:SecondRun.__init__", "times": 1}, (RIGHT, STOP), "shadow"),
+    "shadow, second run": Case({"at": "shadow.runs:FurtherRun.__init__", "times": 1}, (RIGHT, STOP), "shadow"),
     "shadow, in a second run": Case(
         {"at": "shadow.runs:CheckedStep._run", "first": 2, "times": 1}, (RIGHT, STOP), "shadow"
     ),

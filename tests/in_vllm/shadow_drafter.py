@@ -139,7 +139,7 @@ def test_stale_graphs_are_mismatches_and_their_drafts_are_served(fused: bool) ->
     assert wrong_graphs(served) == GRAPHS
     served.step([2, 6, 7])
     for each in served.shadow.results.first_mismatches:
-        assert len(each.errors) == each.rows <= each.graph.padded_rows == 4
+        assert len(each.errors) == each.rows <= each.graph.rows == 4
         assert min(each.errors) > 0
         assert len(each.graph.backends) == 1
     assert {each.rows for each in served.shadow.results.first_mismatches} == {3, 4}

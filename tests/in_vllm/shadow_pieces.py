@@ -61,7 +61,7 @@ def test_a_wrong_piece_is_a_mismatch_of_the_step_that_names_the_kind_of_graph(ki
     model = "draft model" if "draft" in kind else "target model"
     graphs = "breakable" if "breakable" in kind else "piecewise"
     assert first.graph.name.startswith(f"{model}, {graphs} graphs, BatchDescriptor(num_tokens=4")
-    assert (first.rows, first.graph.padded_rows, second.first_layer) == (3, CAPTURED, "layer.1")
+    assert (first.rows, first.graph.rows, second.first_layer) == (3, CAPTURED, "layer.1")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -66,7 +66,7 @@ def test_a_stale_graph_is_a_mismatch_with_all_that_a_report_needs() -> None:
     results = served.shadow.results
     assert (results.checks, results.mismatches) == (3, 3)
     first, second, _ = results.first_mismatches
-    assert (first.rows, len(first.errors), first.graph.padded_rows) == (3, 3, CAPTURED)
+    assert (first.rows, len(first.errors), first.graph.rows) == (3, 3, CAPTURED)
     assert min(first.errors) > 0.1
     assert first.graph.backends == ("MetadataStandIn",)
     assert "BatchDescriptor(num_tokens=4" in first.graph.name
@@ -545,7 +545,7 @@ def test_every_call_into_torch_and_the_ranks_may_fail() -> None:
     for owner, name in (
         (check, "CheckedStep"),
         (judge, "FirstRun"),
-        (judge, "SecondRun"),
+        (judge, "FurtherRun"),
         (runs, "row_errors"),
         (ranks, "all_reduce_max"),
         (runner_v1, "step"),

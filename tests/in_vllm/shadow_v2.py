@@ -116,7 +116,7 @@ def test_a_stale_graph_is_a_mismatch_and_quarantine_corrects_its_steps() -> None
     for _ in range(2):
         served.step(), right.step()
     first, second = served.shadow.results.first_mismatches
-    assert (first.rows, len(first.errors), first.graph.padded_rows) == (3, 3, CAPTURED)
+    assert (first.rows, len(first.errors), first.graph.rows) == (3, 3, CAPTURED)
     assert "BatchExecutionDescriptor(" in first.graph.name
     assert second.first_layer == "layer.1"
     for mine, correct in zip(served.model.layers.values(), right.model.layers.values(), strict=True):

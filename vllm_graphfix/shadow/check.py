@@ -23,7 +23,7 @@ from vllm_graphfix.shadow.failures import (
 from vllm_graphfix.shadow.judge import Judge
 from vllm_graphfix.shadow.lockstep import DataParallelCoordinator, Shape
 from vllm_graphfix.shadow.memory import Memory
-from vllm_graphfix.shadow.ranks import Agreement
+from vllm_graphfix.shadow.ranks import GroupAttempt
 from vllm_graphfix.shadow.runs import CheckedStep, MemoryShortage, QuarantinedStep, Replay, Step, run_quarantined
 from vllm_graphfix.shadow.schedule import Schedule
 from vllm_graphfix.shadow.stages import PipelineCoordinator
@@ -155,11 +155,12 @@ class Shadow:
             return False
         number = shape.number if shape is not None else 0
         with ranks.deadline(ranks.step_timeout()):
-            over, most, least = ranks.all_reduce_max(self._is_over, number, -number)
+            # One all-reduce for both bounds
+            over, largest, minus_smallest = ranks.all_reduce_max(self._is_over, number, -number)
         if over:
             self.stop(FailedElsewhereError())
             self.schedule.due = NEVER
-        alike = most == -least > 0
+        alike = largest > 0 and largest == -minus_smallest
         if alike:
             others.resume()
         elif step >= self.schedule.due:
@@ -189,7 +190,7 @@ class Shadow:
             self.end()
 
     def stop(self, error: Exception) -> None:
-        """End the check for good, with one warning. Graphs in quarantine stay there."""
+        """Turn the check off for good on this rank, with one warning. Graphs in quarantine stay there."""
         if self._is_over:
             return
         self.end()
@@ -201,7 +202,7 @@ class Shadow:
             logger.warning("graphfix: the shadow check is now off; serving goes on: %s", self.stopped, exc_info=trace)
 
     def end(self) -> None:
-        """Make no further step due, and tell the other stages of a pipeline not to wait for this one.
+        """Make no further step due, and tell the other stages of a pipeline not to wait for this one. Logs nothing.
 
         In lockstep the next due step stays due: other ranks wait for this one there, and learn there that it is over.
         """
@@ -213,11 +214,11 @@ class Shadow:
                 self._pipeline.end()
 
     def read(self, model: str, function: Callable[[], T]) -> T | None:
-        """Return what *function* says of the call of *model* that is due; None, as it may say itself, if it fails.
+        """Return `function()`, which reads a replay of *model* that is due; None for another call, or an error.
 
-        All ranks of the group are here at once, but they wait for each other in a check only if this says that it is a
-        replay, which it says on all of them. So they agree at the first call: where vLLM's code is not as expected it
-        fails on each, and nobody checks. Later an error is this rank's alone, and ends its process. Raises nothing.
+        All ranks of the group are here at once, and all find a replay, or none does. All ranks agree on the first
+        result per model: where vLLM's code is not as expected, reading it fails on each, and nobody checks. A later
+        error is this rank's alone and ends its process. Raises nothing.
         """
         try:
             return self._read(model, function)
@@ -238,7 +239,7 @@ class Shadow:
             result = function()
         if result is None and self.memory.measuring:
             return None  # before the capture ranks may make calls of their own; an error comes again after it
-        with ranks.deadline(ranks.step_timeout()), Agreement(self.stop, error=attempt.error) as agreed:
+        with ranks.deadline(ranks.step_timeout()), GroupAttempt(self.stop, error=attempt.error) as agreed:
             pass
         if agreed.failed:
             return None
@@ -257,10 +258,10 @@ class Shadow:
             self.stop_on_this_rank(error)
 
     def stop_on_this_rank(self, error: Exception) -> None:
-        """Turn the check off for an error of its own bookkeeping, which the other ranks of a group cannot know of.
+        """Turn the check off for an error of its own bookkeeping; ends this process if its group has other ranks.
 
-        They wait for this rank in an agreement, now or at the next step that is due, for as long as a step may take,
-        which is minutes. So this process ends, and with it the engine, within seconds.
+        They cannot know of the error, and wait for this rank in an agreement, now or at the next step that is due, for
+        as long as a step may take, which is minutes. So this process ends, and with it the engine, within seconds.
         """
         with suppress(Exception):
             self.stop(error)
@@ -274,7 +275,7 @@ class Shadow:
         begun = time.perf_counter()
         if not others.has_published:  # nothing was replayed in the whole window
             others.publish_earliest(step + 1)
-        with ranks.deadline(ranks.step_timeout()), Agreement(self.stop, 0, 0) as agreed:
+        with ranks.deadline(ranks.step_timeout()), GroupAttempt(self.stop, 0, 0) as agreed:
             agreed.values = others.plan(step)
         if agreed.failed:
             return
@@ -290,7 +291,11 @@ class Shadow:
         self.schedule.add_planning(cost)
 
     def run(self, key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
-        """Return the result of a step of the graph *key*: replayed, replayed and checked, or run without its graph."""
+        """Return the result of a step of the graph *key*: replayed, replayed and checked, or run without its graph.
+
+        A graph's key is the pair of its owner and its descriptor; its `Shape` in place of that where data-parallel
+        ranks share experts. The owner is the id of the wrapper or manager, for pieces with the name of the graphs.
+        """
         if key in self.quarantined:
             return self.run_without_graph(key, describe, replay)
         if self.schedule.count < self.schedule.due:
@@ -329,7 +334,7 @@ class Shadow:
     def _prepare(self, key: Hashable, describe: Callable[[], Step], begun: float) -> CheckedStep | None:
         """Return the step, checked from clock time *begun* on; None if it cannot be checked on one of the ranks."""
         checked, reason = None, ""
-        with Agreement(self.stop, 0.0) as skipped:
+        with GroupAttempt(self.stop, 0.0) as skipped:
             try:
                 checked = CheckedStep(describe(), self._memory_for(key))
             except StepNotCheckable as error:
@@ -347,7 +352,11 @@ class Shadow:
         return None
 
     def _check_prepared(self, key: Hashable, checked: CheckedStep, replay: Callable[[], Any], begun: float) -> Any:
-        """Replay the step, judge the replay, and leave everything as the replay did. All ranks are in this step."""
+        """Replay the step, judge the replay, and restore what the replay left. All ranks are in this step.
+
+        That is output, inputs, recurrent rows and rings; attention caches keep what the last run wrote (see
+        `Judge._is_explained`).
+        """
         output = replay()
         with Attempt() as save:
             checked.save_replay(output)
@@ -379,7 +388,7 @@ class Shadow:
         self.results.seconds += cost
         if self._is_over:
             return
-        with Agreement(self.stop, 0, error=failed) as agreed:
+        with GroupAttempt(self.stop, 0, error=failed) as agreed:
             agreed.values = (wanted(cost),)
         if agreed.failed:
             return
@@ -410,6 +419,7 @@ class Shadow:
         return replay()
 
     def _memory_for(self, key: Hashable) -> MemoryShortage:
+        """Return the `MemoryShortage` of a step of the graph *key*; from here on no warm-up is measured any more."""
         self.memory.measuring = False  # steps of requests replay graphs, so all of them are captured
         owner, descriptor = key if isinstance(key, tuple) else (key, None)
         tokens, must_know = getattr(descriptor, "num_tokens", None), not ranks.is_single_rank()

@@ -226,7 +226,7 @@ def _step(call: _Call, run_rows: int) -> Step:
         return drafted if logits is None else [*drafted, logits.index_select(0, requests)]
 
     return step._replace(
-        graph=step.graph._replace(padded_rows=call.rows, backends=step.graph.backends or _backends(speculator)),
+        graph=step.graph._replace(rows=call.rows, backends=step.graph.backends or _backends(speculator)),
         inputs={
             **step.inputs,
             **_buffers(speculator, desc.num_tokens),

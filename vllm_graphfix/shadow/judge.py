@@ -6,13 +6,13 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_graphfix.log import logger
 from vllm_graphfix.shadow.comparison import threshold
 from vllm_graphfix.shadow.failures import UnsafeError, description
-from vllm_graphfix.shadow.ranks import Agreement, Stop
-from vllm_graphfix.shadow.runs import CheckedStep, FirstRun, SecondRun, error_as_captured, run_again
+from vllm_graphfix.shadow.ranks import GroupAttempt, Stop
+from vllm_graphfix.shadow.runs import CheckedStep, FirstRun, FurtherRun, error_as_captured, run_again
 from vllm_graphfix.shadow.verdict import Graph, GraphHistory, Mismatch, Results
 
 _LEARNING = 8
@@ -32,6 +32,19 @@ _LONGEST_QUERY = "max_query_len"
 _LAST_BITS = 4
 """Units in the last place by which a row's largest value may differ after all layers where kernels add in any order;
 one was seen."""
+
+
+class Repeated(NamedTuple):
+    """Further eager runs of one step."""
+
+    run: FurtherRun
+    """The last of them, on this rank."""
+    step_noise: float
+    """The largest error of the step's eager runs among themselves, of all ranks."""
+    error: float
+    """The least error of the replay in any of the runs, each time the largest of all ranks."""
+    graph_noise: float
+    """The noise of earlier steps of the graph, the largest of all ranks."""
 
 
 class Judge:
@@ -74,7 +87,7 @@ class Judge:
         """
         graph, locate = checked.step.graph, history.wants_layer
         learning = self.results.checks < _LEARNING or not history.checks
-        with Agreement(self._stop, 0.0, error=error) as agreed:
+        with GroupAttempt(self._stop, 0.0, error=error) as agreed:
             first = FirstRun(checked, locate=locate)
             agreed.values = (first.worst,)
         if agreed.failed:
@@ -88,58 +101,58 @@ class Judge:
         repeated = self._repeat(checked, first, history, graph)
         if repeated is None:
             return None
-        second, own_noise, worst, noise_before = repeated
-        if not own_noise <= MAX_BASELINE_NOISE:  # not `>`: NaN counts as noise
+        step_noise, error_anywhere, error_here = repeated.step_noise, repeated.error, repeated.run.worst
+        if not step_noise <= MAX_BASELINE_NOISE:  # not `>`: NaN counts as noise
             history.skipped_in_a_row += 1
-            self._skip_noisy_step(checked, replay, own_noise, error_of_first)
+            self._skip_noisy_step(checked, replay, step_noise, error_of_first)
             return None
         # Runs that are equal leave nothing to explain a difference with, whatever other steps did.
-        noise = max(own_noise, noise_before) if own_noise else 0.0
-        self._count_check(history, own_noise)
+        noise = max(step_noise, repeated.graph_noise) if step_noise else 0.0
+        self._count_check(history, step_noise)
         tolerance = self.tolerance(graph, noise)
-        if not worst > tolerance or self._is_explained(history, checked, replay, second.worst, worst, noise):
-            self._accept(worst)
+        if not error_anywhere > tolerance or self._is_explained(
+            history, checked, replay, error_here, error_anywhere, noise
+        ):
+            self._accept(error_anywhere)
             return None
-        here = second.worst > tolerance
+        found_here = error_here > tolerance
         return Mismatch(
             graph,
             first.rows,
-            tuple(first.errors.tolist()) if here else (),
+            tuple(first.errors.tolist()) if found_here else (),
             noise,
             first.layer,
             self.results.checks,
             time.time(),
-            here,
+            found_here,
             description(first.failure) if first.failure is not None else None,
         )
 
-    def _repeat(
-        self, checked: CheckedStep, first: FirstRun, history: GraphHistory, graph: Graph
-    ) -> tuple[SecondRun, float, float, float] | None:
-        """Run the step eagerly again; return the last run and, over all ranks, noise, error and the graph's own noise.
+    def _repeat(self, checked: CheckedStep, first: FirstRun, history: GraphHistory, graph: Graph) -> Repeated | None:
+        """Run the step eagerly again, up to `_MAX_REPEATS` times; None if a run failed on a rank, and the check is off.
 
-        Ranks act on one tolerance even where their batches differ in adapters and so belong to different graphs. None
-        if a run failed on one of them, and the check is off.
+        Ranks act on one tolerance even where their batches differ in adapters and so belong to different graphs.
         """
-        own_noise, least_error = 0.0, math.inf
+        step_noise, least_error = 0.0, math.inf
         for remaining in reversed(range(_MAX_REPEATS)):
-            with Agreement(self._stop, 0.0, 0.0, history.noise) as agreed:
-                second = SecondRun(checked, first)
-                agreed.values = second.noise, second.worst, history.noise
-                if (first.failure is None) != (second.failure is None):  # then it fails by chance, not by its graph
-                    agreed.error = first.failure or second.failure
+            with GroupAttempt(self._stop, 0.0, 0.0, history.noise) as agreed:
+                run = FurtherRun(checked, first)
+                agreed.values = run.noise, run.worst, history.noise
+                if (first.failure is None) != (run.failure is None):  # then it fails by chance, not by its graph
+                    agreed.error = first.failure or run.failure
             if agreed.failed:
                 return None
-            self.results.changed_inputs.update(second.changed_inputs)
-            noise, worst, noise_before = agreed.values
-            own_noise = max(noise, own_noise)  # in this order NaN stays NaN
+            self.results.changed_inputs.update(run.changed_inputs)
+            noise, worst, graph_noise = agreed.values
+            step_noise = max(noise, step_noise)  # in this order NaN stays NaN
             least_error = min(least_error, worst)
-            explained = least_error <= self.tolerance(graph, max(own_noise, noise_before))
+            explained = least_error <= self.tolerance(graph, max(step_noise, graph_noise))
             # Runs that differ, now or at times, may be alike by chance: the replay then seems to differ from all.
-            small = threshold(MAX_BASELINE_NOISE if own_noise else self.results.noise)
-            by_chance = not (own_noise and explained) and 0 < least_error <= small
-            if not remaining or not by_chance or not own_noise <= MAX_BASELINE_NOISE:
-                return second, own_noise, least_error, noise_before
+            # `results.noise` is equal on all ranks, as agreed numbers alone enter it: so all repeat equally often.
+            small = threshold(MAX_BASELINE_NOISE if step_noise else self.results.noise)
+            by_chance = not (step_noise and explained) and 0 < least_error <= small
+            if not remaining or not by_chance or not step_noise <= MAX_BASELINE_NOISE:
+                return Repeated(run, step_noise, least_error, graph_noise)
         return None
 
     def _count_check(self, history: GraphHistory, noise: float) -> None:
@@ -183,21 +196,25 @@ class Judge:
         history: GraphHistory,
         checked: CheckedStep,
         replay: Callable[[], Any],
-        here: float,
-        anywhere: float,
+        error_here: float,
+        error_anywhere: float,
         noise: float,
     ) -> bool:
         """Tell whether rounding explains the error: the replay varies from run to run, or splits work as captured.
 
-        The error is *here* on this rank, *anywhere* at most on all. If it is explained, the caches then hold what the
-        replay leaves, otherwise what an eager run does.
+        *error_here* is this rank's, *error_anywhere* the largest of all. If it is explained, the caches then hold what
+        the replay leaves, otherwise what an eager run does.
         """
-        rows = checked.step.graph.padded_rows
+        rows = checked.step.graph.rows
         bounds = [launch for launch in checked.step.launches if launch.get(_LONGEST_QUERY, rows) >= rows]
-        if not anywhere <= _MAX_ROUNDING:
+        if not error_anywhere <= _MAX_ROUNDING:
             # An attention that picks one key of many turns a last bit into more. Runs that are equal, and equal to the
             # replay once kernels get the capture's upper bounds of the numbers, leave nothing to doubt.
-            return math.isfinite(anywhere) and not noise and self._is_as_captured(checked, replay, bounds, here, 0.0)
+            return (
+                math.isfinite(error_anywhere)
+                and not noise
+                and self._is_as_captured(checked, replay, bounds, error_here, 0.0)
+            )
         another = self._max_error(lambda: checked.error_of_another_replay(replay))
         if another is None:
             return True
@@ -205,27 +222,31 @@ class Judge:
             self._raise_noise(history, another)
             noise = max(noise, another)
         tolerance = self.tolerance(checked.step.graph, noise)
-        return anywhere <= tolerance or self._is_as_captured(checked, replay, checked.step.launches, here, tolerance)
+        return error_anywhere <= tolerance or self._is_as_captured(
+            checked, replay, checked.step.launches, error_here, tolerance
+        )
 
     def _is_as_captured(
         self,
         checked: CheckedStep,
         replay: Callable[[], Any],
         launches: Sequence[Mapping[str, int]],
-        here: float,
+        error_here: float,
         tolerance: float,
     ) -> bool:
-        """Tell whether a run with one of *launches* is like the replay; leave the caches as above."""
+        """Tell whether a run with one of *launches* is like the replay; leave the caches as `_is_explained` does."""
         for launch in launches:
-            error = self._max_error(functools.partial(error_as_captured, checked, launch, here))
+            error = self._max_error(functools.partial(error_as_captured, checked, launch, error_here))
             if error is None or error <= tolerance:
+                # Only for its effect: the caches then hold what the replay leaves.
                 self._max_error(lambda: checked.error_of_another_replay(replay))
                 return True
+        # Only for its effect: the caches then hold the values of an eager run, the right ones.
         self._max_error(lambda: float(run_again(checked)[1] is not None))
         return False
 
     def _max_error(self, error_of: Callable[[], float]) -> float | None:
         """Return the maximum over all ranks; None, and the check is off, if it fails on one."""
-        with Agreement(self._stop, 0.0) as agreed:
+        with GroupAttempt(self._stop, 0.0) as agreed:
             agreed.values = (error_of(),)
         return None if agreed.failed else agreed.values[0]

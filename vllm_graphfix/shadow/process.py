@@ -156,7 +156,7 @@ def wrong() -> tuple[Any, ...]:
     return tuple(
         Wrong(
             _ascii(each.graph.name)[:SHORT],
-            each.graph.padded_rows,
+            each.graph.rows,
             each.rows,
             ", ".join(each.graph.backends)[:SHORT],
             (_ascii(each.failure) or " ".join(f"{error:.3g}" for error in each.errors))[:SHORT],

@@ -105,7 +105,7 @@ def all_reduce_max(*values: float) -> tuple[float, ...]:
         watchdog.end(f"the ranks of its group cannot agree any more: {description(error)}")
 
 
-class Agreement(Attempt):
+class GroupAttempt(Attempt):
     """A ``with`` block at whose end the ranks of the group agree, even if the block fails on one of them.
 
     Afterwards `values` are the maxima over the ranks. If the block failed anywhere, `failed` is true, and *stop* was

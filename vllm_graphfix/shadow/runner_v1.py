@@ -41,7 +41,11 @@ _COUNTS = "counts_calls_for_shadow_check"
 
 
 def diagnose(source: Source) -> Diagnosis:
-    """Return `AFFECTED` if there are graphs that can be checked."""
+    """Return `AFFECTED` if there are graphs that can be checked.
+
+    A hook, not a defect: `AFFECTED` means that the code can be wrapped; `defect_seen` makes code that cannot be wrapped
+    `incompatible`.
+    """
     init, call = (source.function(GRAPHS, f"CUDAGraphWrapper.{name}") for name in ("__init__", "__call__"))
     override = source.function(CONTEXT, "override_forward_context")
     context = source.function(CONTEXT, "ForwardContext")
@@ -145,23 +149,24 @@ def _measuring_class(kind: Any, shadow: Shadow, *, has_full: bool) -> Any:
     runner V2's, for pieces.
     """
     checked, memory = _checking_class(kind, shadow), shadow.memory
-    own = checked if has_full else kind
+    # This class is made anew for each instance: `final_class`, the class it gets after the capture, is its state.
+    final_class = checked if has_full else kind
 
     def measured(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal own
+        nonlocal final_class
         tokens = None
         try:
             if memory.measuring:
-                if own is kind and _is_in_mode("FULL"):
-                    own = checked
+                if final_class is kind and _is_in_mode("FULL"):
+                    final_class = checked
                 tokens = _warm_up()
             else:
-                self.__class__ = own
+                self.__class__ = final_class
         except Exception:
             tokens = None  # the call goes on: an error on one rank alone would leave the others in a collective
         if tokens is None:
-            return own.__call__(self, *args, **kwargs)
-        return memory.measured(id(self), tokens, lambda: own.__call__(self, *args, **kwargs))
+            return final_class.__call__(self, *args, **kwargs)
+        return memory.measured(id(self), tokens, lambda: final_class.__call__(self, *args, **kwargs))
 
     return _subclass(kind, measured)
 
@@ -223,6 +228,7 @@ def _maybe_check(shadow: Shadow, kind: Any, wrapper: Any, args: tuple[Any, ...],
         if not _replays(wrapper, context):
             return None
         descriptor = context.batch_descriptor
+        # Ranks that share experts may have other descriptors of one shape, and must quarantine alike.
         return (id(wrapper), descriptor if shadow.lockstep is None else shape_of(descriptor)), context
 
     call = None

@@ -1,6 +1,7 @@
 """The runs of one step: its replay, and eager runs from the state before the replay.
 
-They compare what each run leaves, and restore everything to what the replay left.
+They compare what each run leaves, and restore output, inputs, recurrent rows and rings to what the replay left.
+Attention caches keep what the last run wrote.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Step(NamedTuple):
 
 
 class Replay:
-    """vLLM's replay of a step, and the outcome of its first call."""
+    """vLLM's replay of a step, with the output of its first call and the error of the latest one."""
 
     def __init__(self, replay: Callable[[], Any]) -> None:
         self._replay = replay
@@ -79,7 +80,9 @@ class CheckedStep:
 
     def __init__(self, step: Step, shortage: MemoryShortage) -> None:
         """Copy the state before the replay; raises StepNotCheckable if there is no room for that and for a run."""
+        # Twice where the results are in these states: they are copied apart from the snapshots.
         needed = _COPIES * sum(rows.nbytes for rows in step.states) * (1 if step.results is None else 2)
+        # One snapshot before the replay, one after it.
         needed += 2 * sum(tensor.numel() * tensor.element_size() for tensor in step.inputs.values())
         if (reason := shortage(needed)) is not None:
             raise StepNotCheckable(reason)
@@ -144,7 +147,10 @@ class CheckedStep:
         return copies_of_rows(self.step.states)
 
     def restore(self) -> None:
-        """Restore everything to what the replay has left. Tries each part, then raises the first error."""
+        """Restore output, inputs, recurrent rows and rings to what the replay left.
+
+        Attention caches keep what the last run wrote. Tries each part, then raises the first error.
+        """
         errors: list[Exception] = []
         for restore in (
             self._restore_output,
@@ -158,6 +164,7 @@ class CheckedStep:
             raise errors[0]
 
     def _restore_output(self) -> None:
+        # There are fewer copies where saving failed half-way.
         for served, copy in zip(self._served, self.output, strict=False):
             served.copy_(copy)
 
@@ -179,7 +186,7 @@ class QuarantinedStep:
 
     def run(self) -> Any:
         output = self._step.eager()
-        self._before.restore_block_tables()
+        self._before.restore_block_tables()  # undoes `make_readable`; all else is this step's result
         return output
 
     def restore(self) -> None:
@@ -197,6 +204,7 @@ def run_quarantined(make: Callable[[], QuarantinedStep]) -> Any:
         step.prepare()
 
     try:
+        # For the type checker: a run follows a `prepare` that succeeded, and then there is a step.
         return ranks.run_collectively(prepare, lambda: step.run() if step is not None else None, ranks.step_timeout())
     except Exception as error:
         if step is not None and not is_gpu_lost(error):
@@ -208,7 +216,10 @@ class FirstRun:
     """The first eager run, compared with the replay."""
 
     def __init__(self, checked: CheckedStep, *, locate: bool) -> None:
-        """*locate*: look for the first layer that the replay has written differently."""
+        """Run the model; every rank of the group calls this.
+
+        *locate*: look for the first layer that the replay has written differently.
+        """
         step = checked.step
         # Errors of the search are ignored: this rank has to run, since the others wait for it in the collectives.
         of_replay: list[tuple[str, Tensor]] = []
@@ -225,10 +236,11 @@ class FirstRun:
         self.worst = max(_worst(self.errors), state_error(checked.states_of_replay, self.states))
 
 
-class SecondRun:
-    """The second eager run, compared with the first one and with the replay."""
+class FurtherRun:
+    """An eager run after the first one, compared with that and with the replay."""
 
     def __init__(self, checked: CheckedStep, first: FirstRun) -> None:
+        """Run the model; every rank of the group calls this."""
         self.changed_inputs: list[str] = []
         with suppress(Exception):  # as in the first run
             self.changed_inputs = checked.before.changed_inputs()
@@ -238,15 +250,15 @@ class SecondRun:
         # Rows in which eager runs draw other tokens are no measure; a number above 0 says that they differ at all.
         own = row_errors(output, first.output, rows)
         self.noise = max(_worst(own[alike]), 0.0 if alike.all() else _LEAST_NOISE, state_error(states, first.states))
-        of_first, of_second = first.errors, row_errors(checked.output, output, rows)
+        of_first, of_this = first.errors, row_errors(checked.output, output, rows)
         if self.noise > 0:
             # A last bit may decide on another token, and then all that follows from it differs.
             alike &= rows_drawn_alike(checked.output, first.output, rows) & rows_drawn_alike(
                 checked.output, output, rows
             )
-            of_first, of_second = of_first[alike], of_second[alike]
+            of_first, of_this = of_first[alike], of_this[alike]
         of_states = state_error(checked.states_of_replay, first.states), state_error(checked.states_of_replay, states)
-        self.worst = min(max(_worst(of_first), of_states[0]), max(_worst(of_second), of_states[1]))
+        self.worst = min(max(_worst(of_first), of_states[0]), max(_worst(of_this), of_states[1]))
         """The largest error of the replay, relative to the run that it is nearer to."""
 
 

@@ -38,7 +38,10 @@ class Schedule:
         """Every replay is due, a drafter's too."""
         self.timed = rate.share is not None
         """True if `tick` has to be called at every step of the target model."""
-        self.count = self.within = 0
+        self.count = 0
+        """Each step has ``within + 1`` counts, whether or not as many calls are made."""
+        self.within = 0
+        """Counts of one step after the target model's, for a drafter's replays."""
         self.drafts = 0
         """Replays of a drafter in the step before this one; 0 unless they lie between steps."""
         self._turns = 0
@@ -48,6 +51,7 @@ class Schedule:
         self._spent = self._paid_for = self._steps = 0.0
         """Decaying sums: seconds of checks, seconds of steps, and the number of these steps."""
         self.due = self._first()
+        """A `count`, not a step, as arguments here and `due` of coordinators are; while `within` is 0 both are one."""
 
     def _first(self) -> int:
         if self._every is not None:

@@ -65,6 +65,7 @@ class PipelineCoordinator(Coordinator):
         self.move(due)
 
     def move(self, due: int) -> None:
+        """Make step *due* the one that is checked next: a step, not a count of `Schedule`."""
         self.due, self.plan_at, self.has_published = due, due + self._window, False
 
     def wait(self, plan_at: int) -> None:

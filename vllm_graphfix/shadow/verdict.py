@@ -21,7 +21,8 @@ class Graph(NamedTuple):
 
     name: str
     """Model and descriptor: ``target model, BatchDescriptor(num_tokens=8, …)``."""
-    padded_rows: int
+    rows: int
+    """All rows, padding included: `num_tokens` of its descriptor, of a drafter's graph the requests."""
     backends: tuple[str, ...]
     """Classes of the attention metadata."""
     adapters: bool = False
