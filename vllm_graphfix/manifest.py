@@ -1,6 +1,6 @@
 """The manifest that ships with the package: the code of the recorded stock releases, and the verdicts on it.
 
-A verdict stands on two rings. The first is the fix's own `diagnose`: patterns of the defect and of its remedies. The
+A verdict needs two checks. The first is the fix's own `diagnose`: patterns of the defect and of its remedies. The
 second is the code around them, the fix's `surroundings`, whose fingerprints are known from a release or new. The burden
 of proof is on the all-clear:
 
