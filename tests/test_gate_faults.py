@@ -403,7 +403,7 @@ def test_where_nobody_knows_what_failed_in_a_capture_who_insists_stops(mode: str
     for module in (capture_gate, gate_reports):
         alike.setattr(module, "world", lambda: (0, 1))
     me.gate.before_capture(worker, "compile_or_warm_up_model")
-    vars(me)["failures_in_capture"] = fail
+    vars(me)["stop_recording_failures"] = fail
     record: Any = me.gate.status_record
     if insists:
         with pytest.raises(GraphfixError, match=rf"^{STOPS} before it serves: .*=off on all nodes\."):

@@ -179,9 +179,9 @@ def started(
             unapplied=unapplied,
         )
         vars(me).update(
-            failures_in_capture=lambda: {"mamba-padding": {graph: "MemoryError"}} if failed else {},
+            stop_recording_failures=lambda: {"mamba-padding": {graph: "MemoryError"}} if failed else {},
             begin_capture=lambda worker: None,
-            forget_capture=lambda: None,
+            end_capture=lambda: None,
             on_captured=lambda worker, graphs: watched.append(graphs),
         )
 

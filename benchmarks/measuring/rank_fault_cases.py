@@ -58,7 +58,7 @@ CASES = {
     **_gate("report before", before=True, at="engine.rank_agreement:publish", first=2, times=1),
     **_gate("comparison before", before=True, at="engine.rank_agreement:compare", times=2),
     **_gate("fixes before", before=True, at="engine.capture_gate:CaptureGate._unapplied_fixes", times=1),
-    **_gate("failures after", before=False, at="engine.context:EngineContext.failures_in_capture", times=1),
+    **_gate("failures after", before=False, at="engine.context:EngineContext.stop_recording_failures", times=1),
     **_gate("report after", before=False, at="engine.own_report:report_after_capture", times=1),
     **_gate("act after", before=False, at="engine.capture_gate:CaptureGate._act_on_failures", times=1),
     "records, no space": Case({"at": "records.reporter:write", "error": "ENOSPC"}, (RIGHT,), "record not written for"),

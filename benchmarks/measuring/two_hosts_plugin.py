@@ -48,7 +48,7 @@ def plant() -> None:
         rank_agreement.compare = _held(WHILE, rank_agreement.compare)
         if os.environ.get(FAILING) == os.uname().nodename:
             planted = {"mamba-padding": {None: "MemoryError: planted"}}
-            EngineContext.failures_in_capture = lambda _: planted  # type: ignore[method-assign,assignment,return-value]
+            EngineContext.stop_recording_failures = lambda _: planted  # type: ignore[method-assign,assignment,return-value]
 
 
 def _held(stage: str, stock: Callable[..., Any]) -> Callable[..., Any]:

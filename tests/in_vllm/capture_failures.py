@@ -227,7 +227,7 @@ def test_an_error_that_cannot_be_printed_is_recorded_by_its_type() -> None:
     process.begin_capture(graph_being_captured)
     ACTIVITY.failed(UnprintableError())
     assert ACTIVITY.graphs == {None: "UnprintableError"}
-    process.forget_capture()
+    process.discard_failures()
     ACTIVITY.failed(UnprintableError())
     assert ACTIVITY.error == "UnprintableError"
 
@@ -259,9 +259,9 @@ def test_an_observer_that_fails_takes_no_graph_out_of_dispatch() -> None:
         progress.mode = vllm_graphfix.fix.Mode.OBSERVE
         process.begin_capture(graph_being_captured)
         ACTIVITY.graphs = {None: "RuntimeError: seen"}
-        assert not process.failures_in_capture()
+        assert not process.stop_recording_failures()
         assert ACTIVITY.error == "RuntimeError: seen"
     finally:
         progress.mode = vllm_graphfix.fix.Mode.AUTO
-        process.forget_capture()
+        process.discard_failures()
     assert captured.manager is not None

@@ -15,7 +15,7 @@ from vllm_graphfix.deployment import Answer, Concern, Deployment, hardware
 from vllm_graphfix.deployment.runner import Default, default_runner
 from vllm_graphfix.fix import Diagnosis, Fix, Mode, State, Verdict, variable
 from vllm_graphfix.fixes import FIXES, OBSERVED_BY_DEFAULT, about
-from vllm_graphfix.patching.applied_fix import AppliedFix, Policy
+from vllm_graphfix.patching.applied_fix import AppliedFix, Lack, Policy
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.environment import Settings
@@ -247,14 +247,14 @@ def _row(
         notes.append(f"observed by default; {fix.variable}=auto applies it")
     for companion in fix.requires:
         other = applied_fixes[companion.name]
-        lacks = applied.must_revert_without(companion, other, lambda each: _may_be_needed(diagnoses[each.fix.name]))
-        if lacks is None:
+        lack = applied.lack_of(companion, other, lambda each: _may_be_needed(diagnoses[each.fix.name]))
+        if lack is Lack.NONE:
             continue
-        if not other.is_restrained():
+        if not other.is_off_or_observed():
             would_be = State.INCOMPATIBLE
             verdict = diagnoses[companion.name].verdict.value
             notes.append(f"{companion.name} is {verdict}; without it {companion.because}")
-        elif lacks:  # reverted only in a process that imports the companion's code
+        elif lack is Lack.REVERT:  # reverted only in a process that imports the companion's code
             notes.append(f"{companion.name} is not switched on: where {companion.because}, this fix is reverted")
         else:
             notes.append(f"{companion.name} is not switched on: {companion.because}")

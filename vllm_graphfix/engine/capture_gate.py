@@ -313,7 +313,7 @@ class CaptureGate:
         from vllm_graphfix.engine.own_report import report_after_capture
 
         dispatch = Dispatch(getattr(worker_or_runner, "model_runner", None))
-        failed = self.context.failures_in_capture()
+        failed = self.context.stop_recording_failures()
         group = self.reports.post_capture_group
         # Ranks that are not compared must not take graphs out of dispatch: all have to dispatch alike.
         may_leave_out = group is not None or (world()[1] == 1 and not _is_elastic(worker_or_runner))

@@ -93,7 +93,7 @@ class CaptureHooks:
                 raise
             finally:
                 # After an error, too: a wrapper that fails later fails in no graph.
-                guarded(self._gate.context.forget_capture)
+                guarded(self._gate.context.end_capture)
             if method == CAPTURE:
                 guarded(self._gate.status_record.publish_started)
                 guarded(self._gate.status_record.start_heartbeat)

@@ -99,21 +99,21 @@ class EngineContext:
         for each in self.components if worker is not None else ():
             guarded(each.begin_capture, worker)
 
-    def failures_in_capture(self) -> dict[str, dict[Graph | None, str]]:
-        """End the recording; return the errors of fixes since `begin_capture`, by name of the fix and graph.
+    def stop_recording_failures(self) -> dict[str, dict[Graph | None, str]]:
+        """Stop recording failures; return the errors of fixes since `begin_capture`, by name of the fix and graph.
 
         Failures of components are settled here: their wrappers change no graph.
         """
         own, *others = self.managers()
         for manager in others:
-            for name, graphs in manager.failures_in_capture().items():
+            for name, graphs in manager.stop_recording_failures().items():
                 manager.settle_capture(name, next(iter(graphs.values())), failed=True)
-        return own.failures_in_capture()
+        return own.stop_recording_failures()
 
-    def forget_capture(self) -> None:
-        """Stop recording failures: they have been settled, or their graphs are discarded."""
+    def end_capture(self) -> None:
+        """End the capture, of fixes and components: failures have been settled, or their graphs are discarded."""
         for manager in self.managers():
-            manager.forget_capture()
+            manager.discard_failures()
         for each in self.components:
             guarded(each.end_capture)
 

@@ -35,6 +35,16 @@ class Proof(Enum):
     CAPTURE = "the capture"
 
 
+class Lack(Enum):
+    """The lack of a companion, as far as a fix is concerned."""
+
+    NONE = "none"
+    ACCEPTED = "accepted"
+    """The user switched the companion off, or only observes it, and the fix may stay without it."""
+    REVERT = "revert"
+    """The fix must be reverted."""
+
+
 _IN_EACH_STEP = frozenset({"_determine_batch_execution_and_padding", "update_requests", "prepare_inputs"})
 """Methods of model runners that each step with requests calls, in every release that has them."""
 _IN_CAPTURES = frozenset({"capture", "capture_graph", "capture_model"})
@@ -49,8 +59,8 @@ def is_of_builder(target: str) -> bool:
 def proof_of(patches: Sequence[Patch], patch: Patch) -> Proof | None:
     """Return when a call of the target of *patch*, one of all *patches* of its fix, proves that the fix is at work.
 
-    None where no call can: targets that graphs record, that make objects, or that vLLM calls for some steps only. Where
-    a patch is left out of a fix that only counts, that patch corrects, and the others count in each step.
+    None where no call can: targets that graphs record, that make objects, or that vLLM calls for some steps only. None,
+    too, for a fix with a patch of `observes=False`: that one corrects, and a call of the others proves nothing of it.
     """
     owner, _, method = patch.name.rpartition(".")
     if owner and method in _IN_CAPTURES:
@@ -146,23 +156,22 @@ class AppliedFix:
             return State.OBSERVING if self.observes else State.ACTIVE
         return self.state
 
-    def is_restrained(self) -> bool:
-        """Tell if the user switched it off, or only observes."""
+    def is_off_or_observed(self) -> bool:
+        """Tell if the fix is switched off, or only observes."""
         return self.state is State.OFF or self.observes
 
-    def must_revert_without(
-        self, companion: Companion, other: "AppliedFix", is_affected: Callable[["AppliedFix"], bool]
-    ) -> bool | None:
-        """Tell if it must be reverted for lack of *other*, its *companion*; None if *other* is not lacking.
+    def lack_of(self, companion: Companion, other: "AppliedFix", may_be_needed: Callable[["AppliedFix"], bool]) -> Lack:
+        """Return the lack of *other*, which is the *companion* of this fix.
 
-        False where *other* is lacking and the user accepted that. *is_affected* tells, of a fix that is not switched
-        on, if this vLLM needs it.
+        *may_be_needed* tells, of a fix that is off or observes, if this vLLM may need it.
         """
         if not self.is_correcting or other.is_correcting or other.state is State.NOT_NEEDED:
-            return None
-        if other.is_restrained() and not is_affected(other):
-            return None
-        return not (other.is_restrained() and companion.may_be_off)
+            return Lack.NONE
+        if not other.is_off_or_observed():
+            return Lack.REVERT
+        if not may_be_needed(other):
+            return Lack.NONE
+        return Lack.ACCEPTED if companion.may_be_off else Lack.REVERT
 
     @property
     def patches(self) -> tuple[Patch, ...]:

@@ -14,7 +14,7 @@ from vllm_graphfix.fix import Activity, Code, State, Verdict
 from vllm_graphfix.fixes import import_whole
 from vllm_graphfix.log import HeldLog
 from vllm_graphfix.patching import sites
-from vllm_graphfix.patching.applied_fix import AppliedFix, FixState, Policy, Proof
+from vllm_graphfix.patching.applied_fix import AppliedFix, FixState, Lack, Policy, Proof
 from vllm_graphfix.patching.hooks import when_imported
 from vllm_graphfix.text import error_text
 
@@ -241,10 +241,10 @@ class FixManager:
             other = self._applied.get(companion.name)
             if companion.module != module or other is None:
                 continue
-            must_revert = applied.must_revert_without(companion, other, self._is_affected)
-            if must_revert is None:
+            lack = applied.lack_of(companion, other, self._may_be_needed)
+            if lack is Lack.NONE:
                 continue
-            if not must_revert:
+            if lack is Lack.ACCEPTED:
                 self._log.warning(
                     "graphfix: %s without %s (%s): %s",
                     applied.fix.name,
@@ -264,8 +264,11 @@ class FixManager:
                 if companion.name == lost.fix.name and companion.module in sys.modules:
                     self._require_companions(applied, companion.module)
 
-    def _is_affected(self, other: AppliedFix) -> bool:
-        """Tell if this vLLM may need *other*, which is switched off or observed; True without a diagnosis."""
+    def _may_be_needed(self, other: AppliedFix) -> bool:
+        """Tell if this vLLM may need *other*; True without a diagnosis.
+
+        Diagnoses *other* and keeps that, since it is off or observed, and may not have been judged.
+        """
         from vllm_graphfix import manifest
         from vllm_graphfix.source.files import open_source
 
@@ -314,9 +317,11 @@ class FixManager:
         With `strict`, unknown names come first. *v2* tells if the engine runs model runner V2; None if that is not
         known. With *recapture* the engine has served and captures anew: a fix that failed in a step and is still in
         place is left out, since this capture shows if it works.
+
+        Also ends the phase in which a fix that fails in use is reverted.
         """
         states = self.states().values()
-        self._may_capture = True
+        self._may_capture = True  # after `states`, which still reverts by the old phase
         mistyped = (f"{each} is not a variable of vllm-graphfix: correct or unset it" for each in self._policy.mistyped)
         undone = (
             f"{state.name} is {state.state.value}: {state.reason}"
@@ -334,16 +339,16 @@ class FixManager:
         for applied in self._applied.values():
             applied.activity.graphs = {}
 
-    def forget_capture(self) -> None:
-        """End the capture: its failures were settled, or concern no graph that is served."""
+    def discard_failures(self) -> None:
+        """Stop recording, and discard the failures: they were settled, or concern no graph that is served."""
         # Without the lock: whole objects are assigned, and a thread that imports may hold it.
         Activity.capturing = None
         for applied in self._applied.values():
             applied.activity.graphs = {}
 
     @_exclusive
-    def failures_in_capture(self) -> dict[str, dict[Any, str]]:
-        """End the recording; return the graphs in which each correcting fix failed, with the first error of each.
+    def stop_recording_failures(self) -> dict[str, dict[Any, str]]:
+        """Stop recording; return the graphs in which each correcting fix failed, with the first error of each.
 
         None stands for an unknown graph.
         """
