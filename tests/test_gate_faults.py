@@ -25,6 +25,7 @@ from vllm_graphfix import ranks
 from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.engine import capture_gate, gate_reports, own_report, rank_agreement, rank_report
 from vllm_graphfix.engine.capture_gate import STOPS, GraphfixError
+from vllm_graphfix.engine.gate_reports import PROFILING, WARM_UP
 from vllm_graphfix.engine.process import EngineProcess
 from vllm_graphfix.engine.rank_agreement import Agreement, compare, publish
 from vllm_graphfix.engine.role import Role
@@ -102,9 +103,9 @@ def gate_of_two(
         try:
             guarded(me.gate.reports.publish_report, "profiling")
             barrier.wait()
-            me.gate.before_capture(worker_double, "profile_cudagraph_memory")
+            me.gate.before_capture(worker_double, PROFILING)
             barrier.wait()
-            me.gate.before_capture(worker_double, "compile_or_warm_up_model")
+            me.gate.before_capture(worker_double, WARM_UP)
             barrier.wait()
             outcomes[rank] = "starts"
         except GraphfixError as error:
@@ -261,12 +262,12 @@ def test_a_gate_that_fails_stops_who_insists_and_else_says_so_in_the_record(
     guarded(me.gate.reports.publish_report, "profiling")
     record: Any = me.gate.status_record
     if insists:
-        for stage in ("profile_cudagraph_memory", "compile_or_warm_up_model"):
+        for stage in (PROFILING, WARM_UP):
             with pytest.raises(GraphfixError, match=rf"^{STOPS} before it .*\(AttributeError: .*=off on all nodes\."):
                 me.gate.before_capture(worker, stage)
             assert record.problem is not None
         return
-    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    me.gate.before_capture(worker, WARM_UP)
     assert record.problem is None
     assert me.gate.has_graphs, "what watches graphs must not miss them"
     assert "AttributeError: " in record.unchecked if mode == "auto" else record.unchecked is None
@@ -279,14 +280,14 @@ def test_a_report_that_could_not_even_be_begun_is_an_error_of_the_gate(
     """The rank went on without a comparison, as one that has nothing to compare, while the others waited for it."""
     me, worker = process_double({"VLLM_GRAPHFIX": "strict"} if insists else {}), worker_of(0)
     guarded(me.gate.reports.publish_report, "profiling")
-    me.gate.before_capture(worker, "profile_cudagraph_memory")
+    me.gate.before_capture(worker, PROFILING)
     alike.setattr(me.gate.reports, "publish_report", fail)
     record: Any = me.gate.status_record
     if insists:
         with pytest.raises(GraphfixError, match="AttributeError: injected"):
-            me.gate.before_capture(worker, "compile_or_warm_up_model")
+            me.gate.before_capture(worker, WARM_UP)
     else:
-        me.gate.before_capture(worker, "compile_or_warm_up_model")
+        me.gate.before_capture(worker, WARM_UP)
         assert "AttributeError: injected" in record.unchecked
 
 
@@ -298,7 +299,7 @@ def test_an_error_beside_a_lost_store_ends_no_engine_that_requires_nothing(alike
         raise StoreLostError
 
     alike.setattr(gate_reports, "common_store", lose)
-    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    me.gate.before_capture(worker, WARM_UP)
     record: Any = me.gate.status_record
     assert (record.problem, "AttributeError: injected" in record.unchecked) == (None, True)
 
@@ -314,7 +315,7 @@ def test_a_lost_store_is_waited_for_once(alike: pytest.MonkeyPatch) -> None:
     alike.setattr(gate_reports, "common_store", lose)
     guarded(me.gate.reports.publish_report, "profiling")
     with pytest.raises(GraphfixError, match=STOPS):
-        me.gate.before_capture(worker_of(0), "profile_cudagraph_memory")
+        me.gate.before_capture(worker_of(0), PROFILING)
     assert waits == [600]
 
 
@@ -326,7 +327,7 @@ def test_fleet_calls_an_engine_with_a_gate_that_failed_not_in_order(
     me, worker = process_double({STATUS_DIR: str(tmp_path)}), worker_of(0)
     me.role, me.gate.status_record = Role.WORKER, me.status_record
     break_step(step, me, worker, alike)
-    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    me.gate.before_capture(worker, WARM_UP)
     me.status_record.flush()
     seen = look(tmp_path)
     me.status_record._reporter_here().close()
@@ -340,7 +341,7 @@ def test_fleet_calls_an_engine_with_a_gate_that_failed_not_in_order(
 def test_a_front_end_that_runs_the_model_itself_is_heard_of_from_the_gate_on(tmp_path: Path) -> None:
     me, worker = process_double({STATUS_DIR: str(tmp_path)}), worker_of(0)
     me.gate.status_record = me.status_record
-    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    me.gate.before_capture(worker, WARM_UP)
     recorded = eventually(lambda: any(one.record.kept and one.record.rank for one in read(tmp_path).found))
     me.status_record._reporter_here().close()
     assert recorded
@@ -351,7 +352,7 @@ def test_a_gate_that_fails_stops_no_engine_without_graphs(step: str, alike: pyte
     me, worker = process_double({"VLLM_GRAPHFIX": "strict"}), worker_of(0)
     worker.vllm_config.model_config.enforce_eager = True
     break_step(step, me, worker, alike)
-    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    me.gate.before_capture(worker, WARM_UP)
     record: Any = me.gate.status_record
     assert (record.problem, record.unchecked) == (None, None)
 
@@ -361,7 +362,7 @@ def test_a_rank_that_could_not_compare_at_first_is_checked_once_it_has_compared(
     record: Any = me.gate.status_record
     with alike.context() as patch:
         break_step("compare", me, worker, patch)
-        me.gate.before_capture(worker, "compile_or_warm_up_model")
+        me.gate.before_capture(worker, WARM_UP)
     assert record.unchecked
     me.gate.after_capture(worker)
     assert record.unchecked is None
@@ -377,9 +378,9 @@ def test_an_error_of_another_rank_that_goes_on_unchecked_counts_as_one_s_own(
     alike.setattr(rank_agreement, "compare", lambda *args, **kwargs: other)
     if insists:
         with pytest.raises(GraphfixError, match=rf"^{STOPS} before it .*rank 1: OSError: injected"):
-            me.gate.before_capture(worker, "compile_or_warm_up_model")
+            me.gate.before_capture(worker, WARM_UP)
         return
-    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    me.gate.before_capture(worker, WARM_UP)
     record: Any = me.gate.status_record
     assert "rank 1: OSError: injected" in record.unchecked if mode == "auto" else record.unchecked is None
     assert (me.gate.reports.post_capture_group is not None) == (mode == "auto")
@@ -402,7 +403,7 @@ def test_where_nobody_knows_what_failed_in_a_capture_who_insists_stops(mode: str
     me, worker = process_double(environment), worker_of(0)
     for module in (capture_gate, gate_reports):
         alike.setattr(module, "world", lambda: (0, 1))
-    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    me.gate.before_capture(worker, WARM_UP)
     vars(me)["stop_recording_failures"] = fail
     record: Any = me.gate.status_record
     if insists:
@@ -429,10 +430,10 @@ def test_a_node_that_cannot_leave_its_later_report_still_follows_rank_0(monkeypa
     other = me.gate.reports.report()._replace(host="node-b", engine="b" * 16)
     me.gate.reports.publish_report("profiling")
     publish(store, "profiling", 1, other)
-    me.gate.before_capture(worker, "profile_cudagraph_memory")
+    me.gate.before_capture(worker, PROFILING)
     assert (record.agreement.agreeing, record.agreement.followers) == (2, ("b" * 16,))
     rank_agreement.publish_unchecked(store, "warm-up", 1, "OSError: no store")
-    me.gate.before_capture(worker, "compile_or_warm_up_model")
+    me.gate.before_capture(worker, WARM_UP)
     assert "rank 1: OSError: no store" in record.unchecked
     assert record.agreement.followers == ("b" * 16,)
     publish(store, "captured", 1, other._replace(engine="c" * 16))

@@ -17,6 +17,7 @@ from gate_doubles import process_double, worker_of
 from records import ENGINE, elsewhere, eventually, leave, names, only, record
 from vllm_graphfix import records
 from vllm_graphfix.engine import capture_gate, gate_reports, rank_agreement
+from vllm_graphfix.engine.gate_reports import PROFILING, WARM_UP
 from vllm_graphfix.engine.metrics import Exposition, Watcher
 from vllm_graphfix.engine.metrics_snapshot import ServedEngine
 from vllm_graphfix.engine.record_relay import RecordRelay
@@ -227,9 +228,9 @@ def test_a_rank_relays_from_its_capture_on(store: PrefixStore, monkeypatch: pyte
     monkeypatch.setattr(rank_agreement, "TIMEOUT_FOR_A_WARNING", 0.1)
     me = process_double({"VLLM_GRAPHFIX": "off"})
     vars(me.gate.status_record)["start_relay"] = lambda *arguments: started.append(arguments)
-    me.gate.before_capture(worker_of(1), "profile_cudagraph_memory")
+    me.gate.before_capture(worker_of(1), PROFILING)
     assert started == []
-    me.gate.before_capture(worker_of(1), "compile_or_warm_up_model")
+    me.gate.before_capture(worker_of(1), WARM_UP)
     assert started == [(store, 1, 2)]
 
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.engine.gate_reports import CAPTURED, PROFILING, WARM_UP, RankReports
+from vllm_graphfix.engine.gate_reports import CAPTURED, WARM_UP, RankReports
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import guarded
 from vllm_graphfix.ranks import StoreLostError, common_store, host_in, world
@@ -30,8 +30,6 @@ STOPS = "vllm-graphfix stops this engine"
 """The beginning of each message that stops an engine."""
 _BEFORE, _AFTER = f"{STOPS} before it captures its CUDA graphs", f"{STOPS} before it serves"
 RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-CAPTURE = "compile_or_warm_up_model"
-"""The method of a worker that captures the graphs which serve."""
 _NOT_COMPARED = "whether its ranks agree is not known"
 _EXIT_CODE = 70
 _STOCK = "To serve stock vLLM, set VLLM_GRAPHFIX=off on all nodes."
@@ -61,7 +59,7 @@ class CaptureGate:
         """This process has captured graphs that serve. Elastic expert parallelism captures again."""
 
     def before_capture(self, worker_or_runner: Any, stage: str) -> None:
-        """Raise GraphfixError if the engine must not capture.
+        """Raise GraphfixError if the engine must not capture at *stage*, `PROFILING` or `WARM_UP`.
 
         That is the case if the ranks do not agree, if a required fix is needed and not applied, or if the gate itself
         fails and the user requires a fix.
@@ -91,27 +89,26 @@ class CaptureGate:
             problem = self._problem_of_gate(_BEFORE, consequence, failure)
             if problem is not None:
                 guarded(self.reports.publish_end)  # or the others would wait for this rank's report after the capture
-                guarded(self.reports.publish_stop, WARM_UP if stage == CAPTURE else PROFILING, failure)
+                guarded(self.reports.publish_stop, stage, failure)
             elif self.status_record.unchecked is not None and not _is_elastic(worker_or_runner):
-                guarded(self.reports.publish_unchecked, WARM_UP if stage == CAPTURE else PROFILING, failure)
+                guarded(self.reports.publish_unchecked, stage, failure)
         guarded(self._publish_outcome, problem)
         if problem is not None:
             if failure is not None:
                 guarded(self._end_process, problem)
-            guarded(self._end_without_executor, worker_or_runner, problem)
+            guarded(self._end_if_executor_is_elsewhere, worker_or_runner, problem)
             raise GraphfixError(problem)
 
-    def _end_without_executor(self, worker_or_runner: Any, problem: str) -> None:
+    def _end_if_executor_is_elsewhere(self, worker_or_runner: Any, problem: str) -> None:
         if _has_executor_elsewhere(worker_or_runner):
             self._end_process(problem)
 
     def _end_process(self, problem: str) -> None:
-        """End the process of a rank for which an exception is not enough.
+        """End the process of a rank other than 0, since vLLM's executor would not see the exception.
 
-        If it stops because of an error of its own, which the other ranks do not share: vLLM's executor takes the ranks'
-        results in their order and waits without limit for rank 0, which may wait in a collective with this rank. It
-        notices at once that a process has ended. And if the executor is on another node, which ends with it: nobody
-        ends this process then, and it would wait for its next order without limit.
+        After an error of this rank alone, the executor waits for rank 0 first, without limit, and rank 0 may wait in a
+        collective with this rank; that a process has ended it sees at once. An executor on another node ends with that
+        node, and this process would wait for its next order without limit.
         """
         rank, _ = world()
         if rank > 0:
@@ -181,9 +178,9 @@ class CaptureGate:
         from vllm_graphfix.engine import rank_agreement
 
         early = self.reports.pending  # published before profiling and not compared
-        if stage == CAPTURE:
+        if stage == WARM_UP:
             try:
-                self.reports.publish_report(WARM_UP)  # first, before anything may fail: the others wait for it
+                self.reports.publish_report(stage)  # first, before anything may fail: the others wait for it
             except Exception as error:
                 self.reports.note_unpublished(error)  # raised below, if this rank is compared at all
         rank, world_size = self._record_rank(worker_or_runner)
@@ -195,18 +192,18 @@ class CaptureGate:
                 "graphfix: with --enable-elastic-ep ranks come and go, so they are not compared with each other"
             )
             return None
-        if stage == CAPTURE:
+        if stage == WARM_UP:
             guarded(self._start_relay, rank, world_size)
         decision = self.context.decision
         stops = self.has_graphs and decision is not None and not decision.is_off
-        if stage == CAPTURE and not stops and self.status_record.agreement is not None:
-            return None
+        if stage == WARM_UP and not stops and self.status_record.agreement is not None:
+            return None  # a warning needs no second comparison: the one before profiling is recorded
         try:
             pending = self.reports.take(early, stops=stops)
             if pending is None:
                 return None
             store, place, report = pending
-            if stops and stage == CAPTURE:
+            if stops and stage == WARM_UP:
                 # Before the comparison, which may fail here: the others will wait for this rank's next report.
                 self.reports.post_capture_group = store, rank, world_size
             # A warning is not worth minutes: the kill switch must bring a server up, also beside a rank without the
@@ -269,9 +266,12 @@ class CaptureGate:
         return agreement
 
     def _difference(self, agreement: Agreement) -> str | None:
-        """Return the message by which a difference stops the engine; None if there is none, or if it is a warning."""
+        """Return the message by which a difference stops the engine; None if there is none, or if it is a warning.
+
+        Raises RuntimeError if a rank goes on unchecked: the gate then acts as on an error of its own.
+        """
         if agreement.difference is None:
-            if agreement.unchecked:  # handled like an error of this rank: all ranks go on unchecked, or stop
+            if agreement.unchecked:
                 raise RuntimeError("; ".join(f"rank {other}: {why}" for other, why in agreement.unchecked.items()))
             return None
         message = f"the ranks of this engine do not agree. {agreement.difference}"
@@ -303,7 +303,7 @@ class CaptureGate:
                 guarded(self._end_process, problem)
         guarded(self._publish_outcome, problem)
         if problem is not None:
-            guarded(self._end_without_executor, worker_or_runner, problem)
+            guarded(self._end_if_executor_is_elsewhere, worker_or_runner, problem)
             raise GraphfixError(problem)
 
     def _settle_capture(self, worker_or_runner: Any) -> str | None:
@@ -317,11 +317,12 @@ class CaptureGate:
         group = self.reports.post_capture_group
         # Ranks that are not compared must not take graphs out of dispatch: all have to dispatch alike.
         may_leave_out = group is not None or (world()[1] == 1 and not _is_elastic(worker_or_runner))
-        graphs = [
-            (fix, (may_leave_out and graph is not None and dispatch.name_of(graph)) or "")
-            for fix, reasons in failed.items()
-            for graph in reasons
-        ]
+
+        def name(graph: Any) -> str:
+            """Return the name of *graph* on all ranks; "" if it cannot be left out."""
+            return (may_leave_out and graph is not None and dispatch.name_of(graph)) or ""
+
+        graphs = [(fix, name(graph)) for fix, errors in failed.items() for graph in errors]
         first_errors = {fix: next(iter(errors.values())) for fix, errors in failed.items()}
         report = report_after_capture(self.context, first_errors, graphs, can_leave_out=dispatch.can_leave_out)
         decision = self.context.decision

@@ -10,13 +10,15 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_graphfix.engine.capture_gate import CAPTURE, RUNNERS, STOPS, GraphfixError
-from vllm_graphfix.engine.gate_reports import PROFILING
+from vllm_graphfix.engine.capture_gate import RUNNERS, STOPS, GraphfixError
+from vllm_graphfix.engine.gate_reports import PROFILING, WARM_UP
 from vllm_graphfix.patching.hooks import guarded, when_imported, wrap
 
 if TYPE_CHECKING:
     from vllm_graphfix.engine.capture_gate import CaptureGate
 
+_CAPTURE = "compile_or_warm_up_model"
+"""The method of a worker that captures the graphs which serve."""
 _WORKERS = {"vllm.v1.worker.gpu_worker": "Worker", "vllm.v1.worker.cpu_worker": "CPUWorker"}
 
 
@@ -31,7 +33,7 @@ class CaptureHooks:
         when_imported("vllm.v1.engine.core", self._watch_start)
         for worker, owner in _WORKERS.items():
             when_imported(worker, functools.partial(self.watch_profiling, owner))
-            when_imported(worker, functools.partial(self.watch_capture, owner, CAPTURE))
+            when_imported(worker, functools.partial(self.watch_capture, owner, _CAPTURE))
         for runner in RUNNERS:
             # V1 captures graphs to measure their size and discards them (0.18.0 and later), before the worker captures
             # those that serve.
@@ -77,14 +79,15 @@ class CaptureHooks:
 
         Whoever else has patched the method: the gate does not change its result, and a conflict must not disable it.
         """
+        serves = method == _CAPTURE
 
         def around(stock: Callable[..., Any], worker_or_runner: Any, *args: Any, **kwargs: Any) -> Any:
-            self._gate.before_capture(worker_or_runner, method)
+            self._gate.before_capture(worker_or_runner, WARM_UP if serves else PROFILING)
             if self._gate.has_graphs:
-                guarded(self._gate.context.begin_capture, worker_or_runner if method == CAPTURE else None)
+                guarded(self._gate.context.begin_capture, worker_or_runner if serves else None)
             try:
                 result = stock(worker_or_runner, *args, **kwargs)
-                if self._gate.has_graphs and method == CAPTURE:
+                if self._gate.has_graphs and serves:
                     self._gate.after_capture(worker_or_runner)
             except GraphfixError:
                 raise
@@ -94,7 +97,7 @@ class CaptureHooks:
             finally:
                 # After an error, too: a wrapper that fails later fails in no graph.
                 guarded(self._gate.context.end_capture)
-            if method == CAPTURE:
+            if serves:
                 guarded(self._gate.status_record.publish_started)
                 guarded(self._gate.status_record.start_heartbeat)
                 guarded(self._gate.context.on_captured, worker_or_runner, self._gate.has_graphs)

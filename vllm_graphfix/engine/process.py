@@ -83,12 +83,15 @@ class EngineProcess(EngineContext):
     # -- the decision --------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Decide, or follow an inherited decision, and engage the fixes. Raises only what must stop `register`."""
+        """Decide, or follow an inherited decision, and engage the fixes. Raises only what must stop `register`.
+
+        A second caller returns at once, perhaps before the first has decided.
+        """
         with self._lock:
             if self._started:
                 return
             self._started = True
-        # Not under the lock: what follows imports, and a thread that imports may call this.
+        # Not under the lock: what follows imports, and a thread that holds that import's lock may call this.
         self.role, config = detect_role()
         self.model = served_model(config)
         self._join(config)
@@ -195,7 +198,7 @@ class EngineProcess(EngineContext):
             try:
                 guarded(self._decide_for_engine)
                 config = stock(*args, **kwargs)
-                guarded(self._decide_for_all_nodes, config, args, kwargs)
+                guarded(self._leave_rollout_without_key, config, args, kwargs)
                 guarded(self._note_configuration, config)
             finally:
                 _configuring.reset(token)
@@ -212,7 +215,7 @@ class EngineProcess(EngineContext):
         if self.role is Role.FRONT_END:
             self._decide()
 
-    def _decide_for_all_nodes(self, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _leave_rollout_without_key(self, config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the engine out of the rollout if each of its nodes would decide by its own host name.
 
         Only the configuration shows that. Nothing is captured before it exists, so applied fixes can be reverted.
@@ -227,23 +230,23 @@ class EngineProcess(EngineContext):
         separately = deciding_separately(config.parallel_config, headless)
         if separately is None:
             return
-        together = decision.needing_a_key(separately)
-        if together != decision:
-            logger.warning("graphfix: %s", together.refused)
-            self.decision = together
-            self._engage(together)
+        refused = decision.needing_a_key(separately)
+        if refused != decision:
+            logger.warning("graphfix: %s", refused.refused)
+            self.decision = refused
+            self._engage(refused)
 
     def _note_configuration(self, config: Any) -> None:
         parallel = config.parallel_config
         # To vLLM, data-parallel ranks of a dense model are separate engines; those of another node belong to another
         # front-end.
-        together = (
+        replicas = (
             parallel.data_parallel_size
             if getattr(config.model_config, "is_moe", True)
             else parallel.data_parallel_size_local
         )
         # With elastic expert parallelism ranks come and go.
-        self._ranks = None if getattr(parallel, "enable_elastic_ep", False) else int(parallel.world_size * together)
+        self._ranks = None if getattr(parallel, "enable_elastic_ep", False) else int(parallel.world_size * replicas)
         self.status_record.ranks_here = ranks_on_host(parallel)
         self._configured, self.model = True, served_model(config)
         if self.decision is not None and self.role is Role.FRONT_END:
@@ -290,7 +293,8 @@ class EngineProcess(EngineContext):
                 # No effect, unless the decision has changed or the fork interrupted a thread in the manager.
                 self._engage(self.decision)
         elif self.role is not Role.FRONT_END:
-            return  # an engine core that runs the model itself loads plugins twice
+            return  # `start` has published; an engine core that runs the model itself loads plugins twice
+        # A front-end that hosts the engine core publishes, too.
         self.status_record.publish_start()
 
     # -- names, metrics ------------------------------------------------------------------------------------------
