@@ -169,7 +169,8 @@ class Activity:
 
     __slots__ = ("_aside", "_counters", "_foreign", "corrects", "error", "graphs")
     capturing: ClassVar[Callable[[], Hashable] | None] = None
-    """Return the graph that is being captured; None while this process captures none.
+    """A function that returns the graph being captured, or None if it cannot tell; the attribute is None outside of
+    captures.
 
     A failure during a capture stays in that graph for as long as it is replayed.
     """

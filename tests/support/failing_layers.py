@@ -27,7 +27,7 @@ STOCKS = {
     "stock",
     "generate_fn",
     "flash_attn_varlen_func kernel",
-    "made if self.alone else made[0]",
+    "made if self.is_stateless else made[0]",
     "__call__ self._create",
 }
 """Calls that stock makes too: what they raise is vLLM's."""
@@ -39,7 +39,7 @@ OURS = (
     "cls",
     "self.next",
     "self.activity",
-    "self.alone",
+    "self.is_stateless",
     "self.consumed",
     "self.recorded_states",
     "session.",
@@ -48,7 +48,7 @@ OURS = (
     "stock.",
 )
 """Objects of the package's own."""
-PYTHONS = ("super()", "kept.", "arguments.", "signature.", "prepared.", "returned.", "_session.")
+PYTHONS = ("super()", "kept.", "arguments.", "signature.", "returned.", "_session.")
 """Objects of the standard library's own."""
 
 _seen: set[str] = set()

@@ -73,7 +73,9 @@ def _contents_of_cell(cell: Any) -> object:
 
 
 class FactoryPerPass:
-    """``create_forward_fn`` of `CudaGraphManager.capture` (0.18.0-0.22.1), called for each pass of a FULL descriptor.
+    """``create_forward_fn`` of `CudaGraphManager.capture` (0.18.0-0.22.1): a state for each pass of a FULL descriptor.
+
+    Stock calls it once per FULL descriptor, from 0.22.0 on once per pass.
 
     Takes a descriptor and further arguments of stock's factory; returns what that returns: a forward function, or
     (0.21.0+) that and the attention state. On an error of its own it reports to *activity* and falls back to stock's
@@ -114,7 +116,7 @@ class FactoryPerPass:
             if descriptor.cg_mode.name != "FULL":
                 return made
             passes = _Passes(self, descriptor, made, create)
-            returned = passes if passes.alone else (passes, *made[1:])
+            returned = passes if passes.is_stateless else (passes, *made[1:])
             self._passes[descriptor] = passes
         except Exception as error:
             self.activity.failed(error)
@@ -127,7 +129,7 @@ class _Passes:
 
     def __init__(self, factory: FactoryPerPass, descriptor: Any, made: Any, create: Callable[[], Any]) -> None:
         self._factory, self._descriptor, self._create = factory, descriptor, create
-        self.alone = callable(made)
+        self.is_stateless = callable(made)
         """True if the factory returns a forward function without a state."""
         self._first = made  # dropped with its pass: two states take twice the memory
         self.next: Any = None
@@ -137,9 +139,10 @@ class _Passes:
         # No call of our own before the pass has run: if that failed, the graph would record no pass.
         made, warms_up = self.next, self.next is None
         if warms_up:
+            # `_create` only from a third call on, which starts over.
             made = self._first if self._first is not None else self._create()
         self._first = self.next = None
-        result = (made if self.alone else made[0])(*args, **kwargs)
+        result = (made if self.is_stateless else made[0])(*args, **kwargs)
         if warms_up:
             self._prepare_recorded_pass(made)
         return result
@@ -152,7 +155,7 @@ class _Passes:
         try:
             self._factory.consumed += has_consumed_plan(warmed_up)
             made = self._create()
-            if not self.alone:
+            if not self.is_stateless:
                 self._factory.recorded_states[self._descriptor] = made[1]
             self.next = made
         except Exception as error:

@@ -75,9 +75,10 @@ def diagnose(source: Source) -> Diagnosis:
         asks = forward_functions(capture)
         if asks and not builds_each_state(source):
             return Diagnosis.unrecognised("attention states are built in a way", capture)
-        for again in asks[1:]:
-            return Diagnosis.fixed("the recorded pass has an attention state of its own", capture.at(again))
-        for once in asks:
+        if len(asks) > 1:
+            return Diagnosis.fixed("the recorded pass has an attention state of its own", capture.at(asks[1]))
+        if asks:
+            (once,) = asks
             (graph,) = capture.entering("torch.cuda.graph(...)")
             if not capture.calls(once, graph) <= _CALLS_BETWEEN_PASSES:
                 return Diagnosis.unrecognised(in_a_way, capture, defect_seen=True)
@@ -106,10 +107,13 @@ def _share_one_state_in_draft(source: Source, path: str) -> bool:
     return _share_one_state("generate_fn", _GENERATED, capture_graph, split)
 
 
-def _share_one_state(run: str, on_it: tuple[str, ...], capture_graph: Function, split: Function | None) -> bool:
-    """Tell if *capture_graph*, and *split* that records for it, build one state and *run* twice *on_it* (to 0.17.1)."""
+def _share_one_state(called: str, on_it: tuple[str, ...], capture_graph: Function, split: Function | None) -> bool:
+    """Tell if they build one state and call *called* exactly twice, both times on it (to 0.17.1).
+
+    *split* records for *capture_graph*; *on_it* are the patterns of such calls.
+    """
     parts = [part for part in (capture_graph, split) if part is not None]
-    runs = sum(len(part.find(f"{run}(...)")) for part in parts)
+    runs = sum(len(part.find(f"{called}(...)")) for part in parts)
     ran_on_it = sum(len(part.find(pattern)) for part in parts for pattern in on_it)
     graphs = [graph for part in parts for graph in part.entering("torch.cuda.graph(...)")]
     built = capture_graph.find_unique(BUILT)
@@ -117,7 +121,7 @@ def _share_one_state(run: str, on_it: tuple[str, ...], capture_graph: Function, 
         capture_graph.always(BUILT)
         and runs == ran_on_it == 2
         and len(graphs) == 1
-        and not any(part.repeats(f"{run}(...)") for part in parts)
+        and not any(part.repeats(f"{called}(...)") for part in parts)
         and capture_graph.calls(built, None if split else graphs[0]) <= _CALLS_BETWEEN_PASSES
         and (split is None or split.calls(None, graphs[0]) <= _CALLS_BETWEEN_PASSES)
     )
@@ -242,11 +246,11 @@ def _generate_with_a_state_per_pass(generate_fn: Any, activity: Activity) -> Any
 
     The recorded pass runs inside the graph, so its state is built before, after the warm-up.
     """
-    prepared: list[tuple[Any, Any]] = []
+    recorded_state: tuple[Any, Any] | None = None
     failed = False
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        nonlocal failed
+        nonlocal failed, recorded_state
         session = None
         try:
             running = None if failed else current_session()
@@ -258,11 +262,12 @@ def _generate_with_a_state_per_pass(generate_fn: Any, activity: Activity) -> Any
             activity.failed(error)
         if session is None:
             return generate_fn(*args, **kwargs)
-        state = prepared.pop() if prepared else None
+        # First call: the warm-up. Second: the recorded pass, inside the graph.
+        state, recorded_state = recorded_state, None
         args, kwargs = session.for_next_pass(args, kwargs, state)
         result = generate_fn(*args, **kwargs)
         if state is None:
-            prepared.append(session.state_for_next_pass())
+            recorded_state = session.state_for_next_pass()
         return result
 
     return generate

@@ -32,8 +32,8 @@ _BATCHS = "max_seq_len = attn_metadata.max_seq_len"
 _READ = "max_seq_len = common_attn_metadata.max_seq_len"
 LONGEST_LENGTH_FORGOTTEN = Event(
     "longest-length-forgotten",
-    "A micro-batch was made of a batch that is told of a longer length than any of its requests has, as a capture is: "
-    "on stock its kernels are captured for the lengths of the dummy requests.",
+    "A micro-batch was made of a batch whose `max_seq_len` is longer than any of its requests, as in a capture: on "
+    "stock its kernels are captured for the lengths of the dummy requests.",
 )
 
 
@@ -81,7 +81,7 @@ def with_longest_length(made: Any, ubatch_slice: Any, attn_metadata: Any) -> Cal
 
 
 def _longest_on_the_host(batch: Any) -> int:
-    """Return the longest length of a batch's requests, from host tensors that stock has just read, too."""
+    """Return the longest length of a batch's requests, from host tensors that stock has just read itself."""
     lengths = getattr(batch, "seq_lens_cpu_upper_bound", None)
     return int((batch.seq_lens_cpu if lengths is None else lengths).max())
 
