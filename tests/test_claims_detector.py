@@ -91,7 +91,6 @@ def warnings() -> Iterator[list[str]]:
 
 def captured(builder: Any, *batches: Any, drafts: int | None = DRAFTS) -> ClaimCheck:
     check = ClaimCheck()
-    check.begin(is_on=True)
     check.begin_capture(worker(builder, drafts=drafts))
     for each in batches:
         builder.build_for_cudagraph_capture(each)
@@ -106,12 +105,12 @@ def counted(check: ClaimCheck) -> int | None:
 @pytest.mark.usefixtures("graph")
 def test_a_builder_is_reported_once_with_its_first_graph_and_the_flag(warnings: list[str]) -> None:
     check = captured(BuilderDouble(PROMPTS), batch(), batch())
-    assert check.not_true() == (FalseClaim("BuilderDouble", "FULL 8"),)
+    assert check.findings() == (FalseClaim("BuilderDouble", "FULL 8"),)
     assert check.counts() == {"claims": {"prompts-in-graphs": 2, "failures": 0}}
     (text,) = warnings
     assert "BuilderDouble" in text
     assert "the graph of 8 tokens" in text
-    assert check.not_true()[0].advice in text
+    assert check.findings()[0].advice in text
     assert f"{PAGES}/claims.md" in text
 
 
@@ -119,7 +118,7 @@ def test_decodes_of_varying_lengths_need_not_fill_the_batch(graph: Any) -> None:
     for longest, reported in ((1 + DRAFTS, ("FULL 8",)), (2 + DRAFTS, ())):
         graph.now = Graph(None, "FULL", 8, serves=True, longest=longest)
         check = captured(BuilderDouble(PROMPTS), batch(tokens=5))
-        assert tuple(each.graph for each in check.not_true()) == reported
+        assert tuple(each.graph for each in check.findings()) == reported
 
 
 @pytest.mark.parametrize(
@@ -191,7 +190,7 @@ def test_another_error_of_a_build_is_vllms_alone(
 def test_nothing_else_is_reported(metadata: Any, one: Any, drafts: int | None, now: Graph | None, graph: Any) -> None:
     graph.now = now or graph.now
     check = captured(BuilderDouble(metadata), one, drafts=drafts)
-    assert check.not_true() == ()
+    assert check.findings() == ()
     assert not counted(check)
 
 

@@ -152,7 +152,6 @@ def made(address: int = 8, **fields: int) -> Any:
 
 def captured(context: Any, check: MetadataCheck | None = None) -> tuple[MetadataCheck, GraphDouble]:
     check = check or MetadataCheck()
-    check.begin(is_on=True)
     check.begin_capture()
     graph = GraphDouble()
     context._forward_context = ForwardContext(made(unread=1))
@@ -176,7 +175,7 @@ def test_what_a_capture_read_is_compared_in_the_first_replay_and_one_in_so_many(
     replay(context, graph, made(), made(9), made(unread=2), made(9), made(9, num_splits=3))
     assert graph.replays == 5
     assert check.counts() == {"metadata": {"compared": 3, "differing": 1, "failures": 0}}
-    assert set(check.differences()) == {
+    assert set(check.findings()) == {
         OtherMetadata("Attention.decode.table", "a graph", "lies elsewhere"),
         OtherMetadata("Attention.decode.num_splits", "a graph", "is 3, not 1"),
     }
@@ -187,6 +186,13 @@ def test_classes_are_as_they_were_after_the_capture(context: Any) -> None:
     before = [dict(vars(kind)) for kind in kinds]
     captured(context)
     assert [dict(vars(kind)) for kind in kinds] == before
+
+
+def test_graphs_of_a_capture_before_a_reset_are_not_compared(context: Any) -> None:
+    check, graph = captured(context)
+    check.reset()
+    replay(context, graph, made(9))
+    assert (check.counts(), check.findings(), graph.replays) == ({}, (), 1)
 
 
 def test_steps_without_requests_or_metadata_are_not_compared(context: Any) -> None:

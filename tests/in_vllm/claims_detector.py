@@ -14,7 +14,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_graphfix.engine.claims import _ON_THE_DEVICE, ClaimCheck
+from vllm_graphfix.engine.claims import _HARMLESS_BUILDERS, ClaimCheck
 from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.decoding import RunnerStandIn, configuration
 from vllm_graphfix.verify.double.graph import cpu_cuda_graphs
@@ -22,12 +22,6 @@ from vllm_graphfix.verify.double.scenarios import draft_graph_support as scenari
 
 CASES = claims.CASES | claims.ON_BLACKWELL
 RELEASE = tuple(map(int, vllm.__version__.split(".")[:2]))
-
-
-def check() -> ClaimCheck:
-    made = ClaimCheck()
-    made.begin(is_on=True)
-    return made
 
 
 def worker(builders: list[Any], drafts: int) -> Any:
@@ -48,7 +42,7 @@ def capture(build: Any, tokens: int, mode: CUDAGraphMode = CUDAGraphMode.FULL) -
 
 
 def seen_in_a_capture(builder: Any, case: claims.Case, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> ClaimCheck:
-    made = check()
+    made = ClaimCheck()
     with claims.prepared(builder, case) as (one, buffers):
         own = dict(vars(one))
         made.begin_capture(worker([one], case.drafts))
@@ -70,9 +64,9 @@ def measured() -> Iterator[tuple[str, str]]:
                 made = seen_in_a_capture(builder, case)
             except Exception:  # noqa: S112 - one that has no metadata here, or refuses this batch
                 continue
-            prompts = truth.rows == "prompts" and case.drafts and builder.__name__ not in _ON_THE_DEVICE
+            prompts = truth.rows == "prompts" and case.drafts and builder.__name__ not in _HARMLESS_BUILDERS
             wanted = [builder.__name__] if prompts else []
-            if [each.builder for each in made.not_true()] != wanted or made.counts().get("claims", {}).get("failures"):
+            if [each.builder for each in made.findings()] != wanted or made.counts().get("claims", {}).get("failures"):
                 yield name, title
             TRIED[bool(wanted)] += 1
 
@@ -93,7 +87,7 @@ def turboquant() -> Any:
 @pytest.mark.skipif(RELEASE < (0, 21), reason="TurboQuant claims such graphs from 0.21.0 on")
 def test_turboquant_is_reported_with_drafts_once_with_its_graph() -> None:
     made = seen_in_a_capture(turboquant(), claims.CASES["drafts"])
-    assert [tuple(each) for each in made.not_true()] == [("TurboQuantMetadataBuilder", "FULL 8")]
+    assert [tuple(each) for each in made.findings()] == [("TurboQuantMetadataBuilder", "FULL 8")]
     assert made.counts() == {"claims": {"prompts-in-graphs": 1, "failures": 0}}
 
 
@@ -103,7 +97,7 @@ def test_what_is_no_full_graph_of_decodes_with_drafts_is_not_reported(case: str)
     piecewise = case == "piecewise"
     mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.FULL
     made = seen_in_a_capture(turboquant(), claims.CASES["drafts" if piecewise else "one token"], mode)
-    assert made.not_true() == ()
+    assert made.findings() == ()
     assert made.counts() == ({"claims": {"prompts-in-graphs": 0, "failures": 0}} if piecewise else {})
 
 
@@ -122,7 +116,7 @@ def test_flashmla_that_refuses_to_be_captured_under_context_parallelism_is_named
 
 def captured_by_v2(tokens: int) -> ClaimCheck:
     """Capture decodes of so many *tokens* with vLLM's own manager, on Triton MLA."""
-    made = check()
+    made = ClaimCheck()
     config = configuration(CUDAGraphMode.FULL_DECODE_ONLY, [tokens, 2 * tokens, 4 * tokens], tokens - 1)
     config.mamba_config = None
     with cpu_cuda_graphs(), scenario._unpinned(), torch.inference_mode():
@@ -140,6 +134,6 @@ def captured_by_v2(tokens: int) -> ClaimCheck:
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_model_runner_v2s_own_captures_are_seen(tokens: int) -> None:
     made = captured_by_v2(tokens)
-    named = [each.builder for each in made.not_true()]
+    named = [each.builder for each in made.findings()]
     assert named == (["MLACommonMetadataBuilder"] if tokens > 1 else [])
-    assert all(each.graph.startswith("FULL ") for each in made.not_true())
+    assert all(each.graph.startswith("FULL ") for each in made.findings())

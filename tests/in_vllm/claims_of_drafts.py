@@ -20,7 +20,6 @@ def test_drafts_that_are_not_causal_are_reported_and_causal_ones_are_not(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check, stock = ClaimCheck(), dflash.DFlashSpeculator.capture
-    check.begin(is_on=True)
 
     @functools.wraps(stock)
     def watched(speculator: Any, *args: Any, **kwargs: Any) -> None:
@@ -32,6 +31,6 @@ def test_drafts_that_are_not_causal_are_reported_and_causal_ones_are_not(
     monkeypatch.setattr(dflash.DFlashSpeculator, "capture", watched)
     with cpu_cuda_graphs(), scenario._on_a_blackwell():
         scenario._speculator(CUDAGraphMode.FULL_DECODE_ONLY, causal=causal)
-    assert [each.builder for each in check.not_true()] == ([] if causal else ["FlashInferMetadataBuilder"])
+    assert [each.builder for each in check.findings()] == ([] if causal else ["FlashInferMetadataBuilder"])
     prompts = 0 if causal else 2 * len(scenario.SIZES)  # one to warm up, one to capture
     assert check.counts() == {"claims": {"prompts-in-graphs": prompts, "failures": 0}}

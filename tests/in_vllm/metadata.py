@@ -51,7 +51,6 @@ def compared(fix: str, *, trigger: bool) -> Iterator[MetadataCheck]:
         if watched is None:
             continue
         check = MetadataCheck()
-        check.begin(is_on=True)
         try:
             replay = worker._resolve(watched.scenario)
             check.begin_capture()
@@ -70,14 +69,14 @@ def compared(fix: str, *, trigger: bool) -> Iterator[MetadataCheck]:
 def test_a_defect_is_seen_where_there_is_one_and_nothing_elsewhere(fix: str) -> None:
     for check in compared(fix, trigger=True):
         wanted = affected(fix) and fix in SEEN
-        assert bool(check.differences()) == wanted, check.differences()
+        assert bool(check.findings()) == wanted, check.findings()
         assert bool(check.counts()["metadata"]["differing"]) == wanted
 
 
 @WATCHED
 def test_without_the_conditions_of_the_defect_nothing_differs(fix: str) -> None:
     for check in compared(fix, trigger=False):
-        assert bool(check.differences()) == (affected(fix) and fix in BY_ADDRESS), check.differences()
+        assert bool(check.findings()) == (affected(fix) and fix in BY_ADDRESS), check.findings()
 
 
 def of_right_builders() -> Iterator[tuple[str, set[str]]]:

@@ -49,7 +49,7 @@ def config(mode: CompilationMode = CompilationMode.DYNAMO_TRACE_ONCE) -> VllmCon
 
 def findings(check: TracedCheck) -> list[tuple[str, str, str]]:
     assert check.counts().get("traced", {}).get("failures", 0) == 0
-    return [(each.argument, each.traced, each.now) for each in check.differences()]
+    return [(each.argument, each.traced, each.now) for each in check.findings()]
 
 
 # -- known defects -----------------------------------------------------------------------------------------------------
@@ -208,4 +208,4 @@ def test_switched_off_it_does_nothing_more(check: TracedCheck) -> None:
     check.begin(is_on=False)
     model(ONES, ONES)
     compiled()(ONES)
-    assert (check.counts(), check.differences()) == ({}, ())
+    assert (check.counts(), check.findings()) == ({}, ())

@@ -52,7 +52,6 @@ def test_it_is_a_graph_of_decodes_up_to_a_length(monkeypatch: pytest.MonkeyPatch
         runner.attn_groups = [[group]]
         arguments = {"decode_query_len": 1 + DRAFTS, "cudagraph_mode": mode, "varlen_decode": True}
         manager = cudagraph_utils.ModelCudaGraphManager(config, torch.device("cpu"), **arguments)
-        check.begin(is_on=True)
         check.begin_capture(SimpleNamespace(vllm_config=config, model_runner=runner))
         inputs = runner.capture_inputs() | {"model": LengthsOfRows(), "intermediate_tensors": None}
         manager.capture(**supported_kwargs(manager.capture, inputs))
@@ -60,7 +59,7 @@ def test_it_is_a_graph_of_decodes_up_to_a_length(monkeypatch: pytest.MonkeyPatch
     (descriptor,) = manager.graphs
     assert (descriptor.uniform_token_count, descriptor.num_reqs, descriptor.num_tokens) == (None, MAX_REQUESTS, TOKENS)
     assert {(each.tokens, each.longest) for each in graphs if each} == {(TOKENS, 1 + DRAFTS)}
-    assert [each.graph for each in check.not_true()] == [f"FULL {TOKENS}"]
+    assert [each.graph for each in check.findings()] == [f"FULL {TOKENS}"]
     assert shape_of(descriptor) == Shape(TOKENS, uniform=False)
     longest = {"max_seq_len": MAX_LENGTH, "max_seqlen_k": MAX_LENGTH}
     assert _launches(config, descriptor) == (

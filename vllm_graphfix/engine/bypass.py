@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm_graphfix.engine.claims import builders_of
-from vllm_graphfix.engine.graph_dispatch import managers_of
+from vllm_graphfix.engine.graph_dispatch import builders_of, managers_of
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.applied_fix import Proof, is_of_builder
 from vllm_graphfix.text import PAGES
@@ -49,33 +48,34 @@ class Watched:
     own: ClassVar[weakref.WeakSet[Callable[..., Any]]] = weakref.WeakSet()
     """The attributes of all objects."""
 
-    def __init__(self, owned: Any, method: str, note: Callable[[Watched], None]) -> None:
+    def __init__(self, instance: Any, method: str, note: Callable[[Watched], None]) -> None:
+        """Set the attribute, which calls *note* before each call of the method and refers to this object."""
         self.called = False
-        self.owned: Callable[[], Any] = weakref.ref(owned)
+        self.instance: Callable[[], Any] = weakref.ref(instance)
         self.method = method
-        self._beneath = beneath = vars(owned).get(method)
+        self._beneath = beneath = vars(instance).get(method)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             note(self)
-            owned = self.owned()
-            return beneath(*args, **kwargs) if beneath else getattr(type(owned), method)(owned, *args, **kwargs)
+            instance = self.instance()
+            return beneath(*args, **kwargs) if beneath else getattr(type(instance), method)(instance, *args, **kwargs)
 
         self._attribute = call
         self.own.add(call)
-        setattr(owned, method, call)
+        setattr(instance, method, call)
 
-    def is_on(self, owned: Any, method: str) -> bool:
-        """Tell if this is the attribute *method* of *owned*."""
-        return vars(owned).get(method) is self._attribute
+    def is_on(self, instance: Any, method: str) -> bool:
+        """Tell if this is the attribute *method* of *instance*."""
+        return vars(instance).get(method) is self._attribute
 
     def remove(self) -> None:
         """Remove the attribute, unless it is under somebody else's, which calls it: it does nothing from then on."""
-        owned = self.owned()
-        if owned is not None and self.is_on(owned, self.method):
+        instance = self.instance()
+        if instance is not None and self.is_on(instance, self.method):
             if self._beneath is not None:
-                setattr(owned, self.method, self._beneath)
+                setattr(instance, self.method, self._beneath)
             else:
-                vars(owned).pop(self.method, None)  # with a default: a step may remove it now
+                vars(instance).pop(self.method, None)  # with a default: a step may remove it now
 
 
 class BypassWatch:
@@ -190,18 +190,18 @@ class BypassWatch:
     def _calls_of(self, runner: Any, site: Site) -> Iterator[Watched]:
         """Yield the calls on objects of *runner* that would reach *site*, and watch them."""
         method = "build" if is_of_builder(site.name) else site.attribute
-        for owned in (runner, *builders_of(runner), *managers_of(runner)):
+        for instance in (runner, *builders_of(runner), *managers_of(runner)):
             # A subclass with a method of its own may call the patched one or not, and proves nothing.
-            if _definer(owned, site.attribute) is site.owner and (call := self._put(owned, method, _note)):
+            if _definer(instance, site.attribute) is site.owner and (call := self._put(instance, method, _note)):
                 yield call
 
-    def _put(self, owned: Any, method: str, note: Callable[[Watched], None]) -> Watched | None:
-        """Watch *method* of *owned*; None if it has an attribute of somebody else's there."""
-        if method in vars(owned):
-            existing = next((each for each in self._watched if each.is_on(owned, method)), None)
-            if existing is not None or vars(owned)[method] not in Watched.own:
+    def _put(self, instance: Any, method: str, note: Callable[[Watched], None]) -> Watched | None:
+        """Watch *method* of *instance*; None if it has an attribute of somebody else's there."""
+        if method in vars(instance):
+            existing = next((each for each in self._watched if each.is_on(instance, method)), None)
+            if existing is not None or vars(instance)[method] not in Watched.own:
                 return existing
-        watched = Watched(owned, method, note)
+        watched = Watched(instance, method, note)
         self._watched.append(watched)
         return watched
 
@@ -227,8 +227,8 @@ def _note(call: Watched) -> None:
 
 def _is_expected(call: Watched) -> bool:
     """Tell if vLLM had to make *call*: a manager without graphs has nothing to capture, and an object may be gone."""
-    owned = call.owned()
-    return owned is not None and bool(getattr(owned, "graphs", True))
+    instance = call.instance()
+    return instance is not None and bool(getattr(instance, "graphs", True))
 
 
 def _is_proven(calls: Sequence[Watched]) -> bool:
@@ -248,8 +248,8 @@ def full_graphs(runner: Any) -> Iterator[Any]:
     yield from (graph for graph in graphs if hasattr(graph, "replay"))
 
 
-def _definer(owned: Any, method: str) -> type | None:
-    return next((kind for kind in type(owned).__mro__ if method in vars(kind)), None)
+def _definer(instance: Any, method: str) -> type | None:
+    return next((kind for kind in type(instance).__mro__ if method in vars(kind)), None)
 
 
 def serves_requests(frame: FrameType | None) -> bool:

@@ -2,8 +2,8 @@
 
 A builder that takes such rows for prompts does so at the capture, too, and the graph then holds the path of prompts
 with the lengths, plans and tensors of its dummy batch. Model runners go by what the builder's class claims to support,
-which it may do without knowing its threshold. A builder is watched by an attribute of its own around vLLM's calls, from
-the beginning of the capture to its end, and is called by nobody else: builders have states.
+which it may do without knowing its threshold. During the capture the methods of each builder instance that build have a
+wrapper in their place. The check never calls a builder itself, since builders keep state.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from vllm_graphfix.engine.graph_dispatch import graph_being_captured
+from vllm_graphfix.engine.graph_dispatch import builders_of, graph_being_captured
 from vllm_graphfix.log import logger
 from vllm_graphfix.records.record import SHORT, FalseClaim
 from vllm_graphfix.text import PAGES
@@ -23,7 +23,7 @@ _LISTED = 5
 """Limit of builders that a record names."""
 _BUILDS = ("build_for_cudagraph_capture", "build")
 """Model runner V2 calls the second for its captures, too, up to 0.20.2."""
-_ON_THE_DEVICE = frozenset({"KpoolTailMetadataBuilder", "RocmOctaveMetadataBuilder"})
+_HARMLESS_BUILDERS = frozenset({"KpoolTailMetadataBuilder", "RocmOctaveMetadataBuilder"})
 """They count such rows as prompts, and their kernels read all that changes from tensors that stay (docs/claims.md)."""
 
 
@@ -33,7 +33,6 @@ class ClaimCheck:
     def __init__(self, publish: Callable[[], None] = lambda: None) -> None:
         """*publish* is called when a claim is not true."""
         self._publish = publish
-        self._is_on = False
         self._failures = 0
         self._longest = 0
         """Tokens of a decode with all its drafts."""
@@ -44,15 +43,9 @@ class ClaimCheck:
         """Builds for full graphs in which decodes were prompts; None before a capture with drafts."""
         self._first: dict[str, FalseClaim] = {}
 
-    def begin(self, *, is_on: bool) -> None:
-        """Watch the next captures, or none."""
-        if is_on is not self._is_on:
-            self.forked()
-        self._is_on = is_on
-
     def begin_capture(self, worker: Any) -> None:
         """Watch the builders of *worker*, which is about to capture its graphs."""
-        if not self._is_on or self._failures:
+        if self._failures:
             return
         try:
             drafts = getattr(getattr(worker.vllm_config, "speculative_config", None), "num_speculative_tokens", None)
@@ -98,6 +91,7 @@ class ClaimCheck:
             if graph is None or graph.mode != "FULL" or not graph.serves:
                 return
             length = self._length_of_decodes(arguments, graph.longest)
+            # Builders refuse by assert. With a threshold of at least *length* it refused something else.
             if length is not None and not (refuses and builder.reorder_batch_threshold >= length):
                 self._see(type(builder).__name__, graph.tokens, refuses=refuses)
         except Exception as error:
@@ -127,7 +121,7 @@ class ClaimCheck:
                 PAGES,
             )
             return
-        if builder in _ON_THE_DEVICE:
+        if builder in _HARMLESS_BUILDERS:
             return
         self._count = (self._count or 0) + 1
         if builder not in self._first:
@@ -153,12 +147,12 @@ class ClaimCheck:
             return {}
         return {NAME: {"prompts-in-graphs": self._count or 0, "failures": self._failures}}
 
-    def not_true(self) -> tuple[FalseClaim, ...]:
+    def findings(self) -> tuple[FalseClaim, ...]:
         """Return the first builders whose claims are not true, for a record."""
         return tuple(self._first.values())[:_LISTED]
 
-    def forked(self) -> None:
-        """Discard the parent's capture; called in a forked child, which has no graphs yet."""
+    def reset(self) -> None:
+        """Discard what was watched: in a forked child, which has no graphs yet, or when the setting changes."""
         self.end_capture()
         self._failures, self._count, self._first = 0, None, {}
 
@@ -180,11 +174,3 @@ def _builders(runner: Any) -> Iterator[Any]:
             if id(builder) not in seen:
                 seen.add(id(builder))
                 yield builder
-
-
-def builders_of(runner: Any) -> Iterator[Any]:
-    """Yield the builders of attention metadata of a model runner, or of a speculator."""
-    groups = [group for groups in getattr(runner, "attn_groups", None) or () for group in groups]
-    lists = [group.metadata_builders for group in groups]
-    lists.append(getattr(runner, "attn_metadata_builders", None) or [])  # model runner V2 up to 0.16.0
-    yield from (builder for builders in lists for builder in builders)

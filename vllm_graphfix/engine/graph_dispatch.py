@@ -133,6 +133,14 @@ def managers_of(runner: Any) -> Iterator[Any]:
     yield from (manager for _, manager in _managers(runner))
 
 
+def builders_of(runner: Any) -> Iterator[Any]:
+    """Yield the builders of attention metadata of a model runner, or of a speculator."""
+    groups = [group for groups in getattr(runner, "attn_groups", None) or () for group in groups]
+    lists = [group.metadata_builders for group in groups]
+    lists.append(getattr(runner, "attn_metadata_builders", None) or [])  # model runner V2 up to 0.16.0
+    yield from (builder for builders in lists for builder in builders)
+
+
 def _is_v1(manager: Any) -> bool:
     return hasattr(manager, "cudagraph_keys")
 

@@ -50,7 +50,6 @@ class MetadataCheck:
     def __init__(self, publish: Callable[[], None] = lambda: None) -> None:
         """*publish* is called when a field differs."""
         self._publish = publish
-        self._is_on = False
         self._failures = 0
         self._replaced: list[tuple[Any, str, Any]] = []
         """Classes that have a function of ours under a name until the capture ends, and what they had there."""
@@ -59,19 +58,13 @@ class MetadataCheck:
         self._segment: _Sample | None = None
         """Compares the segment whose capture has ended, until the breakable graph has its replay."""
         self._compared: int | None = None
-        """Replays that were compared; None before a capture."""
+        """Replays that were compared; None before a capture, and after a `reset`: then none is compared."""
         self._differing = 0
         self._first: dict[str, OtherMetadata] = {}
 
-    def begin(self, *, is_on: bool) -> None:
-        """Watch the next captures, or none."""
-        if is_on is not self._is_on:
-            self.forked()
-        self._is_on = is_on
-
     def begin_capture(self, _: Any = None) -> None:
         """Note from now on what graphs read, whichever worker captures."""
-        if not self._is_on or self._failures:
+        if self._failures:
             return
         try:
             import torch
@@ -103,8 +96,8 @@ class MetadataCheck:
         stock = getattr(kind, name)
         self._replaced.append((kind, name, vars(kind).get(name, _MISSING)))
 
-        def replacement(owned: Any, *args: Any, **kwargs: Any) -> Any:
-            return around(stock, owned, *args, **kwargs)
+        def replacement(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(stock, instance, *args, **kwargs)
 
         setattr(kind, name, replacement)
 
@@ -113,19 +106,19 @@ class MetadataCheck:
         if getattr(kind, "__getattribute__") == getattr(object, "__getattribute__"):  # noqa: B009 - mypy's types differ
             self._replace(kind, "__getattribute__", self._read)
 
-    def _read(self, stock: Callable[..., Any], owned: Any, name: str) -> Any:
+    def _read(self, stock: Callable[..., Any], instance: Any, name: str) -> Any:
         if (capture := self._capture) is not None:
             try:
-                if type(owned).__name__ == "ForwardContext":
-                    if name in _OF_CONTEXT and not stock(owned, name):
+                if type(instance).__name__ == "ForwardContext":
+                    if name in _OF_CONTEXT and not stock(instance, name):
                         capture.absent.setdefault(f"{name} in {_reader()}", name)
                     elif name == "attn_metadata":
-                        self._enter(capture, stock(owned, name))
-                elif (path := capture.paths.get(id(owned))) is not None:
+                        self._enter(capture, stock(instance, name))
+                elif (path := capture.paths.get(id(instance))) is not None:
                     capture.read.add((*path, name))
             except Exception as error:
                 self._fail(error)
-        return stock(owned, name)
+        return stock(instance, name)
 
     def _begin_graph(self, stock: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> None:
         stock(graph, *args, **kwargs)
@@ -141,13 +134,15 @@ class MetadataCheck:
     def _end_graph(self, stock: Callable[..., Any], graph: Any) -> None:
         capture, self._capture = self._capture, None
         stock(graph)
+        # A piecewise graph reads no metadata, since attention runs between the pieces: it is not watched.
         if capture is None or not ((fields := capture.fields()) or capture.absent):
             return
         sample = _Sample(functools.partial(self._compare, capture.graph, fields, capture.absent))
         if capture.is_segment:
             self._segment = sample
         else:
-            self._try(lambda: Watched(graph, "replay", lambda watched: sample(watched.owned())))
+            # `Watched` installs itself on the graph.
+            self._try(lambda: Watched(graph, "replay", lambda watched: sample(watched.instance())))
 
     def _end_segment(self, stock: Callable[..., Any], breakable: Any) -> None:
         graph = breakable._current_graph
@@ -160,7 +155,7 @@ class MetadataCheck:
     # -- replays ---------------------------------------------------------------------------------------------------
 
     def _compare(self, name: str, fields: dict[Path, Any], absent: dict[str, str], graph: Any) -> None:
-        if self._is_on:
+        if self._compared is not None:
             self._try(lambda: self._judge(name, fields, absent, graph))
 
     def _judge(self, name: str, fields: dict[Path, Any], absent: dict[str, str], graph: Any) -> None:
@@ -203,12 +198,12 @@ class MetadataCheck:
         counted = {"compared": self._compared or 0, "differing": self._differing, "failures": self._failures}
         return {NAME: counted}
 
-    def differences(self) -> tuple[OtherMetadata, ...]:
+    def findings(self) -> tuple[OtherMetadata, ...]:
         """Return the first fields that differ, for a record."""
         return tuple(self._first.values())
 
-    def forked(self) -> None:
-        """Discard the parent's capture; called in a forked child, which has no graphs yet."""
+    def reset(self) -> None:
+        """Discard what was watched: in a forked child, which has no graphs yet, or when the setting changes."""
         self.end_capture()
         self._failures, self._compared, self._differing, self._first = 0, None, 0, {}
 
@@ -238,11 +233,11 @@ class _Capture:
         self._objects.append(metadata)
         return True
 
-    def add(self, path: Path, owned: Any) -> None:
-        if id(owned) not in self.paths:
-            self.paths[id(owned)] = path
-            self._objects.append(owned)
-            for name, value in vars(owned).items():
+    def add(self, path: Path, instance: Any) -> None:
+        if id(instance) not in self.paths:
+            self.paths[id(instance)] = path
+            self._objects.append(instance)
+            for name, value in vars(instance).items():
                 own = (*path, name)
                 self._values[own] = {each: _seen(each, leaf, self._device) for each, leaf in _leaves(value, own)}
 
@@ -274,6 +269,7 @@ def _replay(sample: _Sample, graph: Any) -> None:
 
 def differing(fields: dict[Path, Any], metadata: Any, device: str) -> Iterator[tuple[Path, str]]:
     """Yield the paths at which *metadata* have no longer what the capture read, each with the difference."""
+    # Parts of the metadata with a schedule that was made for their longest query, in a tensor.
     planned = {
         path[:-1] for path, before in fields.items() if "schedule" in str(path[-1]) and isinstance(before, tuple)
     }
@@ -287,6 +283,7 @@ def differing(fields: dict[Path, Any], metadata: Any, device: str) -> Iterator[t
         elif isinstance(before, tuple) and isinstance(now, tuple):
             if before[0] != now[0]:
                 yield path, "lies elsewhere"
+            # Dimensions of size 1 have no stride here (`_seen`), so that a smaller batch may have fewer strides.
             elif len(before) == len(now) and before != now:
                 yield path, "has other strides"
         elif isinstance(before, (int, float)) and isinstance(now, (int, float)) and before != now:
@@ -385,7 +382,10 @@ _VARIABLES = ("draft_attn_metadata", "attn_metadata_updated", "attn_metadata")
 
 
 def _replays(owner: Any, graph: Any) -> bool:
-    """Tell if a manager of *owner* has *graph*."""
+    """Tell if a manager of *owner* has *graph*.
+
+    Not by `managers_of`: that has a runner's speculator, too, whose graphs replay on other metadata.
+    """
     managers = [*getattr(owner, "__dict__", {}).values()]
     return any(graph is each for manager in managers for each in [*_graphs_of(manager).values()])
 

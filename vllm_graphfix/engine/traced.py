@@ -61,7 +61,7 @@ class TracedCheck:
     def begin(self, *, is_on: bool) -> None:
         """Watch the models that are made from now on, or none."""
         if is_on is not self._is_on:
-            self.forked()
+            self.reset()
         self._is_on = is_on
 
     def watch(self, wrapper: ModuleType) -> None:
@@ -190,12 +190,12 @@ class TracedCheck:
         counted = {"compared": self._compared or 0, "differing": self._differing, "failures": self._failures}
         return {NAME: counted}
 
-    def differences(self) -> tuple[TracedArgument, ...]:
+    def findings(self) -> tuple[TracedArgument, ...]:
         """Return the first arguments that differ, for a record."""
         return tuple(self._first.values())
 
-    def forked(self) -> None:
-        """Discard the parent's models and findings; called in a forked child."""
+    def reset(self) -> None:
+        """Discard models and findings: in a forked child, or when the setting changes."""
         self._failures, self._compared, self._differing, self._first = 0, None, 0, {}
         self._read, self._traces = WeakKeyDictionary(), WeakKeyDictionary()
 

@@ -97,14 +97,32 @@ class Component:
         """Discard the parent's state; called in a forked child."""
 
 
-class CaptureComponent(Component):
-    """Owns a check that watches captures, and is made where a rank captures."""
+class CheckComponent(Component):
+    """Owns a check, which is imported and made only if a setting needs it; a `Record` has its findings by its name."""
 
     has_state = False
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
         self.check: Any = None
+
+    def counts(self) -> Mapping[str, Mapping[str, int]]:
+        counted: Mapping[str, Mapping[str, int]] = self.check.counts() if self.check is not None else {}
+        return counted
+
+    def findings(self) -> Mapping[str, Any]:
+        return {self.name: self.check.findings()} if self.check is not None else {}
+
+    def after_fork(self) -> None:
+        if self.check is not None:
+            self.check.reset()
+
+
+class CaptureComponent(CheckComponent):
+    """Owns a check that watches captures, and is made where a rank captures."""
+
+    def __init__(self, services: Services) -> None:
+        super().__init__(services)
         self._is_on = False
 
     def is_on(self, decision: Decision) -> bool:
@@ -114,28 +132,20 @@ class CaptureComponent(Component):
         raise NotImplementedError("each subclass imports its check")
 
     def start(self, decision: Decision, policy: Policy) -> None:
-        self._is_on = self.is_on(decision)
-        if self.check is not None:
-            self.check.begin(is_on=self._is_on)
+        was_on, self._is_on = self._is_on, self.is_on(decision)
+        if self.check is not None and self._is_on is not was_on:
+            self.check.reset()
 
     def begin_capture(self, worker: Any) -> None:
-        if self.check is None and self._is_on:
+        if not self._is_on:
+            return
+        if self.check is None:
             self.check = self.make()
-            self.check.begin(is_on=True)
-        if self.check is not None:
-            self.check.begin_capture(worker)
+        self.check.begin_capture(worker)
 
     def end_capture(self) -> None:
         if self.check is not None:
             self.check.end_capture()
-
-    def counts(self) -> Mapping[str, Mapping[str, int]]:
-        counted: Mapping[str, Mapping[str, int]] = self.check.counts() if self.check is not None else {}
-        return counted
-
-    def after_fork(self) -> None:
-        if self.check is not None:
-            self.check.forked()
 
 
 def make_all(services: Services) -> tuple[Component, ...]:

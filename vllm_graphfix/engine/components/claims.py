@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_graphfix.engine.components import CaptureComponent
 from vllm_graphfix.settings.environment import Claims
@@ -25,9 +24,6 @@ class ClaimComponent(CaptureComponent):
         from vllm_graphfix.engine.claims import ClaimCheck
 
         return ClaimCheck(self.services.publish)
-
-    def findings(self) -> Mapping[str, Any]:
-        return {"claims": self.check.not_true()} if self.check is not None else {}
 
 
 COMPONENT = ClaimComponent

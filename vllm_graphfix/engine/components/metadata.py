@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_graphfix.engine.components import CaptureComponent
 
@@ -24,9 +23,6 @@ class MetadataComponent(CaptureComponent):
         from vllm_graphfix.engine.metadata import MetadataCheck
 
         return MetadataCheck(self.services.publish)
-
-    def findings(self) -> Mapping[str, Any]:
-        return {"metadata": self.check.differences()} if self.check is not None else {}
 
 
 COMPONENT = MetadataComponent
