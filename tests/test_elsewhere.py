@@ -161,14 +161,14 @@ def test_a_file_that_cannot_be_parsed_refuses_an_all_clear_outside_of_forks(fix:
 def test_the_extension_modules_of_every_wheel_are_usual(release: str) -> None:
     modules = [f"{module}.abi3.so" for module in extension_modules(release_root(release))]
     assert "vllm/cumem_allocator.abi3.so" in modules
-    assert Search(with_files(stock_source(release_root(release)), *modules)).without_source is None
+    assert Search(with_files(stock_source(release_root(release)), *modules)).foreign_binary is None
 
 
 @pytest.mark.parametrize(
     "path", ["vllm/_rocm_C.abi3.so", "vllm/_C_AVX512.cpython-312-x86_64-linux-gnu.so", "vllm/_C.pyd"]
 )
 def test_the_extension_modules_of_other_builds_are_usual(path: str) -> None:
-    assert Search(with_files(stock_source(release_root("0.33.0")), path)).without_source is None
+    assert Search(with_files(stock_source(release_root("0.33.0")), path)).foreign_binary is None
 
 
 @pytest.mark.parametrize(

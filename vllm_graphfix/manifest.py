@@ -122,9 +122,9 @@ def _replaced_elsewhere(fix: Patchable, source: Source, diagnosis: Diagnosis) ->
     if fix.name not in BY_NAME:
         return None
     search, recorded = _search(source), load()["elsewhere"].get(fix.name, {})
-    if search.without_source is not None:
+    if search.foreign_binary is not None:
         reason = f"{diagnosis.reason}; but there is code without source that no known release has"
-        return Diagnosis(Verdict.UNRECOGNISED, reason, f"{search.without_source}:1")
+        return Diagnosis(Verdict.UNRECOGNISED, reason, f"{search.foreign_binary}:1")
     if not search.paths:
         return None
     if search.is_like_no_release:
@@ -161,7 +161,7 @@ def _is_edited(fix: Patchable, source: Source) -> bool:
     """Tell if a file that *fix* reads, or one of the engine, is of no known release or may not be what is imported."""
     search = _search(source)
     relevant = (path for path in search.paths if path in fix.inspected_files or path.startswith(ENGINE))
-    return search.without_source is not None or any(map(search.has_new_code, relevant))
+    return search.foreign_binary is not None or any(map(search.has_new_code, relevant))
 
 
 def _is_named_elsewhere(fix: Patchable, source: Source) -> bool:

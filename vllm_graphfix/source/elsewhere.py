@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.source import slices
 from vllm_graphfix.source.files import SourceError, parse
-from vllm_graphfix.source.functions import DEFINITIONS, Function, walk
+from vllm_graphfix.source.functions import DEFINITIONS, Function, cached_on, walk
 from vllm_graphfix.source.known_code import (
     DIGEST,
     KNOWN_CODE,
@@ -119,12 +119,12 @@ class Search:
             return False
 
     @functools.cached_property
-    def without_source(self) -> str | None:
+    def foreign_binary(self) -> str | None:
         """The path of code without source that may run in place of other code, or that no known release has."""
         for path in self._source.compiled:
             has_source = f"{module_path(path)}.py" in self._source.sizes
             if path.endswith(".pyc"):
-                is_foreign = not has_source  # which Python takes first
+                is_foreign = not has_source  # with source beside it Python runs that, and not this bytecode
             else:
                 # A new release may have one more.
                 is_foreign = has_source or (self.is_fork and not is_known_extension(path))
@@ -316,12 +316,12 @@ def _units(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
 
 def _digest(owner: str, node: ast.AST) -> bytes:
     """Hash *node*, of the class *owner*; cached on it."""
-    value: bytes | None = getattr(node, "graphfix_digest", None)
-    if value is None:
+
+    def hashed() -> bytes:
         text = _DESCRIPTION.sub("", f"{owner}.{getattr(node, 'name', '')} {canonical(node)}")
-        value = hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
-        vars(node)["graphfix_digest"] = value
-    return value
+        return hashlib.blake2b(text.encode(), digest_size=DIGEST).digest()
+
+    return cached_on(node, "graphfix_digest", hashed)
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -355,11 +355,7 @@ def _acts_by(reach: Reach, owner: str, node: ast.AST) -> str | None:
 
 def _acting(node: ast.AST) -> list[ast.AST]:
     """Return the parts of *node* that may act on others, cached on it: calls, strings, and attributes that are set."""
-    parts: list[ast.AST] | None = getattr(node, "graphfix_acting", None)
-    if parts is None:
-        parts = [each for each in walk(node) if _may_act(each)]
-        vars(node)["graphfix_acting"] = parts
-    return parts
+    return cached_on(node, "graphfix_acting", lambda: list(filter(_may_act, walk(node))))
 
 
 def _may_act(node: ast.AST) -> bool:
@@ -370,12 +366,12 @@ def _may_act(node: ast.AST) -> bool:
 
 def _words_of(node: ast.AST) -> Collection[str]:
     """Return the names in *node*, and the strings that may be names, each once, cached on it."""
-    words: dict[str, None] | None = getattr(node, "graphfix_words", None)
-    if words is None:
+
+    def words() -> dict[str, None]:
         parts = (getattr(each, field, None) for each in walk(node) for field in _NAMING if field in each._fields)
-        words = dict.fromkeys(word for word in parts if isinstance(word, str))
-        vars(node)["graphfix_words"] = words
-    return words
+        return dict.fromkeys(word for word in parts if isinstance(word, str))
+
+    return cached_on(node, "graphfix_words", words)
 
 
 def _renamed_by_imports(tree: ast.Module) -> Iterator[tuple[str, int]]:

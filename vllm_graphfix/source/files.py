@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_graphfix.source.functions import DEFINITIONS, Function, assigns_to, binds, is_decorated, walk
+from vllm_graphfix.source.functions import DEFINITIONS, Function, assigns_to, binds, cached_on, is_decorated, walk
 from vllm_graphfix.text import brief_repr
 
 _LARGEST_FILE = 1024 * 1024
@@ -120,7 +120,10 @@ class Source:
         return None if content is None else hashlib.sha256(content).hexdigest()[:24]
 
     def function(self, path: str, qualname: str) -> Function | None:
-        """Return the function, method (``Class.method``) or class; None if there is none."""
+        """Return the function, method (``Class.method``) or class; None if there is none.
+
+        Notes in `replaced` or `imported` why other code may run under this name. Raises `SourceError`.
+        """
         tree = self._tree(path)
         body, scope, replaced = tree.body if tree else [], None, False
         for name in qualname.split("."):
@@ -147,10 +150,7 @@ class Source:
         tree = self._tree(path)
         if tree is None:
             return None
-        whole: ast.ClassDef | None = getattr(tree, "graphfix_whole", None)
-        if whole is None:
-            whole = ast.ClassDef("", [], [], tree.body, [])
-            tree.graphfix_whole = whole  # type: ignore[attr-defined]
+        whole = cached_on(tree, "graphfix_whole", lambda: ast.ClassDef("", [], [], tree.body, []))
         return Function(path, "", whole)
 
     def _note_import(self, path: str, name: str) -> None:
@@ -190,13 +190,8 @@ class Source:
 
 def _bindings(tree: ast.Module) -> list[ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef]:
     """Return the imports, classes and functions of a file, cached on its tree: many fixes ask for those of a runner."""
-    bindings: list[ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef] | None
-    bindings = getattr(tree, "graphfix_bindings", None)
-    if bindings is None:
-        kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
-        bindings = [node for node in walk(tree) if isinstance(node, kinds)]
-        tree.graphfix_bindings = bindings  # type: ignore[attr-defined]
-    return bindings
+    kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
+    return cached_on(tree, "graphfix_bindings", lambda: [node for node in walk(tree) if isinstance(node, kinds)])
 
 
 def parse(content: bytes) -> ast.Module:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
 
 from vllm_graphfix.source.patterns import canonical, is_anything, matches, parsed_pattern
 
+T = TypeVar("T")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -54,11 +55,7 @@ class Function(NamedTuple):
     @property
     def _nodes(self) -> list[ast.AST]:
         """All nodes, cached on the first: walking them for each pattern takes longer than comparing them."""
-        nodes: list[ast.AST] | None = getattr(self.node, "graphfix_nodes", None)
-        if nodes is None:
-            nodes = walk(self.node)
-            self.node.graphfix_nodes = nodes  # type: ignore[union-attr]
-        return nodes
+        return cached_on(self.node, "graphfix_nodes", lambda: walk(self.node))
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -128,7 +125,7 @@ class Function(NamedTuple):
         return frozenset(map(ast.unparse, arguments))
 
     def mentions(self, /, **times: int) -> bool:
-        """Tell if each variable is read or assigned that many times: any other use shows as another number."""
+        """Tell if each variable is read or assigned exactly that many times: `mentions(x=1)` means once."""
         counted = Counter(node.id for node in self._nodes if isinstance(node, ast.Name))
         return all(counted[name] == number for name, number in times.items())
 
@@ -250,11 +247,18 @@ class Function(NamedTuple):
         """Hash the syntax tree without positions, comments and docstrings, alike under every Python."""
         import hashlib
 
-        digest: str | None = getattr(self.node, "graphfix_fingerprint", None)  # cached: several fixes inspect it
-        if digest is None:
-            digest = hashlib.sha256(canonical(self.node).encode()).hexdigest()[:24]
-            self.node.graphfix_fingerprint = digest  # type: ignore[union-attr]
-        return digest
+        def hashed() -> str:
+            return hashlib.sha256(canonical(self.node).encode()).hexdigest()[:24]
+
+        return cached_on(self.node, "graphfix_fingerprint", hashed)
+
+
+def cached_on(node: ast.AST, name: str, make: Callable[[], T]) -> T:
+    """Return the attribute *name* of *node*, which *make* makes once: several fixes inspect one syntax tree."""
+    cached: dict[str, T] = vars(node)
+    if name not in cached:
+        cached[name] = make()
+    return cached[name]
 
 
 def parameters_of(node: Definition) -> list[ast.arg]:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_graphfix.source.functions import DEFINITIONS, Definition, walk
+from vllm_graphfix.source.functions import DEFINITIONS, Definition, cached_on, walk
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.part import Slice
@@ -146,12 +146,8 @@ class Targets:
 
 def _replacing(tree: ast.Module) -> list[ast.AST]:
     """Return the classes, assignments and calls in *tree*, cached on it: each fix asks for those of a new file."""
-    nodes: list[ast.AST] | None = getattr(tree, "graphfix_replacing", None)
-    if nodes is None:
-        kinds = (ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Call)
-        nodes = [node for node in walk(tree) if isinstance(node, kinds)]
-        tree.graphfix_replacing = nodes  # type: ignore[attr-defined]
-    return nodes
+    kinds = (ast.ClassDef, ast.Assign, ast.AnnAssign, ast.Call)
+    return cached_on(tree, "graphfix_replacing", lambda: [node for node in walk(tree) if isinstance(node, kinds)])
 
 
 def executed_statements(statements: Iterable[ast.stmt]) -> Iterator[ast.stmt]:

@@ -11,7 +11,7 @@ import ast
 import functools
 import hashlib
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.source.functions import DEFINITIONS, LOOPS, Function, names_below, parameters_of
 from vllm_graphfix.source.patterns import canonical, matches_any, parsed_pattern
@@ -79,8 +79,21 @@ def joined(values: dict[str, str], whole: dict[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+class Line(NamedTuple):
+    """A statement of a slice, on one line."""
+
+    headers: str
+    """The conditions, loops and definitions that it stands in."""
+    is_exit: bool
+    """It only leaves its block, and mentions none of the data."""
+    text: str
+
+
 class _Slicer:
-    """Write the statements that mention one of the names, one a line, each behind the headers that it stands in."""
+    """Write the statements that mention one of the names, one a line, each behind the headers that it stands in.
+
+    Use once: each excluded pattern is consumed.
+    """
 
     def __init__(self, names: frozenset[str], excluded: Collection[str]) -> None:
         self._names = names
@@ -90,25 +103,25 @@ class _Slicer:
         if not self._mentions(function.node):  # most functions of a class
             return []
         named = filter(self._mentions, parameters_of(function.node))
-        parts = [("", False, self._pruned(argument)) for argument in named] + self._block(function.node.body)
-        return [f"{where}{text}" for where, _, text in _between_uses(parts, from_start="return" in self._names)]
+        parts = [Line("", False, self._pruned(argument)) for argument in named] + self._block(function.node.body)
+        return [f"{each.headers}{each.text}" for each in _between_uses(parts, from_start="return" in self._names)]
 
-    def _block(self, statements: list[ast.stmt]) -> list[tuple[str, bool, str]]:
+    def _block(self, statements: list[ast.stmt]) -> list[Line]:
         return [line for statement in statements for line in self._statement(statement)]
 
-    def _statement(self, node: ast.AST) -> Iterator[tuple[str, bool, str]]:
-        """Yield the lines of one statement: their headers, whether they only leave the block, and their text."""
+    def _statement(self, node: ast.AST) -> Iterator[Line]:
+        """Yield the lines of one statement."""
         recognised = self._recognised(node)
         if recognised is not None:
-            if recognised.endswith(":\n    ..."):  # the pattern matches whatever body it has
-                yield from (("", False, self._pruned(each)) for each in ast.walk(node) if self._changes(each))
+            if _matches_any_body(recognised):
+                yield from (Line("", False, self._pruned(each)) for each in ast.walk(node) if self._changes(each))
             return
         blocks = [(name, block) for name in _BLOCKS if isinstance(block := getattr(node, name, None), list) and block]
         if not blocks:
             if self._mentions(node):
-                yield "", False, self._pruned(node)
+                yield Line("", False, self._pruned(node))
             elif isinstance(node, _EXITS):
-                yield "", True, type(node).__name__
+                yield Line("", True, type(node).__name__)
             return
         in_blocks = {id(each) for _, block in blocks for each in block}
         header = [child for child in ast.iter_child_nodes(node) if id(child) not in in_blocks]
@@ -116,18 +129,20 @@ class _Slicer:
             decorators = [each for each in node.decorator_list if not matches_any(each, _WITHOUT_GRADIENTS)]
             header = [*decorators, *filter(self._mentions, parameters_of(node)), *getattr(node, "bases", ())]
         if any(map(self._mentions, header)):
-            yield "", False, f"{type(node).__name__}({','.join(map(self._pruned, header))})"
+            yield Line("", False, f"{type(node).__name__}({','.join(map(self._pruned, header))})")
         inside = [
-            (f".{key}: {where}", leaves, text) for key, block in blocks for where, leaves, text in self._block(block)
+            Line(f".{key}: {line.headers}", line.is_exit, line.text)
+            for key, block in blocks
+            for line in self._block(block)
         ]
         if isinstance(node, DEFINITIONS):
             inside = _between_uses(inside)
-        elif isinstance(node, LOOPS) and all(leaves for _, leaves, _ in inside):
-            inside = [line for line in inside if line[2] == ast.Return.__name__]  # the others leave this loop only
+        elif isinstance(node, LOOPS) and all(line.is_exit for line in inside):
+            inside = [line for line in inside if line.text == ast.Return.__name__]  # the others leave this loop only
         if inside:  # most statements have none, and writing headers takes most of the time
             name = getattr(node, "name", "") or ""
             within = f"{type(node).__name__} {name}({','.join(map(self._whole, header))})"
-            yield from ((f"{within}{where}", leaves, text) for where, leaves, text in inside)
+            yield from (Line(f"{within}{line.headers}", line.is_exit, line.text) for line in inside)
 
     def _recognised(self, node: ast.AST) -> str | None:
         """Return the pattern that *node* equals, and drop it; None if it equals none."""
@@ -212,16 +227,21 @@ class _ReadableSlicer(_Slicer):
         return ast.unparse(node)
 
 
+def _matches_any_body(pattern: str) -> bool:
+    """Tell if *pattern* is of a compound statement, and matches it whatever its body."""
+    return pattern.endswith(":\n    ...")
+
+
 def _is_constant(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) or (isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant))
 
 
-def _between_uses(lines: list[tuple[str, bool, str]], *, from_start: bool = False) -> list[tuple[str, bool, str]]:
+def _between_uses(lines: list[Line], *, from_start: bool = False) -> list[Line]:
     """Drop the exits of a function before its first use of the data and after its last: they separate no uses.
 
     With *from_start* those before the first stay: it may not be reached.
     """
-    uses = [number for number, (_, leaves, _) in enumerate(lines) if not leaves]
+    uses = [number for number, line in enumerate(lines) if not line.is_exit]
     return lines[0 if from_start else uses[0] : uses[-1] + 1] if uses else []
 
 
