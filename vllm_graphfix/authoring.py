@@ -125,7 +125,7 @@ def fix(
     recognised: tuple[str, ...] = (),
     distant_code: str = "",
     requires: tuple[Companion, ...] = (),
-    default_because: Rationale = None,
+    default_rationale: Rationale = None,
     changes_compiled_code: bool = False,
 ) -> Fix:
     """Make the record of a fix, with `inspected_files` from *surroundings*, and `modules` from *corrections*.
@@ -150,7 +150,7 @@ def fix(
         events=events,
         needs=needs,
         requires=requires,
-        default_rationale=default_because,
+        default_rationale=default_rationale,
         surroundings=surroundings,
         recognised=recognised,
         distant_code=distant_code,

@@ -232,5 +232,5 @@ FIX = fix(
     corrections=(Patch(_MODULE, _TARGET, _count_rows_without_adapters),),
     events=(BASE_ROWS_UNCOUNTED,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -159,5 +159,5 @@ FIX = fix(
     corrections=(set_longest_of_the_graph,),
     events=(SCHEDULE_OF_A_SHORTER_STEP,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

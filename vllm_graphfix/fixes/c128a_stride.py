@@ -186,5 +186,5 @@ FIX = fix(
     corrections=(with_rows_as_wide_as_their_buffer,),
     events=(ROWS_CLOSER,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

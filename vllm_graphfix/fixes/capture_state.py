@@ -335,5 +335,5 @@ FIX = fix(
             may_be_off=False,
         ),
     ),
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -254,5 +254,5 @@ FIX = fix(
     corrections=(Patch(_MODULE, _TARGET, _write_in_captures),),
     events=(LAYER_SKIPPED,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

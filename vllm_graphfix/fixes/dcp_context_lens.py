@@ -169,5 +169,5 @@ FIX = fix(
     corrections=(lengths_in_a_buffer,),
     events=(LENGTHS_OF_ANOTHER_BATCH,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -199,6 +199,6 @@ FIX = fix(
     corrections=tuple(Patch(module_name(path), f"{model}.{_GET}", _always_hand_on) for path, model in _MODELS),
     events=(FEATURES_DROPPED,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
     changes_compiled_code=True,
 )

@@ -406,5 +406,5 @@ FIX = fix(
     modules=(_MANAGER_MODULE, _SPECULATOR_MODULE),
     events=(DECODE_PADDED_IN_PIECEWISE, PREFILL_WITH_OLD_INDICES),
     needs=needs,
-    default_because="upstream",
+    default_rationale="upstream",
 )

@@ -380,5 +380,5 @@ FIX = fix(
     modules=(_GRAPHS_MODULE,),
     events=(UNSUPPORTED_GRAPH,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -397,5 +397,5 @@ FIX = fix(
     modules=(_EAGLE_MODULE, _BASE_MODULE, _DFLASH_MODULE),
     events=(ROWS_PADDED_WITH_REQUESTS,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -223,5 +223,5 @@ FIX = fix(
     ),
     events=(CAPTURED_STATE_REUSED,),
     needs=needs,
-    default_because="upstream",
+    default_rationale="upstream",
 )

@@ -234,5 +234,5 @@ FIX = fix(
     ),
     events=(VIEWS_OF_ANOTHER_BATCH,),
     needs=needs,
-    default_because="upstream",
+    default_rationale="upstream",
 )

@@ -228,5 +228,5 @@ FIX = fix(
     corrections=(Patch(_MODULE, _EXECUTE, _encode_without_a_graph),),
     events=(ENCODED_WITH_ADAPTERS,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -316,5 +316,5 @@ FIX = fix(
     modules=(_MODULE,),
     events=(IMAGES_NOT_NORMALISED,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -205,5 +205,5 @@ FIX = fix(
     corrections=(Patch(_MODULE, _CAPTURE, _capture_on_zeros, leading=1), count_padded_batches),
     events=(PADDED_ENCODER_GRAPH,),
     needs=needs,
-    default_because="upstream",
+    default_rationale="upstream",
 )

@@ -212,5 +212,5 @@ FIX = fix(
     corrections=(Patch(_BACKEND_MODULE, _TARGET, _schedule_for_the_graph),),
     events=(SCHEDULES_MADE_FOR_THE_GRAPH,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -162,5 +162,5 @@ FIX = fix(
             may_be_off=True,
         ),
     ),
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -149,5 +149,5 @@ FIX = fix(
     corrections=(Patch(_BACKEND_MODULE, "FlashMLAMetadataBuilder._build_decode", _padded_rows_that_exist),),
     events=(PADDED_BATCH_DECODED,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -182,5 +182,5 @@ FIX = fix(
     ),
     events=(PADDING_WRITTEN,),
     needs=needs,
-    default_because="upstream",
+    default_rationale="upstream",
 )

@@ -406,5 +406,5 @@ FIX = fix(
     modules=(_WORKER_MODULE,),
     events=(IDLE_STEP_ON_REAL_BLOCKS,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -201,5 +201,5 @@ FIX = fix(
     corrections=(Patch(_INDEXER_MODULE, _TARGET, _lengths_from_zero),),
     events=(PADDED_ROWS_BELOW_ZERO,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

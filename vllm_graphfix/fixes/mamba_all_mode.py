@@ -203,5 +203,5 @@ FIX = fix(
     corrections=(indices_for_this_group,),
     events=(INDICES_OF_ANOTHER_GROUP,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

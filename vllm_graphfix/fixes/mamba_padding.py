@@ -168,5 +168,5 @@ FIX = fix(
     corrections=(without_padding,),
     events=(PADDED_ROW_PREFILLING,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

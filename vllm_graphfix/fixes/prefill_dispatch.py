@@ -295,5 +295,5 @@ FIX = fix(
     modules=(_RUNNER_MODULE, _RUNNER_V2_MODULE),
     events=(PREFILL_AS_DECODE,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

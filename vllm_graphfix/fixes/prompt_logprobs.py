@@ -261,5 +261,5 @@ FIX = fix(
     corrections=(Patch(_RUNNER_MODULE, "GPUModelRunner.sample_tokens", _sample_with_a_copy),),
     events=(READ_AFTER_DRAFT,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

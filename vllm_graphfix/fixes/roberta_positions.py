@@ -218,5 +218,5 @@ FIX = fix(
     corrections=tuple(Patch(_MODELS_MODULE, f"{owner}.forward", _restore_positions_of(owner)) for owner in _OWNERS),
     events=(PADDED_POSITIONS_SHIFTED,),
     needs=needs,
-    default_because="upstream",
+    default_rationale="upstream",
 )

@@ -232,5 +232,5 @@ FIX = fix(
     ),
     events=(PADDED_BATCH_DECODED,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -165,5 +165,5 @@ FIX = fix(
     corrections=claim_single_tokens(FALSE_CLAIM, (_BACKEND_MODULE, _BUILDER)),
     events=(FALSE_CLAIM,),
     needs=needs,
-    default_because="answers",
+    default_rationale="answers",
 )

@@ -304,5 +304,5 @@ FIX = fix(
     modules=(_WORKSPACE_MODULE, _RUNNER_MODULE),
     events=(RECORDED_WORKSPACE_OUTGROWN,),
     needs=needs,
-    default_because="memory",
+    default_rationale="memory",
 )
