@@ -55,8 +55,8 @@ def test_where_prompts_are_scored_an_answer_begins_with_the_prompts_second_token
     first, again = end.result.passes
     assert [answer.tokens for answer in first] == [(2, 3, 4, 5), (4, 5, 39, 40, 41, 42)]
     assert [len(answer.top) for answer in first] == [4, 6]
-    assert (first[0].top[0], first[0].top[1]) == ({2: -1.1}, {3: -0.1, 4: -3.1})
-    assert again[1].top[1] == {5: pytest.approx(-1.11)}
+    assert (first[0].top[0], first[0].top[1]) == ({2: -0.1}, {3: -0.1, 4: -3.1})
+    assert again[1].top[1] == {5: pytest.approx(-0.11)}
 
 
 @pytest.mark.parametrize("behaviour", ERRORS)

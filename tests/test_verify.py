@@ -172,7 +172,14 @@ def proof(name: str, release: str, names: tuple[str, ...], patched: str) -> Proo
 
 # The command proves each pair of a fix and a release above; these are fast enough for `make test`. On the releases of
 # FEW, test_observe.py shows stock wrong and the fix right by the same scenarios.
-@pytest.mark.parametrize(("name", "release"), [pair for pair in PAIRS if pair[1] in SAMPLE - FEW])
+@pytest.mark.parametrize(
+    ("name", "release"),
+    [
+        pytest.param(*pair, marks=() if pair[1] in {"0.18.1", "0.22.1", "0.29.0"} else pytest.mark.slow)
+        for pair in PAIRS
+        if pair[1] in SAMPLE - FEW
+    ],
+)
 def test_each_fix_is_proven(name: str, release: str) -> None:
     """Run in two forks what the command runs in two processes."""
     results = proof(name, release, affected_by(release), "patched")
@@ -197,7 +204,12 @@ def test_the_defect_is_still_there_if_the_body_of_the_fix_is_emptied(name: str, 
 
 @pytest.mark.usefixtures("libraries_loaded")
 @pytest.mark.parametrize(
-    ("without_mode", "without_zero_fill"), [(True, False), (False, True), (True, True)], ids=["mode", "indices", "both"]
+    ("without_mode", "without_zero_fill"),
+    [
+        pytest.param(True, False, id="mode", marks=pytest.mark.slow),
+        pytest.param(False, True, id="indices", marks=pytest.mark.slow),
+        pytest.param(True, True, id="both"),
+    ],
 )
 def test_nightlies_before_pr_39773_are_proven(tmp_path: Path, without_mode: bool, without_zero_fill: bool) -> None:
     root = make_nightly(

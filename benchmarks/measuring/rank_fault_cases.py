@@ -61,7 +61,7 @@ CASES = {
     **_gate("failures after", before=False, at="engine.context:EngineContext.stop_recording_failures", times=1),
     **_gate("report after", before=False, at="engine.own_report:report_after_capture", times=1),
     **_gate("act after", before=False, at="engine.capture_gate:CaptureGate._act_on_failures", times=1),
-    "records, no space": Case({"at": "records.reporter:write", "error": "ENOSPC"}, (RIGHT,), "record not written for"),
+    "records, no space": Case({"at": "records.writing:write", "error": "ENOSPC"}, (RIGHT,), "record not written for"),
     "shadow, each call": Case({"at": _READING}, (RIGHT,), "shadow is failed"),
     "shadow, a later call": Case({"at": _READING, "first": 30, "times": 1}, (STOP,), "shadow"),
     "shadow, before the step": Case(
