@@ -33,11 +33,11 @@ load_general_plugins()
 from vllm_graphfix.verify.double.worker import load_scenario
 from vllm_graphfix.verify.proof import differing
 
-told = {}
+right = {}
 for name in ("mamba-padding", "prefill-dispatch"):
-    found = load_scenario(name)()
-    told[name] = found.error is None and not differing(found.eager, found.graphed)
-print(json.dumps(told))
+    measured = load_scenario(name)()
+    right[name] = measured.error is None and not differing(measured.eager, measured.graphed)
+print(json.dumps(right))
 """
 
 

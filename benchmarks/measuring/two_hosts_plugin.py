@@ -48,7 +48,7 @@ def plant() -> None:
         rank_agreement.compare = _held(WHILE, rank_agreement.compare)
         if os.environ.get(FAILING) == os.uname().nodename:
             planted = {"mamba-padding": {None: "MemoryError: planted"}}
-            EngineContext.stop_recording_failures = lambda _: planted  # type: ignore[method-assign,assignment,return-value]
+            setattr(EngineContext, "stop_recording_failures", lambda _: planted)  # noqa: B010 - to mypy it is a method
 
 
 def _held(stage: str, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,8 +10,11 @@ from warm_release import run_in_fork
 
 REPORT = """
 import json, vllm_graphfix
-print("REPORT " + json.dumps({n: [s.mode.value, s.state.value, s.reason, s.diagnosis and s.diagnosis.verdict.value] for n, s in vllm_graphfix.states().items()}))
-"""  # noqa: E501
+print("REPORT " + json.dumps({
+    name: [each.mode.value, each.state.value, each.reason, each.diagnosis and each.diagnosis.verdict.value]
+    for name, each in vllm_graphfix.states().items()
+}))
+"""
 
 
 LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"

@@ -98,14 +98,15 @@ from vllm_graphfix.verify.engine.processes import Engines
 
 logs, vllm = map(Path, sys.argv[1:])
 jobs = [
-    Job(name, GRAPHS, {"model": "hangs with a child"}, environment={"PYTHONPATH": str(vllm)}, max_tokens=(1,), prompts=((1,),))
+    Job(name, GRAPHS, {"model": "hangs with a child"}, environment={"PYTHONPATH": str(vllm)},
+        max_tokens=(1,), prompts=((1,),))
     for name in ("one", "two", "three")
 ]
 try:
     Engines(logs, 600.0).run(jobs, 2)
 except KeyboardInterrupt:
     sys.exit("interrupted")
-"""  # noqa: E501
+"""
 
 
 @contextmanager

@@ -39,7 +39,10 @@ _DEEPEST = 3
 _CONSTANTS = (bool, int, float, str)
 _TENSOR = ("tensor",)
 Kind = tuple[Any, ...]
-"""What torch.compile specialises on: of a constant its type and value, of a container its type and its parts' kinds."""
+"""A part of the guard that torch.compile would make for a value.
+
+A constant has its type and value, a container its type and the kinds of its parts, anything else its type alone.
+"""
 
 
 class TracedCheck:
@@ -163,12 +166,12 @@ class TracedCheck:
     def _report(self, model: str, argument: str, traced: Kind, now: Kind) -> None:
         if (model, argument) in self._first or len(self._first) >= _LISTED:
             return
-        found = TracedArgument(model[:SHORT], argument[:SHORT], _text(traced)[:SHORT], _text(now)[:SHORT])
-        self._first[model, argument] = found
+        changed = TracedArgument(model[:SHORT], argument[:SHORT], _text(traced)[:SHORT], _text(now)[:SHORT])
+        self._first[model, argument] = changed
         logger.warning(
             "graphfix: %s of %s is %s, and was %s when torch.compile traced the model, whose answers may be wrong. "
             "Serve with -cc.mode=0. See %s/detectors.md#traced-constants",
-            *(found.argument, found.model, found.now, found.traced, PAGES),
+            *(changed.argument, changed.model, changed.now, changed.traced, PAGES),
         )
         self._publish()
 

@@ -130,8 +130,9 @@ class TracedArgument(NamedTuple):
     """The class of the compiled model."""
     argument: str
     traced: str
-    """What it was: ``None``, ``3``, ``a tensor``."""
+    """The value that the compiled code keeps: ``None``, ``3``, ``a tensor``."""
     now: str
+    """The value of the first call that differs."""
 
 
 class OverwrittenBlock(NamedTuple):
