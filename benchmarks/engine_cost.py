@@ -10,6 +10,7 @@ noise) and patched; the first fixed release after it runs with full graphs. All 
 turn, in alternating order, so that ratios compare neighbours in time. Then they end, and stock and patched engines of
 the first case start in pairs. The result is written after each step, so that an interruption loses nothing.
 
+With --detectors the newest release runs stock (twice), patched, and patched with all detectors on.
 With --steps a single decode step is measured on each release: patched as by default and observed, each engine against
 itself without the plugin's wrappers (`measuring/engine_steps.py`).
 
@@ -45,6 +46,7 @@ def main() -> int:
     names = [case.name for case in (*CASES, *STEPS, *REHEARSAL)]
     parser.add_argument("--only", action="append", choices=names, help="this case; may be repeated (default: all)")
     parser.add_argument("--rounds", type=int, default=11, metavar="N", help="of turns of all engines (default: 11)")
+    parser.add_argument("--detectors", metavar="RATE", help="patched with all detectors; RATE of the shadow check")
     parser.add_argument("--count", type=int, default=2000, metavar="N", help="of steps of --steps (default: 2000)")
     parser.add_argument("--starts", type=int, default=3, metavar="N", help="pairs of starts (default: 3)")
     parser.add_argument("--tokens", type=int, default=65, metavar="N", help="of each answer (default: 65)")

@@ -8,10 +8,10 @@ caught      every fix off, every replay checked: checks until the first mismatch
 quarantine  every fix off, quarantine: the answers of three passes that equal an eager engine's
 alone       every fix off, no check: answers must equal those of `caught`, since a check changes nothing
 others-on   only the case's own fix off, no check: wrong answers are this defect's alone
-silent      the fixes on, every replay checked: each mismatch is a false alarm. First the workload of `verify`, whose
-            answers must equal an eager engine's; then a load of requests that come, go, wait, are aborted and, where
-            the cache can be small enough, preempted, until all cases together have made --checks. Engines with LoRA
-            adapters run the load only
+silent      the fixes on, every replay of every kind of graph checked, and all other detectors on: each mismatch is a
+            false alarm. First the workload of `verify`, whose answers must equal an eager engine's; then a load of
+            requests that come, go, wait, are aborted and, where the cache can be small enough, preempted, until all
+            cases together have made --checks. Engines with LoRA adapters run the load only
 budget      the fixes on, a rate of 0.1% and the same load for --seconds: the share of time that checks take
 
 ranks       on two GPUs, with tensor and pipeline parallelism, for latent attention also decode context parallelism,
@@ -36,8 +36,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from measuring.engine_cases import ALL_DETECTORS
 from measuring.engine_process import DiedError, EngineProcess, Order
-from measuring.shadow_cases import OF_NO_VERIFY, full_graph_cases
+from measuring.shadow_cases import OF_NO_VERIFY, checked_cases
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME, FIXES
@@ -74,7 +75,7 @@ def main() -> int:
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FOLDER", help="for result.json and the engines' logs"
     )
-    cases = full_graph_cases()
+    cases = checked_cases()
     parser.add_argument("--only", action="append", choices=sorted(case.name for case in cases))
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--checks", type=int, default=10_000, metavar="N", help="without a false alarm (10000)")
@@ -176,7 +177,7 @@ class Benchmark:
             "alone": OFF,
             "others-on": ON | dict.fromkeys((fix.variable for fix in self._defects_of(case)), "off"),
             "quarantine": OFF | shadow | {SHADOW_ACTION: "quarantine"},
-            "silent": ON | shadow,
+            "silent": ON | shadow | ALL_DETECTORS,
         }
         if not self._defects_of(case):
             environments = {"silent": environments["silent"]}
@@ -201,7 +202,7 @@ class Benchmark:
         each = -(-self._options.checks // len(self._cases)) if part == "silent" else 1 << 40
 
         def one(case: Case) -> None:
-            counts = self._loaded(case, part, ON | {SHADOW: rate}, each)
+            counts = self._loaded(case, part, ON | ALL_DETECTORS | {SHADOW: rate}, each)
             self.ran |= "error" not in counts
             self._write(case.name, "load" if part == "silent" else part, counts)
 

@@ -19,7 +19,7 @@ from stock import release_root
 # isort: split
 import engine_cost
 from measuring import engine_cases, engine_figures, engine_process, engine_run
-from measuring.engine_cases import CASES, MLA, MLA_FP8, find_sites, plan
+from measuring.engine_cases import CASES, MLA, MLA_FP8, find_sites, plan, plan_of_detectors
 from measuring.engine_process import DiedError, EngineProcess, Order
 from measuring.engine_steps import STEPS, packed, step_plans, step_table
 from vllm_graphfix.fix import variable
@@ -101,6 +101,17 @@ def test_the_largest_batch_is_prefilled_in_one_step_and_fits_the_largest_graph()
     source = (Path(engine_process.WORKER)).read_text()
     (prompt,) = (int(line.split("=")[1]) for line in source.splitlines() if line.startswith("PROMPT ="))
     assert prompt * max(engine_cases.SIZES) <= engine_cases._ENGINE["max_num_batched_tokens"]
+
+
+def test_all_detectors_are_on_in_one_engine_of_the_newest_release() -> None:
+    made = plan_of_detectors(MLA, sites("0.21.0", "0.33.0"), "0.1%")
+    assert {c.site.release for c in made.configurations} == {"0.33.0"}
+    switches = {
+        c.name: {name for name in c.environment(made.case, (), Path()) if "GRAPHFIX" in name}
+        for c in made.configurations
+    }
+    assert switches.pop("patched") == {"VLLM_GRAPHFIX_SHADOW", *engine_cases.ALL_DETECTORS}
+    assert not any(switches.values())
 
 
 # -- a decode step alone

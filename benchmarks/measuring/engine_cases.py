@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from measuring.engine_process import Order
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict, variable
 from vllm_graphfix.fixes import BY_NAME, FIXES
+from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.source.files import SourceError, open_source
 from vllm_graphfix.verify.engine import cases as verified
 from vllm_graphfix.verify.engine import models
@@ -26,6 +27,13 @@ GIB = 1 << 30
 
 REFERENCE, STOCK, CONTROL, PATCHED, FIXED = "eager", "stock", "stock-again", "patched", "fixed"
 OBSERVED = "observed"
+ALL_DETECTORS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (settings.ADDRESSES, settings.BYPASS, settings.CLAIMS, settings.METADATA, settings.TRACED), "report"
+    ),
+    settings.SHADOW_GRAPHS: "all",
+}
+"""Besides the shadow check, whose rate differs."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,8 @@ class Configuration:
     plugin: bool = False
     mode: str | None = None
     """Of every fix; None: as by default."""
+    detectors: Mapping[str, str] = field(default_factory=dict)
+    """Variables that switch detectors on."""
 
     def attempts(self, case: Case) -> int:
         return len(case.graphs[self.graphs]) if self.graphs else 1
@@ -196,6 +206,7 @@ class Configuration:
             | _ENVIRONMENT
             | dict(case.environment)
             | (dict.fromkeys(map(variable, BY_NAME), self.mode) if self.mode else {})
+            | dict(self.detectors)
             | {
                 "PYTHONPATH": self.site.path(sites, *([PACKAGE] if self.plugin else [])),
                 "PYTHONUNBUFFERED": "1",
@@ -249,6 +260,22 @@ def plan(case: Case, sites: Sequence[Site]) -> Plan | None:
     here = affected[-1]
     later = [site for site in ordered if verdicts[site] == {Verdict.FIXED} and _number(site) > _number(here)]
     return _plan(case, here, later[0] if later else None)
+
+
+def plan_of_detectors(case: Case, sites: Sequence[Site], rate: str) -> Plan:
+    """Return a plan for the newest release: stock, and patched with all detectors, the shadow check at *rate*."""
+    here = max(sites, key=_number)
+    detectors = {settings.SHADOW: rate, **ALL_DETECTORS}
+    patched = f"full graphs, patched, all detectors, shadow check at {rate}"
+    return Plan(
+        replace(case, fixes=()),
+        (
+            Configuration(STOCK, "full graphs, stock", here, "full"),
+            Configuration(CONTROL, "full graphs, stock, a second engine", here, "full"),
+            Configuration(OBSERVED, "full graphs, patched", here, "full", plugin=True),
+            Configuration(PATCHED, patched, here, "full", plugin=True, detectors=detectors),
+        ),
+    )
 
 
 def rehearsal(sites: Sequence[Site]) -> tuple[Plan, ...]:

@@ -101,7 +101,7 @@ def targets(case: CaseResult) -> list[Target]:
         )
         for batch in batches(case)
     ]
-    if 1 in batches(case):
+    if 1 in batches(case) and engine_of(case, REFERENCE):
         first = throughput(case, PATCHED, REFERENCE, 1)
         judged.append(_target("patched / eager, tokens a second, batch 1", first, 1.5, at_least=True))
     if case["starts"]:
@@ -167,7 +167,7 @@ def _decode_table(case: CaseResult) -> Figures:
             )
     count = max(sum(turn["batch"] == batch for turn in case["rounds"]) for batch in batches(case))
     return Figures(
-        f"{case['title']}, vLLM {engine_of(case, REFERENCE).get('release')}: decoding, {count} rounds of {steps} steps",
+        f"{case['title']}, vLLM {engine_of(case, STOCK).get('release')}: decoding, {count} rounds of {steps} steps",
         ("batch", "engine", "ms a token", "tokens/s", "× eager", "× stock full graphs", "× first release with the fix"),
         tuple(rows),
     )

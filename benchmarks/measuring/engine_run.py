@@ -27,6 +27,7 @@ from measuring.engine_cases import (
     Site,
     find_sites,
     plan,
+    plan_of_detectors,
     rehearsal,
     write_model,
 )
@@ -82,8 +83,11 @@ class Benchmark:
     # -- what is to be run ---------------------------------------------------------------------------------------
 
     def _plans(self) -> tuple[list[Plan], float]:
+        rate = self._options.detectors
         if self._options.rehearse:
             plans = step_plans(self._sites, REHEARSAL) if self._options.steps else rehearsal(self._sites)
+            if rate:
+                plans = [plan_of_detectors(case, self._sites, rate) for case in REHEARSAL]
             plans = [made for made in plans if self._wanted(made.case)]
             device: dict[str, Any] = {"name": "CPU engine, rehearsal", "driver": "none", "torch": "", "cuda": "none"}
             capability, free_gib = None, float("inf")
@@ -94,7 +98,9 @@ class Benchmark:
             device = {key: getattr(gpu, key) for key in ("name", "driver", "torch", "cuda", "python", "total_gib")}
             capability, free_gib = gpu.capability[0], gpu.free_gib
             cases = [case for case in CASES if self._wanted(case) and not self._options.steps]
-            planned = [plan(case, self._sites) for case in cases]
+            planned = [
+                plan_of_detectors(case, self._sites, rate) if rate else plan(case, self._sites) for case in cases
+            ]
             plans = [made for made in planned if made is not None]
             if self._options.steps:
                 plans = step_plans(self._sites, [case for case in STEPS if self._wanted(case)])

@@ -41,14 +41,32 @@ LORA = tuple(
 )
 """Engines whose batches mix requests of two adapters with requests of none. vLLM sets the rows of each adapter once
 before a forward pass, for both runs of a check."""
+_PIECES = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64, 256]}
+PIECES = tuple(
+    Case(name=f"{model}-pieces-{runner.lower()}", model=model, runner=runner, graphs=_PIECES, workload=MLA.workload)
+    for model in ("llama", "mla", "mixtral")
+    for runner in ("V1", "V2")
+)
+"""Engines with piecewise graphs alone, whose steps are checked as wholes."""
+BREAKABLE = tuple(
+    Case(
+        name=f"{model}-breakable-v2",
+        model=model,
+        runner="V2",
+        graphs={**_PIECES, "mode": 0},
+        workload=MLA.workload,
+        environment={"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"},
+    )
+    for model in ("llama", "mla")
+)
 OF_NO_VERIFY = {"prefill-dispatch": (GDN_MTP,)}
 """By fix: engines that show its defect, and compile for too long to be part of `verify`."""
 
 
-def full_graph_cases() -> list[Case]:
-    """Return the cases with full graphs: nothing else is checked."""
+def checked_cases() -> list[Case]:
+    """Return the cases with full graphs, which are checked by default, then those with others alone."""
     cases = dict.fromkeys(
         case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)) if case is not None
     )
     full = (case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode")))
-    return [*full, *COMPILED, *MIXED, *LORA, GDN_MTP]
+    return [*full, *COMPILED, *MIXED, *LORA, *PIECES, *BREAKABLE, GDN_MTP]

@@ -92,6 +92,8 @@ def _counts_of_a_worker(_: Any, taken: float) -> dict[str, Any]:
 
 def _counts(taken: float) -> dict[str, Any]:
     """Return the results of this process's check after *taken* seconds."""
+    import vllm_graphfix
+    from vllm_graphfix.fixes import BY_NAME
     from vllm_graphfix.shadow import process
 
     shadow = process.SHADOW
@@ -111,6 +113,9 @@ def _counts(taken: float) -> dict[str, Any]:
         "share of the other time": results.seconds / max(1e-9, taken - results.seconds),
         "steps": shadow.schedule.step,
         "last steps checked": list(results.steps),
+        "other detectors": {
+            name: counts for name, counts in vllm_graphfix.events().items() if name not in (*BY_NAME, process.NAME)
+        },
         "wrong": [f"{each.sentence()} First layer: {each.first_layer}" for each in results.to_report(5)],
     }
 
