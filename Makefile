@@ -42,7 +42,7 @@ releases: $(STAMP)  ## the stock releases that the tests need: once, 1 GB kept; 
 	PYTHONPATH=tools $(BIN)/python tests/support/other_packages.py > /dev/null
 
 demo: $(DEMO_STAMP)  ## status and verify on stock 0.17.1, 0.21.0 and 0.22.1
-	@echo 'Fetches the wheels of vLLM $(DEMO_RELEASES), 1.2 GB, and keeps their Python, 100 MB, unless the cache has it.'
+	@echo 'Fetches the Python of vLLM $(DEMO_RELEASES), 50 MB (the wheels, 1.2 GB, from an index without ranges), unless cached.'
 	@set -e; for version in $(DEMO_RELEASES); do \
 		release=$$($(BIN)/python tools/fetch_vllm.py $$version); \
 		printf '\n== vLLM %s ==\n' $$version; \

@@ -1,14 +1,20 @@
 """Fetches stock vLLM releases and keeps their Python in a cache, for the demo, the tests and the manifest.
 
-A wheel is 250-510 MB, nearly all of it compiled code; what is kept is a tenth of that or less. Prints the folder of
-each release on standard output, progress on standard error.
+A wheel is 250-510 MB, nearly all of it compiled code. Of a release whose digests are known, the Python alone is
+fetched, 10 to 20 MB, from an index that serves ranges of bytes; else pip fetches the wheel. Prints the folder of each
+release on standard output, progress on standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import csv
 import fcntl
+import hashlib
 import importlib.metadata
+import io
+import json
 import os
 import re
 import shlex
@@ -17,11 +23,14 @@ import subprocess
 import sys
 import textwrap
 import time
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 ALL_RELEASES = tuple(
     "0.14.1 0.15.0 0.15.1 0.16.0 0.17.0 0.17.1 0.18.0 0.18.1 0.19.0 0.19.1 0.20.0 0.20.1 0.20.2 0.21.0 0.22.0 "
@@ -36,6 +45,12 @@ PLATFORMS = (
 
 COMPILED = {".so", ".cu", ".cuh", ".h", ".hpp", ".inl"}
 ELF_MAGIC = b"\x7fELF"
+RECORDS = Path(__file__).with_name("release_records.json")
+"""SHA-256 of RECORD in the wheel of each release; RECORD holds that of every other file."""
+_BLOCK = 1 << 20
+"""Bytes of a request: what is kept lies between the compiled files in a few stretches."""
+_TIMEOUT = 60.0
+"""Seconds for a block."""
 
 Progress = Callable[[str, int, "int | None"], None]
 """Called with a phase ("downloading", "unpacking"), the amount done, and the whole amount (None: unknown)."""
@@ -65,12 +80,16 @@ def release(
         return tree
     with only_one_fetches(version, cache) as staging:
         if not _is_complete(version, cache, keep_wheel=keep_wheel):  # else another process did it while we waited
-            downloaded = download("vllm", version, staging, progress or _no_progress, RELEASE_WHEELS)
+            parts = staging / "tree"
+            if keep_wheel or not _fetch_python(version, parts, progress or _no_progress):
+                downloaded = download("vllm", version, staging, progress or _no_progress, RELEASE_WHEELS)
+                if not tree.is_dir():
+                    shutil.rmtree(parts, ignore_errors=True)
+                    unpack(downloaded, parts, progress or _no_progress)
+                if keep_wheel:
+                    downloaded.rename(cache / downloaded.name)
             if not tree.is_dir():
-                unpack(downloaded, staging / "tree", progress or _no_progress)
-                (staging / "tree").rename(tree)
-            if keep_wheel:
-                downloaded.rename(cache / downloaded.name)
+                parts.rename(tree)
     return tree
 
 
@@ -79,10 +98,97 @@ def wheel(version: str, cache: Path | None = None) -> Path | None:
     return next((cache or cache_folder()).glob(f"vllm-{version}-*.whl"), None)
 
 
-def unpack(archive: Path, into: Path, progress: Progress | None = None, *, compiled: bool = False) -> None:
+def _fetch_python(version: str, into: Path, progress: Progress) -> bool:
+    """Unpack the Python of a release from ranges of its wheel; return False if that is not possible.
+
+    pip checks the digest of a whole wheel. Here the known digest of RECORD, and those in RECORD, stand for it.
+    """
+    known = json.loads(RECORDS.read_text()).get(version)
+    if known is None:
+        return False
+    progress("locating", 0, None)
+    try:
+        with io.BufferedReader(_Remote(_wheel_url(version, into)), _BLOCK) as archive:
+            unpack(archive, into, progress)
+        return _is_as_recorded(into, into / f"vllm-{version}.dist-info" / "RECORD", known)
+    except (OSError, HTTPException, subprocess.CalledProcessError, zipfile.BadZipFile, ValueError, KeyError):
+        return False
+
+
+def _wheel_url(version: str, into: Path) -> str:
+    """Return where pip would fetch the release from; *into* is not written."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report=-", "--ignore-installed"]
+    command += ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", f"--target={into}"]
+    command += [*RELEASE_WHEELS, f"vllm=={version}"]
+    report = subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL).stdout
+    return str(json.loads(report)["install"][0]["download_info"]["url"])
+
+
+class _Remote(io.RawIOBase):
+    """A file at an address, read by ranges. Raises ValueError if the server sends no ranges."""
+
+    def __init__(self, url: str) -> None:
+        if not url.startswith(("https://", "http://")):
+            raise ValueError(f"{url}: no server")
+        self._url, self._at = url, 0
+        with self._get(0, 0) as answer:
+            self._size = int(answer.headers["Content-Range"].rpartition("/")[2])
+
+    @property
+    def name(self) -> str:
+        return self._url.rpartition("/")[2]
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        if end <= self._at:
+            return 0
+        with self._get(self._at, end - 1) as answer:
+            block = answer.read()
+        buffer[: len(block)] = block
+        self._at += len(block)
+        return len(block)
+
+    def _get(self, first: int, last: int) -> Any:
+        request = urllib.request.Request(self._url, headers={"Range": f"bytes={first}-{last}"})  # noqa: S310
+        answer = urllib.request.urlopen(request, timeout=_TIMEOUT)  # noqa: S310 - the scheme is checked above
+        if answer.status != 206:
+            answer.close()
+            raise ValueError(f"{self._url}: no ranges")
+        return answer
+
+
+def _is_as_recorded(root: Path, record: Path, known: str) -> bool:
+    """Return whether RECORD has the digest *known*, and all files under *root* those in RECORD."""
+    content = record.read_bytes()
+    if hashlib.sha256(content).hexdigest() != known:
+        return False
+    digests = {path: digest for path, digest, _ in csv.reader(content.decode().splitlines())}
+    files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file() and path != record}
+    return all(digests[name] == f"sha256={_encoded(hashlib.sha256(path.read_bytes()))}" for name, path in files.items())
+
+
+def _encoded(digest: Any) -> str:
+    """Return a hash of hashlib as RECORD has it."""
+    return base64.urlsafe_b64encode(digest.digest()).decode().rstrip("=")
+
+
+def unpack(archive: Path | IO[bytes], into: Path, progress: Progress | None = None, *, compiled: bool = False) -> None:
     """Unpack a wheel, without compiled code and its headers unless *compiled*. Raises FetchError for unsafe paths."""
     with zipfile.ZipFile(archive) as contents:
-        members = contents.infolist()
+        members = sorted(contents.infolist(), key=lambda member: member.header_offset)
         for done, member in enumerate(members):
             path = PurePosixPath(member.filename)
             if path.is_absolute() or ".." in path.parts or re.search(r"[\\:]", member.filename):

@@ -14,6 +14,7 @@ otherwise than the code, or cannot run the code and nobody has read it (--read).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import shlex
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import make_manifest
-from fetch_vllm import ALL_RELEASES, RELEASE_WHEELS, FetchError, release, wheel
+from fetch_vllm import ALL_RELEASES, RECORDS, RELEASE_WHEELS, FetchError, release, wheel
 from make_manifest import order
 from vllm_graphfix import manifest
 from vllm_graphfix.deployment.hardware import gpus
@@ -260,6 +261,11 @@ def write_releases(versions: Sequence[str]) -> None:
     literal = "\n".join(f'    "{line}{" " if line is not lines[-1] else ""}"' for line in lines)
     FETCH.write_text(_RELEASES.sub(lambda _: literal, FETCH.read_text()))
     ABOUT.write_text(_NEWEST.sub(in_order[-1], ABOUT.read_text()))
+    known = json.loads(RECORDS.read_text())
+    for version in set(in_order) - set(known):  # each was fetched as a whole, which pip has checked
+        for record in release(version).glob("vllm-*.dist-info/RECORD"):
+            known[version] = hashlib.sha256(record.read_bytes()).hexdigest()
+    RECORDS.write_text(json.dumps({version: known[version] for version in sorted(known, key=order)}, indent=2) + "\n")
 
 
 def changed(judged: dict[str, Any], previous: str) -> list[Change]:
