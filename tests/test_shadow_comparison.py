@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,3 +290,38 @@ def test_a_run_with_the_captures_numbers_has_no_plan_of_the_step() -> None:
     state.restore()
     assert metadata.max_query_len == 1
     assert metadata.scheduler_metadata is plan
+
+
+@pytest.mark.parametrize(
+    ("replayed", "uniform", "mismatches"),
+    [(3.0, None, 0), (4.0, None, 1), (3.0, 2, 1)],
+    ids=["the bound of its lengths", "another number", "a graph of one length"],
+)
+def test_a_graph_of_varying_lengths_is_right_where_its_kernels_are_launched_for_the_longest(
+    monkeypatch: pytest.MonkeyPatch, replayed: float, uniform: int | None, mismatches: int
+) -> None:
+    """A bound of 3 tokens a request in a graph of 8: fewer than its rows, and yet an upper bound of each query."""
+    import torch
+
+    from vllm_graphfix.shadow.forward import _launches
+    from vllm_graphfix.shadow.runs import Step
+
+    monkeypatch.setattr("vllm_graphfix.shadow.ranks.all_reduce_max", lambda *arguments: arguments)
+    metadata = type("Metadata", (), {"__module__": "vllm.of_a_test"})()
+    metadata.max_query_len, metadata.max_seq_len = 2, 64
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
+    descriptor = SimpleNamespace(num_tokens=8, uniform_token_count=uniform, max_query_len=None if uniform else 3)
+    # More than rounding explains: an attention that picks one key of many has turned a last bit into that.
+    step = Step(
+        Graph("target model", 8, ()),
+        lambda: torch.full((4, 2), float(metadata.max_query_len)),
+        lambda: 4,
+        {},
+        (metadata,),
+        (),
+        list,
+        _launches(config, descriptor),
+    )
+    shadow = Shadow(Rate(every=1), Action.REPORT, process.refuse)
+    shadow.check("graph", lambda: step, lambda: torch.full((4, 2), replayed))
+    assert (shadow.results.mismatches, shadow.stopped) == (mismatches, None)

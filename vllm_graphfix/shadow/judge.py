@@ -205,8 +205,11 @@ class Judge:
         *error_here* is this rank's, *error_anywhere* the largest of all. If it is explained, the caches then hold what
         the replay leaves, otherwise what an eager run does.
         """
-        rows = checked.step.graph.rows
-        bounds = [launch for launch in checked.step.launches if launch.get(_LONGEST_QUERY, rows) >= rows]
+        launches = checked.step.launches
+        # The largest of the capture's numbers bounds every query of a replay. It is the number of rows in a graph of
+        # prompts, and less than that in one for decodes of varying lengths.
+        bound = max((launch.get(_LONGEST_QUERY, 0) for launch in launches), default=0)
+        bounds = [launch for launch in launches if launch.get(_LONGEST_QUERY, bound) == bound]
         if not error_anywhere <= _MAX_ROUNDING:
             # An attention that picks one key of many turns a last bit into more. Runs that are equal, and equal to the
             # replay once kernels get the capture's upper bounds of the numbers, leave nothing to doubt.
@@ -222,9 +225,7 @@ class Judge:
             self._raise_noise(history, another)
             noise = max(noise, another)
         tolerance = self.tolerance(checked.step.graph, noise)
-        return error_anywhere <= tolerance or self._is_as_captured(
-            checked, replay, checked.step.launches, error_here, tolerance
-        )
+        return error_anywhere <= tolerance or self._is_as_captured(checked, replay, launches, error_here, tolerance)
 
     def _is_as_captured(
         self,
