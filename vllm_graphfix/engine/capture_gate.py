@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,10 @@ class CaptureGate:
         """The engine of this process uses graphs, or may use them."""
         self._has_captured = False
         """This process has captured graphs that serve. Elastic expert parallelism captures again."""
+        self.captures = 0
+        """Captures that are under way, one inside of the other."""
+        self.serving: Callable[[], Any] = lambda: None
+        """Returns the worker that has captured last; None before that, and once it is gone."""
 
     def before_capture(self, worker_or_runner: Any, stage: str) -> None:
         """Raise GraphfixError if the engine must not capture at *stage*, `PROFILING` or `WARM_UP`.
@@ -283,6 +288,10 @@ class CaptureGate:
             )
             return None
         return f"{_BEFORE}: {message} {_WHAT_TO_DO}"
+
+    def note_serving(self, worker: Any) -> None:
+        """Take *worker* for the one whose graphs serve from now on."""
+        self.serving = weakref.ref(worker)
 
     # -- after the capture -------------------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ class CaptureHooks:
             # V1 captures graphs to measure their size and discards them (0.18.0 and later), before the worker captures
             # those that serve.
             when_imported(runner, functools.partial(self.watch_capture, "GPUModelRunner", "profile_cudagraph_memory"))
+            when_imported(runner, functools.partial(self.watch_recapture, "GPUModelRunner"))
 
     def _watch_start(self, core: Any) -> None:
         """Wrap the part of an engine core's start in which ranks may stop it, to shut its executor down then.
@@ -82,27 +83,51 @@ class CaptureHooks:
         serves = method == _CAPTURE
 
         def around(stock: Callable[..., Any], worker_or_runner: Any, *args: Any, **kwargs: Any) -> Any:
-            self._gate.before_capture(worker_or_runner, WARM_UP if serves else PROFILING)
-            if self._gate.has_graphs:
-                guarded(self._gate.context.begin_capture, worker_or_runner if serves else None)
-            try:
-                result = stock(worker_or_runner, *args, **kwargs)
-                if self._gate.has_graphs and serves:
-                    self._gate.after_capture(worker_or_runner)
-            except GraphfixError:
-                raise
-            except BaseException:  # vLLM reports it; the other ranks must not wait for this one's report
-                guarded(self._gate.reports.publish_end)
-                raise
-            finally:
-                # After an error, too: a wrapper that fails later fails in no graph.
-                guarded(self._gate.context.end_capture)
-            if serves:
-                guarded(self._gate.status_record.publish_started)
-                guarded(self._gate.status_record.start_heartbeat)
-                guarded(self._gate.context.on_captured, worker_or_runner, self._gate.has_graphs)
-            return result
+            return self._capture(worker_or_runner, functools.partial(stock, worker_or_runner, *args, **kwargs), serves)
 
         kind = getattr(module, owner, None)
         if kind is not None and method in vars(kind):  # before 0.18.0 no runner measures its graphs
             wrap(kind, method, around)
+
+    def watch_recapture(self, owner: str, module: Any) -> None:
+        """Wrap the method of a model runner that captures, for calls while the engine serves.
+
+        Stock vLLM captures anew by its worker's method alone (elastic expert parallelism). A worker extension that has
+        discarded graphs, as for a long sleep, has the runner's to call.
+        """
+
+        def around(stock: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+            capture, worker = functools.partial(stock, runner, *args, **kwargs), self._gate.serving()
+            if self._gate.captures or getattr(worker, "model_runner", None) is not runner:
+                return capture()  # a part of a worker's capture, or of none that serves
+            return self._capture(worker, capture, serves=True)
+
+        if "capture_model" in vars(getattr(module, owner)):
+            wrap(getattr(module, owner), "capture_model", around)
+
+    def _capture(self, worker_or_runner: Any, capture: Callable[[], Any], serves: bool) -> Any:
+        """Return the result of *capture*, let through by the gate; *serves*: its graphs do."""
+        gate = self._gate
+        gate.before_capture(worker_or_runner, WARM_UP if serves else PROFILING)
+        if gate.has_graphs:
+            guarded(gate.context.begin_capture, worker_or_runner if serves else None)
+        gate.captures += 1
+        try:
+            result = capture()
+            if gate.has_graphs and serves:
+                gate.after_capture(worker_or_runner)
+        except GraphfixError:
+            raise
+        except BaseException:  # vLLM reports it; the other ranks must not wait for this one's report
+            guarded(gate.reports.publish_end)
+            raise
+        finally:
+            gate.captures -= 1
+            # After an error, too: a wrapper that fails later fails in no graph.
+            guarded(gate.context.end_capture)
+        if serves:
+            guarded(gate.note_serving, worker_or_runner)
+            guarded(gate.status_record.publish_started)
+            guarded(gate.status_record.start_heartbeat)
+            guarded(gate.context.on_captured, worker_or_runner, gate.has_graphs)
+        return result

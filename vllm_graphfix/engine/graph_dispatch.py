@@ -11,6 +11,11 @@ from collections.abc import Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
+_WRAPPERS = (
+    ("vllm.compilation.cuda_graph", "CUDAGraphWrapper", "concrete_cudagraph_entries"),
+    ("vllm.compilation.breakable_cudagraph", "BreakableCUDAGraphWrapper", "entries"),
+)
+"""Classes of vLLM whose objects hold graphs, each with the attribute that has them."""
 _V1, _V2 = "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu."
 _PROFILING = "profile_cudagraph_memory"
 """Captures graphs to measure their size and discards them, in both model runners."""
@@ -131,6 +136,21 @@ def _managers(runner: Any) -> Iterator[tuple[str, Any]]:
 def managers_of(runner: Any) -> Iterator[Any]:
     """Yield the managers that dispatch to graphs in *runner*."""
     yield from (manager for _, manager in _managers(runner))
+
+
+def count_graphs(runner: Any) -> int:
+    """Return the number of graphs that *runner* has captured and not discarded, an encoder's and those of pieces, too.
+
+    0 for releases whose wrappers do not list their objects, if they have no manager either.
+    """
+    counts = [len(getattr(manager, "graphs", ())) for manager in managers_of(runner)]
+    encoder = getattr(getattr(runner, "model_state", None), "encoder_runner", None)
+    for manager in (getattr(runner, "encoder_cudagraph_manager", None), getattr(encoder, "cudagraph_manager", None)):
+        counts += [len(graphs) for graphs in getattr(manager, "budget_graphs", {}).values()]
+    for module, name, entries in _WRAPPERS:
+        objects = getattr(getattr(sys.modules.get(module), name, None), "_all_instances", ())
+        counts += [len(vars(wrapper).get(entries, ())) for wrapper in list(objects)]
+    return sum(counts)
 
 
 def builders_of(runner: Any) -> Iterator[Any]:

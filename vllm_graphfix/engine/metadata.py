@@ -35,7 +35,7 @@ NAME = "metadata"
 _LISTED = 5
 """Limit of fields that a record names."""
 _EVERY = 16
-_DEEPEST, _MAX_FRAMES = 6, 16
+_DEEPEST, _MAX_FRAMES = 6, 32
 _PRESENT, _MISSING = "present", "missing"
 _BREAKABLE = "vllm.compilation.breakable_cudagraph"
 _OF_CONTEXT = ("attn_metadata", "slot_mapping")

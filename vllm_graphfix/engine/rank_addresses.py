@@ -19,7 +19,7 @@ from datetime import timedelta
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from vllm_graphfix.engine.graph_dispatch import Dispatch
+from vllm_graphfix.engine.graph_dispatch import Dispatch, count_graphs
 from vllm_graphfix.engine.inventory import LASTING, Inventory, Kind, Moved, models
 from vllm_graphfix.log import logger
 from vllm_graphfix.patching.hooks import wrap
@@ -79,6 +79,8 @@ class RankAddresses:
         """Discard all but `_depth`: an elastic engine captures again inside a watched call."""
         self._inventory: Inventory | None = None
         self._worker: Any = None
+        self._had_graphs = False
+        """Graphs could be counted at the capture."""
         self._unfinished = False
         """An update in several calls has begun and not ended."""
         self._asleep: set[str] = set()
@@ -117,6 +119,7 @@ class RankAddresses:
         for _, model in models(worker.model_runner):
             self._hook_model(model)
         self._hook_others(type(worker))
+        self._had_graphs = count_graphs(worker.model_runner) > 0
         # Last: from here on calls and the heartbeat compare.
         self._inventory = inventory
 
@@ -206,6 +209,10 @@ class RankAddresses:
         inventory = self._inventory
         if inventory is None:
             return
+        if self._graphs_are_gone():  # on all ranks: none of them goes on to an agreement
+            self._drop()
+            logger.info("graphfix: this rank has discarded its CUDA graphs; addresses are compared once it captures")
+            return
         begun = time.monotonic()
         kinds = frozenset(Kind) - ({Kind.CACHE} if self._asleep else set())
         with self._lock:
@@ -234,11 +241,18 @@ class RankAddresses:
         with self._lock:
             if self._busy() or operations != self._operations or self._inventory is not inventory:
                 return  # a watched call moves tensors meanwhile, and compares itself
+            if moved and self._graphs_are_gone():
+                return
             # Only if seen there twice: a load that is not wrapped may be under way.
             suspected, self._suspected = self._suspected, {each.entry.name: _pointer(each) for each in moved}
             moved = [each for each in moved if suspected.get(each.entry.name) == _pointer(each)]
             fresh = self._note_moved(moved, "no call that is watched", kinds, elsewhere=self._suspected)
         self._warn(fresh, "no call that is watched")
+
+    def _graphs_are_gone(self) -> bool:
+        """Tell if the graphs of the capture have all been discarded: nothing has their addresses any more."""
+        worker = self._worker()
+        return self._had_graphs and worker is not None and not count_graphs(worker.model_runner)
 
     def _busy(self) -> bool:
         return bool(self._depth or self._unfinished or self._asleep)

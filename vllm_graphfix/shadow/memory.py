@@ -27,6 +27,11 @@ class Memory:
         self.needs: dict[tuple[object, object], int] = {}
         """Bytes, by owner of the graphs (an id) and number of tokens."""
         self._in_graphs: int | None = None
+        """Bytes in the pools of graphs that no graph uses at the moment; None until they are needed."""
+
+    def end_capture(self) -> None:
+        """Measure no more; called after each capture of graphs that serve, which changes their pools."""
+        self.measuring, self._in_graphs = False, None
 
     def measured(self, owner: object, tokens: object, run: Callable[[], T]) -> T:
         """Return the result of *run*, a warm-up of *tokens* tokens for the graphs of *owner*, and record its need."""
@@ -73,7 +78,7 @@ class Memory:
 
         The pools of graphs are not free, though torch counts what no graph uses at the moment as unused.
         """
-        if self._in_graphs is None:  # constant after the last capture
+        if self._in_graphs is None:  # the same from one capture to the next
             self._in_graphs = _unused_in_graphs()
         free, unused = _free_and_unused()
         return None if free is None else free + max(0, unused - self._in_graphs)

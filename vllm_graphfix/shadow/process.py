@@ -65,7 +65,7 @@ def on_captured(worker: Any) -> None:
     from vllm_graphfix.shadow.forward import unsafe
     from vllm_graphfix.shadow.lockstep import can_count, is_in_lockstep
 
-    SHADOW.memory.measuring = False
+    SHADOW.memory.end_capture()
     on_v2 = bool(getattr(worker, "use_v2_model_runner", False))
     if getattr(worker.vllm_config, "lora_config", None) is not None:
         try:
