@@ -25,7 +25,7 @@ from vllm_graphfix.shadow.forward import unsafe
 from vllm_graphfix.shadow.runners import RUNNERS
 from vllm_graphfix.source.files import open_source
 
-LATER = {"shadow-v2-drafter": (0, 19), "shadow-v2-pieces": (0, 23)}
+LATER = {"shadow-v2-drafter": (0, 19), "shadow-v2-dflash-drafter": (0, 24), "shadow-v2-pieces": (0, 23)}
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: runner.name)
@@ -136,6 +136,17 @@ def test_data_parallel_ranks_that_share_experts(release: str) -> None:
     check_behaviours(release, "shadow_lockstep", {SHADOW: "1/1"})
 
 
+@pytest.mark.parametrize(
+    "release",
+    slow_but_for(
+        ("0.25.1", "0.33.0"), ("0.24.0", "0.25.1", "0.27.1", "0.28.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+    ),
+)
+def test_speculators_that_draft_in_one_pass(release: str) -> None:
+    """A release of each shape, with attention that is causal: `draft-non-causal` has no part in it."""
+    check_behaviours(release, "shadow_parallel", {SHADOW: "1/1"})
+
+
 CAPTURES_OFF = {"capture-state": "off", "draft-prefill-state": "off"}
 
 
@@ -174,7 +185,8 @@ def test_a_draft_prefill_that_is_mended_is_no_mismatch(release: str) -> None:
     [
         ("0.16.0", "mamba-all-mode"),
         *((release, "") for release in ("0.18.1", "0.21.0", "0.22.1")),
-        ("0.33.0", "adaptive-schedule"),
+        ("0.24.0", "draft-non-causal"),
+        ("0.33.0", "adaptive-schedule or draft-non-causal"),
         pytest.param("0.27.1", "c128a-stride", marks=pytest.mark.slow),
     ],
 )

@@ -76,7 +76,12 @@ def outcomes(report: Report) -> dict[str, str]:
 
 def watched_on(release: str) -> set[str]:
     """The fixes that *release* needs and in whose scenarios the shadow check looks at every replay."""
-    first = {"shadow-v1": (0, 15), "shadow-v2": (0, 18), "shadow-v2-drafter": (0, 19)}
+    first = {
+        "shadow-v1": (0, 15),
+        "shadow-v2": (0, 18),
+        "shadow-v2-drafter": (0, 19),
+        "shadow-v2-dflash-drafter": (0, 24),
+    }
     return {
         fix.name
         for fix in FIXES

@@ -1,5 +1,7 @@
 """The known shapes of vLLM's code in which model runner V2 replays full graphs of a drafter (0.19.0 - 0.33.0).
 
+Eagle and MTP draft token by token; DFlash and DSpark (0.24.0 and later) draft all tokens of a step in one pass.
+
 A shape names the speculator that has the graphs, the method that replays them, and the method that runs the same step
 without one. Code that uses other attributes than those in `KNOWN` has no known shape: a second run might spoil them.
 """
@@ -35,8 +37,8 @@ class DrafterGraphs(NamedTuple):
     metadata: str
     slots: str
     columns: str
-    """The columns of draft tokens and logits that a replay writes: ``first``, ``step`` (the caller's variable) or
-    ``rest``, all but the first."""
+    """The columns of draft tokens and logits that a replay writes: ``first``, ``step`` (the caller's variable),
+    ``rest``, all but the first, or ``all``."""
     builds: bool = True
     """True if *caller* has metadata where it replays; otherwise the graph makes its own from those of its capture."""
 
@@ -92,6 +94,22 @@ SHAPES = {
 READS = (_MANAGER, _BASE, *dict.fromkeys(speculator.path for speculator in SHAPES.values()))
 MODULES = tuple(dict.fromkeys(speculator.module for speculator in SHAPES.values()))
 
+_DFLASH = f"{_FOLDER}/dflash/speculator.py", "DFlashSpeculator"
+_DSPARK = f"{_FOLDER}/dspark/speculator.py", "DSparkSpeculator"
+PARALLEL = Speculator(
+    *_DFLASH,
+    _HOOK,
+    (_decode("query_cudagraph_manager", "propose", "_generate_draft", "draft_attn_metadata", "", "all"),),
+)
+"""A speculator that drafts all tokens in one pass; its graphs have metadata where they replay, or build them."""
+PARALLEL_READS = (_MANAGER, _BASE, _DFLASH[0], _DSPARK[0])
+_CONTEXT = (
+    "precompute_context_kv=lambda num_reqs: self._precompute_context_kv(0, self._num_graph_context_tokens(num_reqs))",
+    "prepare_forward=self._prepare_graph_forward",
+)
+"""The step before a draft that its graph has, too, from 0.31.0 and 0.32.0 on: it stores the target's states."""
+_CAPTURED = "self.query_cudagraph_manager.capture(self._generate_draft, *...)"
+
 _HELPERS = ("run_model", "_run_model", "_sample_draft", "sample_draft", "_generate_draft")
 KNOWN = frozenset(
     """
@@ -105,6 +123,16 @@ KNOWN = frozenset(
 )
 """Attributes of a speculator that drafting uses in the releases that were examined: tensors, which are copied and
 restored, numbers and methods. Another attribute may be state that a second run spoils."""
+_KNOWN_PARALLEL = KNOWN | frozenset(
+    """
+    max_num_tokens sample_indices sample_pos sample_idx_mapping sample_col sample_draft num_query_per_req
+    draft_token_confidence_probs
+    _num_graph_context_tokens _precompute_context_kv _context_slot_mappings _layer_group_idx context_positions
+    prepare_context_anchor target_input_buffers supports_decode_metadata_update _aux_staging _num_rejected
+    _sample_sequential _sample_sequential_topk _sample_logits _anchor_idx _step_cols _draft_topk _d2t_scatter_index
+    _draft_scatter_buf use_confidence_head enable_adaptive_verification acceptance_estimator
+    """.split()
+)
 BUILT_OF = ("num_reqs", "batch_desc", "num_query_per_req", "seq_lens_cpu_upper_bound", "step")
 """Arguments of `_build_uniform_attn_metadata`."""
 _ARGUMENTS = ("attn_metadata", "slot_mappings", "num_tokens_across_dp", "cudagraph_runtime_mode")
@@ -186,3 +214,61 @@ def _is_called_as_known(caller: Function, graphs: DrafterGraphs) -> bool:
     return names[:5] == ["num_reqs", None, graphs.metadata, graphs.slots, _ARGUMENTS[2]] and set(named) <= _MORE | set(
         _ARGUMENTS
     )
+
+
+def diagnose_parallel(source: Source) -> Diagnosis:
+    """Return `AFFECTED` if DFlash's graphs can be checked; the shape names the classes of speculators."""
+    path, name = _DFLASH
+    propose, capture = (source.function(path, f"{name}.{each}") for each in ("propose", "capture"))
+    if propose is None or capture is None:
+        return Diagnosis(Verdict.ABSENT, "there is no DFlash on model runner V2")
+    run = source.function(_MANAGER, "CudaGraphManager.run_fullgraph")
+    known = (
+        run
+        and run.signature == "self, desc"
+        and source.function(path, f"{name}.{_HOOK}")
+        and propose.find_unique("self.query_cudagraph_manager.run_fullgraph(batch_desc)")
+        and {"input_batch", "dummy_run"} <= set(propose.parameters)
+        and propose.assigned("num_reqs")
+        and _captures_as_known(capture)
+        and _generates_as_known(source, path, name)
+    )
+    if not known:
+        reason = "drafts of DFlash replay full graphs in a way that is not recognised"
+        return Diagnosis(Verdict.UNRECOGNISED, reason, propose.where, defect_seen=True)
+    classes = [name, *([_DSPARK[1]] if _generates_as_known(source, *_DSPARK) else [])]
+    return Diagnosis(Verdict.AFFECTED, f"full graphs of drafts replay in {name}", propose.where, " ".join(classes))
+
+
+def _captures_as_known(capture: Function) -> bool:
+    call = capture.find_unique(_CAPTURED)
+    if not isinstance(call, ast.Call):
+        return False
+    further = {keyword.arg for keyword in call.keywords} - {"causal", "progress_bar_desc"}
+    return not further or any(capture.call_has_keyword(_CAPTURED, context) for context in _CONTEXT)
+
+
+def _generates_as_known(source: Source, path: str, name: str) -> bool:
+    """Tell whether a draft of the speculator *name* uses nothing but attributes that a check restores."""
+    generate = source.function(path, f"{name}._generate_draft")
+    if generate is None or generate.parameters[:2] != ("self", "num_reqs") or generate.parameters[3:] != _ARGUMENTS:
+        return False
+    helpers = [
+        source.function(each, f"{owner}.{helper}")
+        for each, owner in (_DFLASH, _DSPARK, (_BASE, "DraftModelSpeculator"))
+        for helper in (*_HELPERS, *_PARALLEL_HELPERS)
+        if (each, owner) != _DSPARK or (path, name) == _DSPARK
+    ]
+    return all(_attributes_used(helper) <= _KNOWN_PARALLEL for helper in (generate, *helpers) if helper is not None)
+
+
+_PARALLEL_HELPERS = (
+    "_prepare_graph_forward",
+    "_precompute_context_kv",
+    "_num_graph_context_tokens",
+    "prepare_context_anchor",
+    "_sample_sequential",
+    "_sample_sequential_topk",
+    "_sample_logits",
+    "_maybe_predict_acceptance",
+)

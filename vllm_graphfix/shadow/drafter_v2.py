@@ -1,4 +1,4 @@
-"""Model runner V2: full graphs of a drafter, Eagle or MTP, which its speculator replays (from 0.19.0 on).
+"""Model runner V2: full graphs of a drafter, Eagle, MTP, DFlash or DSpark, which its speculator replays (from 0.19.0).
 
 Such a graph takes no arguments and returns nothing: it reads and writes tensors of the speculator, and the draft
 layers' cache. It ends in draft tokens, sampled with random numbers that follow from seed and position, so that a second
@@ -9,7 +9,7 @@ That function runs with as many rows as the graph, padding included, as when the
 another kernel may compute the matrix of logits, and a last bit may decide on another likeliest token. A padded row
 stands for a request that is not in the batch, so that what it writes for that request does not matter.
 
-Drafters with graphs of another kind are not checked: DFlash and its derivatives, MTP of several modules, 0.18's.
+Drafters with graphs of another kind are not checked: other derivatives of DFlash, MTP of several modules, 0.18's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_graphfix.fix import Activity, Patch, StockFunction
 from vllm_graphfix.log import logger
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
-from vllm_graphfix.shadow.drafter_shapes import BUILT_OF, SHAPES, DrafterGraphs, Speculator
+from vllm_graphfix.shadow.drafter_shapes import BUILT_OF, PARALLEL, SHAPES, DrafterGraphs, Speculator
 from vllm_graphfix.shadow.failures import StepNotCheckable, UnsafeError
 from vllm_graphfix.shadow.forward import Pass, unsafe
 from vllm_graphfix.shadow.lockstep import is_in_lockstep
@@ -41,40 +41,55 @@ _SLOTS_MODULE = "vllm.v1.worker.gpu.attn_utils"
 
 
 def patches(shape: str) -> tuple[Patch, ...]:
-    speculator = SHAPES[shape]
-    return (
-        Patch(
-            speculator.module, f"{speculator.name}.{speculator.hook}", functools.partial(_watch_managers, speculator)
-        ),
-    )
+    return (_patch(SHAPES[shape]),)
 
 
-def _watch_managers(speculator: Speculator, stock: StockFunction, activity: Activity) -> StockFunction:
-    """Wrap the method that makes a speculator's managers, so that each of them counts its replays and checks one."""
+def patches_parallel(shape: str) -> tuple[Patch, ...]:
+    return (_patch(PARALLEL, frozenset(shape.split())),)
+
+
+def _patch(speculator: Speculator, classes: frozenset[str] | None = None) -> Patch:
+    watch = functools.partial(_watch_managers, speculator, classes)
+    return Patch(speculator.module, f"{speculator.name}.{speculator.hook}", watch)
+
+
+def _watch_managers(
+    speculator: Speculator, classes: frozenset[str] | None, stock: StockFunction, activity: Activity
+) -> StockFunction:
+    """Wrap the method that makes a speculator's managers, so that each of them counts its replays and checks one.
+
+    *classes*: names of the classes of which a speculator may be; None: any.
+    """
 
     @functools.wraps(stock)
     def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         try:
             if (shadow := process.SHADOW) is not None:
-                _watch_speculator(self, speculator.graphs, shadow)
+                _watch_speculator(self, speculator.graphs, shadow, classes)
         except Exception as error:
             activity.failed(error)
 
     return initialise
 
 
-def _watch_speculator(speculator: Any, graphs: tuple[DrafterGraphs, ...], shadow: Shadow) -> None:
+def _watch_speculator(
+    speculator: Any, graphs: tuple[DrafterGraphs, ...], shadow: Shadow, classes: frozenset[str] | None
+) -> None:
     if reason := unsafe(speculator.vllm_config):
         process.refuse(reason)
         return
     if is_in_lockstep(speculator.vllm_config):
         logger.info("graphfix: the shadow check leaves the graphs of drafts alone: data-parallel ranks share experts")
         return
-    for attribute, meaning in _STATEFUL.items():
-        if getattr(speculator, attribute, None) is not None:
-            logger.info("graphfix: the shadow check leaves the graphs of drafts alone: %s", meaning)
-            return
+    reasons = [meaning for attribute, meaning in _STATEFUL.items() if getattr(speculator, attribute, None) is not None]
+    if classes is not None and type(speculator).__name__ not in classes:
+        reasons.append(f"those of {type(speculator).__name__} were not examined")
+    if hasattr(getattr(speculator, "model", None), "sample_sequential"):
+        reasons.append("the drafter samples by kernels of its model, which were not examined")
+    if reasons:
+        logger.info("graphfix: the shadow check leaves the graphs of drafts alone: %s", reasons[0])
+        return
     for name in dict.fromkeys(each.manager for each in graphs):
         if (manager := getattr(speculator, name)) is not None:
             of_this = {each.caller: each for each in graphs if each.manager == name}
@@ -182,16 +197,19 @@ def _call_in_frames(drafter: _Drafter, desc: Any, frame: FrameType | None) -> _C
 def _call_of(
     drafter: _Drafter, desc: Any, graphs: DrafterGraphs, variables: Mapping[str, Any], propose: Mapping[str, Any]
 ) -> _Call | None:
-    needed = {"num_reqs", "num_tokens_across_dp"} | ({graphs.metadata, graphs.slots} if graphs.builds else set())
+    has_metadata = graphs.builds and graphs.columns != "all"
+    needed = {"num_reqs", "num_tokens_across_dp"} | ({graphs.metadata, graphs.slots} if has_metadata else set())
     if missing := [*(needed - variables.keys()), *({"dummy_run", "input_batch"} - propose.keys())]:
         raise UnsafeError(f"{graphs.caller} has no {', '.join(missing)}")
-    if propose["dummy_run"] or (graphs.builds and variables[graphs.metadata] is None):
+    if propose["dummy_run"] or (has_metadata and variables[graphs.metadata] is None):
         return None
     # A copy, as in `runner_v2`.
     return _Call(drafter.speculator, desc, graphs, dict(variables), propose["input_batch"])
 
 
 def _step(call: _Call, run_rows: int) -> Step:
+    if call.graphs.columns == "all":
+        return _parallel_step(call)
     speculator, desc, graphs, batch = call.speculator, call.desc, call.graphs, call.batch
     if graphs.columns == "first" and (batch.num_tokens_after_padding, batch.num_reqs_after_padding) != (
         desc.num_tokens,
@@ -235,6 +253,76 @@ def _step(call: _Call, run_rows: int) -> Step:
         states=states,
         results=results,
     )
+
+
+def _parallel_step(call: _Call) -> Step:
+    """Describe a replay that drafts all tokens of each request at once.
+
+    With all rows of the graph, in quarantine, too: a padded row samples for no request.
+    """
+    speculator, desc = call.speculator, call.desc
+    metadata, own = call.variables.get(call.graphs.metadata), speculator.draft_attn_layer_names
+    slots = _by_layer(call, speculator.block_tables.slot_mappings[:, : desc.num_tokens])
+    context = speculator._num_graph_context_tokens(call.rows) if _stores_context(speculator) else 0
+    forward = Pass(
+        speculator.vllm_config,
+        {layer: (metadata or {})[layer] for layer in metadata or {} if layer in own},
+        {layer: slots[layer] for layer in slots if layer in own},
+        {"input_buffers": speculator.input_buffers, "slot_mappings": speculator.block_tables.slot_mappings},
+        only=own,
+    )
+    eager = _all_without_graph(call, metadata, slots, context)
+    step = forward.step(call.graphs.name, desc, eager, lambda: call.requests)
+    states, logits, requests = (
+        list(step.states),
+        speculator.draft_logits,
+        call.batch.idx_mapping[: call.requests].long(),
+    )
+    if logits is not None:
+        # Up to 0.27.1 a padded row samples for the first request's place, too.
+        rows = speculator.sample_idx_mapping[: call.rows * speculator.num_speculative_steps].unique().long()
+        rows = rows[(rows >= 0) & (rows < len(logits))]
+        states.append(StateRows("draft logits", logits, rows, compared=False))
+    drafted = [getattr(speculator, name, None) for name in ("draft_tokens", "draft_token_confidence_probs")]
+
+    def results() -> list[Tensor]:
+        first = [tensor[: call.requests] for tensor in drafted if tensor is not None]
+        return first if logits is None else [*first, logits.index_select(0, requests)]
+
+    return step._replace(
+        graph=step.graph._replace(rows=call.rows, backends=step.graph.backends or _backends(speculator)),
+        inputs={**step.inputs, **_buffers(speculator, max(desc.num_tokens, context)), **_builders(speculator)},
+        states=states,
+        results=results,
+    )
+
+
+def _stores_context(speculator: Any) -> bool:
+    """Tell whether graphs of drafts store the target's states first, as from 0.31.0 on."""
+    return hasattr(speculator, "_num_graph_context_tokens")
+
+
+def _all_without_graph(call: _Call, metadata: Any, slots: Any, context: int) -> Callable[[], None]:
+    """Return a function that does what the graph has: first, from 0.31.0 on, it stores so many rows of *context*.
+
+    *metadata* are the step's; None where the graph brings its own up to date: then they are built, after the replay.
+    """
+    speculator, desc, variables = call.speculator, call.desc, call.variables
+
+    def run() -> None:
+        built = metadata
+        if built is None:
+            of_batch = call.requests, desc, speculator.num_query_per_req, call.batch.seq_lens_cpu_upper_bound
+            named = dict(zip(BUILT_OF, (*of_batch, speculator.num_query_per_req), strict=True))
+            built = speculator._build_uniform_attn_metadata(**named, causal=speculator._group_causal)
+        if hasattr(speculator, "_prepare_graph_forward"):
+            speculator._prepare_graph_forward(call.rows, None)
+        elif context:
+            speculator._precompute_context_kv(0, context)
+        none = type(desc.cg_mode)["NONE"]
+        speculator._generate_draft(call.rows, desc.num_tokens, built, slots, variables["num_tokens_across_dp"], none)
+
+    return run
 
 
 def _backends(speculator: Any) -> tuple[str, ...]:

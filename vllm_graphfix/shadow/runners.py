@@ -59,6 +59,14 @@ RUNNERS = (
         drafter_shapes.MODULES,
     ),
     Graphs(
+        f"shadow-v2-dflash{DRAFTER}",
+        "V2",
+        drafter_shapes.diagnose_parallel,
+        drafter_v2.patches_parallel,
+        drafter_shapes.PARALLEL_READS,
+        (drafter_shapes.PARALLEL.module,),
+    ),
+    Graphs(
         f"shadow-v1{PIECES}",
         "V1",
         pieces.diagnose_v1,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from vllm_graphfix.verify.trial import Trial
+from vllm_graphfix.verify.trial import Trial, Watched
 
 TRIAL = Trial(
-    unwatched="DFlash replays its graphs by itself, and the check looks at those of the target and of Eagle's drafts",
+    watched=Watched(
+        "shadow-v2-dflash-drafter",
+        "vllm_graphfix.verify.double.scenarios.draft_non_causal:watched",
+        ("FlashInferMetadata",),
+    ),
     engine="none",
     shows_in="the CPU double alone: draft tokens",
 )

@@ -64,6 +64,12 @@ def run(*, trigger: bool = True) -> Measurement:
     )
 
 
+def watched(*, trigger: bool) -> None:
+    """Draft in graphs alone, which the shadow check looks at; *trigger* as in `run`."""
+    with cpu_cuda_graphs(), _on_a_blackwell():
+        _serve(CUDAGraphMode.FULL_DECODE_ONLY, causal=not trigger)
+
+
 @contextlib.contextmanager
 def _on_a_blackwell() -> Iterator[None]:
     """Let FlashInfer's builder choose TRT-LLM's kernels, and run the kernels of builder and speculator on the CPU."""
