@@ -25,7 +25,9 @@ from vllm_graphfix.shadow.forward import unsafe
 from vllm_graphfix.shadow.runners import RUNNERS
 from vllm_graphfix.source.files import open_source
 
-LATER = {"shadow-v2-drafter": (0, 19), "shadow-v2-dflash-drafter": (0, 24), "shadow-v2-pieces": (0, 23)}
+LATER = {"shadow-v2-drafter": (0, 19), "shadow-v2-dflash-drafter": (0, 24), "shadow-v2-pieces": (0, 23)} | {
+    "shadow-encoder": (0, 24)
+}
 
 
 @pytest.mark.parametrize("runner", RUNNERS, ids=lambda runner: runner.name)
@@ -145,6 +147,14 @@ def test_data_parallel_ranks_that_share_experts(release: str) -> None:
 def test_speculators_that_draft_in_one_pass(release: str) -> None:
     """A release of each shape, with attention that is causal: `draft-non-causal` has no part in it."""
     check_behaviours(release, "shadow_parallel", {SHADOW: "1/1"})
+
+
+WITHOUT_FIXES = {variable(name): "off" for name in ("encoder-adapters", "encoder-padding", "encoder-input-norm")}
+
+
+@pytest.mark.parametrize("release", slow_but_for(("0.33.0",), ("0.24.0", "0.25.1", "0.28.0", "0.30.0", "0.33.0")))
+def test_graphs_of_encoders(release: str) -> None:
+    check_behaviours(release, "shadow_encoder", ALL_GRAPHS | WITHOUT_FIXES)
 
 
 CAPTURES_OFF = {"capture-state": "off", "draft-prefill-state": "off"}

@@ -275,7 +275,7 @@ def test_drafters_with_a_history_are_not_checked(attribute: str) -> None:
     (shape,) = {shape for shape, known in drafter_shapes.SHAPES.items() if known.graphs[0].manager in managers} & {
         drafter_shapes.diagnose(open_source()).shape
     }
-    drafter_v2._watch_speculator(served.speculator, drafter_shapes.SHAPES[shape].graphs, served.shadow)
+    drafter_v2._watch_speculator(served.speculator, drafter_shapes.SHAPES[shape].graphs, served.shadow, None)
     assert not [name for name, each in managers.items() if "run_fullgraph" in vars(each)]
     assert not refused()
 

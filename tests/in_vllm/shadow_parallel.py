@@ -21,8 +21,10 @@ from vllm.v1.attention.backends import flash_attn
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.spec_decode import speculator as of_drafts
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 from vllm.v1.worker.utils import AttentionGroup
 
+from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import drafter_v2, process
 from vllm_graphfix.verify.double.arguments import supported_kwargs
@@ -37,7 +39,7 @@ try:
 except ImportError:  # before 0.25.0
     DSparkSpeculator = None
 SIZES = [2, 3, 4, 6, 8, 9, 12]  # of DSpark, too, whose requests have two tokens in some releases
-KINDS = {"DFlash": scenario.dflash.DFlashSpeculator} | ({"DSpark": DSparkSpeculator} if DSparkSpeculator else {})
+KINDS = {"DFlash": dflash.DFlashSpeculator} | ({"DSpark": DSparkSpeculator} if DSparkSpeculator else {})
 
 
 class Model(scenario.DraftModelStandIn):
@@ -139,10 +141,10 @@ def _double() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in (cpu_cuda_graphs(), unpinned(), flash_attention_stand_ins(3), torch.inference_mode()):
             stack.enter_context(each)
-        stack.enter_context(cpu_triton_kernels(scenario.dflash))
+        stack.enter_context(cpu_triton_kernels(dflash))
         stack.enter_context(mock.patch.object(cudagraph_utils, "current_stream", CPUStream, create=True))
         with_fields = mock.patch.object(
-            scenario.dflash, "replace", lambda of, **new: SimpleNamespace(**vars(of) | new), create=True
+            dflash, "replace", lambda of, **new: SimpleNamespace(**vars(of) | new), create=True
         )
         stack.enter_context(with_fields)
         yield
@@ -206,7 +208,7 @@ def test_dummy_batches_are_not_checked(kind: str) -> None:
 
 def test_a_speculator_of_another_class_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
-    monkeypatch.setattr(drafter_v2.logger, "info", lambda text, *args: messages.append(text % args))
+    monkeypatch.setattr(logger, "info", lambda text, *args: messages.append(text % args))
     monkeypatch.setitem(KINDS, "DFlash", type("DFlash2Speculator", (KINDS["DFlash"],), {}))
     served = Served("DFlash")
     served.step((5, 42))

@@ -54,6 +54,10 @@ class Shadow:
         self.checks_pieces = pieces
         self.without_pieces: str | None = None
         """The reason for which steps in pieces are not checked though they were to be."""
+        self.checks_encoder = pieces
+        """Graphs of an encoder are checked."""
+        self.without_encoder: str | None = None
+        """The reason for which they are not though they were to be."""
         self.may_have_images = True
         """False: no request has an image."""
         self.schedule = Schedule(rate)
@@ -80,6 +84,11 @@ class Shadow:
         """Check no step in pieces, for a *reason* that holds on all ranks; full graphs are checked on."""
         self.checks_pieces, self.without_pieces = False, reason
         logger.warning("graphfix: the shadow check leaves piecewise and breakable graphs alone: %s", reason)
+
+    def leave_out_encoder(self, reason: str) -> None:
+        """Check no graph of an encoder, for a *reason* that holds on all ranks."""
+        self.checks_encoder, self.without_encoder = False, reason
+        logger.warning("graphfix: the shadow check leaves an encoder's graphs alone: %s", reason)
 
     def is_due_in_pieces(self, *, target: bool = True) -> bool:
         """Count a call of a model that may run in pieces; tell whether it is to be checked, or may be in quarantine.

@@ -21,6 +21,10 @@ DRAFTER = "-drafter"
 """The end of the name of what is wrapped for drafts."""
 PIECES = "-pieces"
 """The end of the name of what is wrapped for steps in pieces alone."""
+ENCODER = "-encoder"
+"""The end of the name of what is wrapped for an encoder's graphs."""
+UNLESS_FULL = (PIECES, ENCODER)
+"""What is wrapped only if graphs of all kinds are to be checked."""
 _MAX_MISMATCHES = 5
 """Mismatches in a record."""
 
@@ -105,9 +109,9 @@ def refuse(reason: str) -> None:
 
 def state(of_runners: Mapping[str, FixState]) -> FixState:
     """Combine the states of the wrappers for both model runners, of which an engine has one, and of the check."""
-    states = [each for each in of_runners.values() if not (each.name.endswith(PIECES) and each.state is State.OFF)]
+    states = [each for each in of_runners.values() if not (each.name.endswith(UNLESS_FULL) and each.state is State.OFF)]
     # Those of the target model: a check of drafts alone is not what was asked for.
-    targets = [each for each in states if not each.name.endswith((DRAFTER, PIECES))] or states
+    targets = [each for each in states if not each.name.endswith((DRAFTER, *UNLESS_FULL))] or states
     best = next((each for each in targets if each.state is State.ACTIVE), targets[0])
     reason = "; ".join(f"{each.name}: {each.state.value}, {each.reason}" for each in states)
     combined = best._replace(name=NAME, reason=reason)
@@ -119,6 +123,9 @@ def state(of_runners: Mapping[str, FixState]) -> FixState:
         return combined._replace(state=State.FAILED, reason=f"the check has stopped: {SHADOW.stopped}", code=Code.ERROR)
     if SHADOW.without_pieces is not None:
         reason = f"piecewise and breakable graphs are left alone, since {SHADOW.without_pieces}; {combined.reason}"
+        combined = combined._replace(reason=reason)
+    if SHADOW.without_encoder is not None:
+        reason = f"an encoder's graphs are left alone, since {SHADOW.without_encoder}; {combined.reason}"
         combined = combined._replace(reason=reason)
     if SHADOW.skips_a_graph():
         reason = f"each step of a graph is left out, so that nobody sees whether it is right; {combined.reason}"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_graphfix.fix import Companion, Diagnosis, Event, Patch
 from vllm_graphfix.settings.environment import SHADOW
-from vllm_graphfix.shadow import drafter_shapes, drafter_v2, pieces, runner_v1, runner_v2
+from vllm_graphfix.shadow import drafter_shapes, drafter_v2, encoder, pieces, runner_v1, runner_v2
 from vllm_graphfix.shadow.lockstep import AGREEMENT_MODULE
-from vllm_graphfix.shadow.process import DRAFTER, PIECES
+from vllm_graphfix.shadow.process import DRAFTER, ENCODER, PIECES
 
 if TYPE_CHECKING:
     from vllm_graphfix.source.files import Source
@@ -81,5 +81,13 @@ RUNNERS = (
         pieces.patches_v2,
         (runner_v2.GRAPHS, runner_v2.CONTEXT, runner_v2.RUNNER, runner_v2.DISPATCH),
         (runner_v2.GRAPHS_MODULE,),
+    ),
+    Graphs(
+        f"shadow{ENCODER}",
+        "V1 and V2",
+        encoder.diagnose,
+        encoder.patches,
+        (encoder.GRAPHS,),
+        (encoder.GRAPHS.removesuffix(".py").replace("/", "."),),
     ),
 )

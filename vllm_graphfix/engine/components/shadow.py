@@ -36,7 +36,7 @@ class ShadowComponent(Component):
         process.start(
             rate, decision.shadow_action, self.services.end, self.services.abort_for(self.name), pieces=pieces
         )
-        watched = {each.name for each in RUNNERS if rate and (pieces or not each.name.endswith(process.PIECES))}
+        watched = {each.name for each in RUNNERS if rate and (pieces or not each.name.endswith(process.UNLESS_FULL))}
         wanted = policy._replace(modes={each.name: Mode.AUTO if each.name in watched else Mode.OFF for each in RUNNERS})
         self.manager = self.manager or FixManager(RUNNERS, wanted)
         self.manager.start(wanted)
