@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from vllm_graphfix.shadow import drafter_v2, pieces, process, runner_v1, runner_v2
+from vllm_graphfix.fix import Activity
+from vllm_graphfix.shadow import drafter_v2, encoder, pieces, process, runner_v1, runner_v2
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.memory import Memory
 
@@ -127,3 +128,27 @@ def test_a_check_that_fails_around_a_replay_of_a_drafter_stops_and_the_replay_go
     replay = drafter_v2._counting_replay(lambda desc: desc, drafter_v2._Drafter(None, None, {}), shadow)
     assert replay(3) == 3
     assert [str(error) for error in shadow.stopped] == (["planted"] if fails else [])
+
+
+def test_an_encoder_goes_on_where_its_manager_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stops: list[Exception] = []
+    shadow: Any = SimpleNamespace(checks_encoder=True, stop_on_this_rank=stops.append)
+    monkeypatch.setattr(process, "SHADOW", shadow)
+    run = encoder._check_replays(lambda self, images, budget, path, **axes: (images, budget, path, axes), Activity())
+    assert run(SimpleNamespace(), "images", 8, axis_keys=("a",)) == ("images", 8, "default", {"axis_keys": ("a",)})
+    assert [type(each) for each in stops] == [AttributeError]
+
+
+@pytest.mark.parametrize(("slots", "ranks"), [({}, 1), ({"layer": [0, 1, 2, -1]}, 1), ({"layer": [0, -1, -1, -1]}, 2)])
+def test_padded_rows_are_known_by_slots_and_else_by_the_end_of_the_last_request(
+    slots: dict[str, list[int]], ranks: int
+) -> None:
+    """An encoder's layers have no slots, and a rank of several has those of its own tokens alone."""
+    import torch
+
+    context = SimpleNamespace(
+        slot_mapping={layer: torch.tensor(each) for layer, each in slots.items()},
+        attn_metadata={"layer": SimpleNamespace(query_start_loc=torch.tensor([0, 1, 3]))},
+    )
+    config = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=ranks))
+    assert runner_v1.real_rows(context, config) == 3

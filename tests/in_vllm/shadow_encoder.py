@@ -21,12 +21,12 @@ RUNNERS = pytest.mark.parametrize("kind", scenario.runners(), ids=lambda kind: k
 class Served:
     """A model runner whose encoder's graphs are checked, unless *every* is None."""
 
-    def __init__(self, kind: Any, *, every: int | None = 1, action: Action = Action.REPORT, **config: Any) -> None:
+    def __init__(self, kind: Any, *, every: int | None = 1, action: Action = Action.REPORT, parallel: Any = ()) -> None:
         process.start(Rate(every=every), action, pieces=True)
         self.shadow: Any = process.SHADOW
         self.model = scenario.EncoderWithAdapters()
         self._runner = kind(self.model, graphs=True)
-        vars(self._runner.manager.vllm_config.parallel_config).update({"data_parallel_size": 1} | config)
+        vars(self._runner.manager.vllm_config.parallel_config).update({"data_parallel_size": 1} | dict(parallel))
         self._random = torch.Generator().manual_seed(1)
 
     def step(self, lengths: tuple[int, ...] = (5, 3), adapters: tuple[int, ...] = (0, 0)) -> list[torch.Tensor]:
@@ -96,7 +96,7 @@ def test_padded_rows_are_not_compared(kind: Any) -> None:
 def test_where_ranks_encode_apart_graphs_are_left_alone_with_the_reason(
     kind: Any, config: dict[str, int], because: str
 ) -> None:
-    served = Served(kind, **config)
+    served = Served(kind, parallel=config)
     served.step()
     assert served.seen() == (0, 0, None)
     assert because in served.shadow.without_encoder

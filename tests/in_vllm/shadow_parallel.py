@@ -54,7 +54,7 @@ class Model(scenario.DraftModelStandIn):
         causal = metadata.seq_lens[row] - (scenario.WIDTH - 1) + torch.arange(len(query)) % scenario.WIDTH
         return query + scenario._attend(query, self._cache, metadata.block_table[row], causal)
 
-    def precompute_and_store_context_kv(
+    def precompute_and_store_context_kv(  # type: ignore[override]
         self, states: torch.Tensor, positions: torch.Tensor, *slots: Any, **named: Any
     ) -> None:
         """Write the states to the slots of their tokens, which a negative one has not."""

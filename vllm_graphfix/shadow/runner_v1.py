@@ -353,17 +353,15 @@ def step(
 def real_rows(context: Any, config: Any) -> int:
     """Return the number of tokens before the padding, which is masked or has slot -1.
 
-    With decode context parallelism a rank has slots for its own tokens only; there the end of the last request counts.
-    Raises UnsafeError where none of these is there.
+    With decode context parallelism a rank has slots for its own tokens only, and an encoder's layers, as of models that
+    pool, have none; there the end of the last request counts. Raises UnsafeError where none of these is there.
     """
     if (mask := getattr(context, "is_padding", None)) is not None:
         return int((~mask).sum())
-    if getattr(config.parallel_config, "decode_context_parallel_size", 1) > 1:
-        counts = [
-            each.query_start_loc[-1] for each in context.attn_metadata.values() if hasattr(each, "query_start_loc")
-        ]
-    else:
+    counts = []
+    if getattr(config.parallel_config, "decode_context_parallel_size", 1) == 1:
         counts = [(slots >= 0).sum() for slots in context.slot_mapping.values()]
+    counts += [each.query_start_loc[-1] for each in context.attn_metadata.values() if hasattr(each, "query_start_loc")]
     if not counts:
         raise UnsafeError("it is not known which rows are padding")
     return int(counts[0])
