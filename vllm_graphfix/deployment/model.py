@@ -50,6 +50,9 @@ OTHER_RECURRENT = GATED_DELTA_NETS.union(
 """Architectures with gated delta nets or linear attention, which split batches into decodes and prefills otherwise."""
 _RECURRENT_WORDS = re.compile(r"mamba|ssm|conv|recurrent|linear_|hybrid|delta|rwkv|retention", re.IGNORECASE)
 
+_MODALITIES = re.compile(r"vision|visual|image|img|video|audio|speech", re.IGNORECASE)
+"""Words in the keys of a multimodal model's config; its encoders have sections of their own."""
+
 
 def in_the_hub_cache(
     name: str, revision: str, environment: Mapping[str, str], read: Callable[[Path, int], bytes | None]
@@ -177,6 +180,18 @@ class Model(Flags):
     def model(self) -> str:
         """The model's architectures, as part of a sentence."""
         return printable(", ".join(sorted(self._architectures[0])))[:100]
+
+    def multimodal(self) -> Fact:
+        """The model takes images, videos or audio: its config.json has a section on them."""
+        _, missing = self._architectures
+        if missing is not None:
+            return Fact(None, missing)
+        named = [value for key, value in self._pairs() if _MODALITIES.search(key)]
+        if any(isinstance(value, dict) and value for value in named):
+            return Fact(True, f"{self.model} takes images, videos or audio")
+        if named:
+            return Fact(None, f"knowing whether {self.model} takes images, videos or audio")
+        return Fact(False, f"{self.model} takes no images, videos or audio")
 
     def mla(self) -> Fact:
         """The model has latent attention, which FlashMLA and Triton MLA serve."""

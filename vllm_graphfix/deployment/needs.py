@@ -87,6 +87,18 @@ PROMPTS_IN_GRAPHS = Need(
     clause="prompts run in graphs",
 )
 DRAFTS = Need("speculative decoding", lambda deployment, _: deployment.drafts(), clause="speculative decoding is on")
+TORCH_COMPILE = Need(
+    "torch.compile",
+    lambda deployment, _: deployment.compiles(),
+    "no --enforce-eager, -O0 or -cc.mode=0",
+    clause="torch.compile is on",
+)
+MULTIMODAL = Need(
+    "a multimodal model",
+    lambda deployment, _: deployment.multimodal(),
+    "of images, videos or audio",
+    clause="the model takes images, videos or audio",
+)
 FP8_CACHE = Need(
     "fp8 KV cache", lambda deployment, _: deployment.fp8_cache(), "--kv-cache-dtype fp8", clause="the KV cache is fp8"
 )

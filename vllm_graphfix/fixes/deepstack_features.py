@@ -132,7 +132,7 @@ def _grow(model: Any, num_tokens: int) -> None:
 
 
 def needs() -> tuple[Need, ...]:
-    from vllm_graphfix.deployment.needs import Need
+    from vllm_graphfix.deployment.needs import TORCH_COMPILE, Need
 
     return (
         Need(
@@ -141,12 +141,7 @@ def needs() -> tuple[Need, ...]:
             "ColQwen3, too",
             clause="the model is Qwen3-VL or Qwen3-Omni",
         ),
-        Need(
-            "torch.compile",
-            lambda deployment, _: deployment.compiles(),
-            "no --enforce-eager, -O0 or -cc.mode=0",
-            clause="torch.compile is on",
-        ),
+        TORCH_COMPILE,
         Need(
             "images or videos",
             _takes_images,
