@@ -196,7 +196,7 @@ _RECURRENT = frozenset(_STATE_HEADS) | {"mamba_d_ssm"}
 _ENCODER = Reduction(
     _LAYERS,
     lambda plan, _: max([2, *(len(plan.section.get(key) or ()) for key in _OF_ENCODERS)]),
-    ("encoder-adapters", "encoder-input-norm", "encoder-padding", "deepstack-features"),
+    ("encoder-adapters", "encoder-input-norm", "encoder-padding", "deepstack-features", "image-embeddings"),
     "images are not asked for: the model's processor is not part of its config.json",
 )
 
