@@ -14,11 +14,6 @@ def test_stock_does_what_the_page_says(release: str) -> None:
     check_behaviours(release, "looked_at", {"VLLM_GRAPHFIX": "off"}, also=("looked_at_outside",))
 
 
-@pytest.mark.parametrize("release", slow_but_for(("0.16.0",), ("0.15.0", "0.15.1", "0.16.0")))
-def test_model_runner_v2_serves_no_image(release: str) -> None:
-    check_behaviours(release, "looked_at_images", {"VLLM_GRAPHFIX": "off"})
-
-
 @pytest.mark.parametrize("release", slow_but_for(("0.33.0",), ("0.27.0", "0.29.0", "0.33.0")))
 def test_compiled_drafts_are_of_the_first_module(release: str) -> None:
     check_behaviours(release, "looked_at_modules", {"VLLM_GRAPHFIX": "off"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from vllm.compilation import wrapper
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationConfig, DeviceConfig, VllmConfig, set_current_vllm_config
 from vllm.config.compilation import CompilationMode, CUDAGraphMode
-from vllm.v1.worker.gpu.input_batch import InputBatch
 
 from vllm_graphfix.engine.traced import TracedCheck
 
@@ -55,59 +55,26 @@ def findings(check: TracedCheck) -> list[tuple[str, str, str]]:
 # -- known defects -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("fix", "argument", "compared"),
+    [
+        # Up to 0.20.1 a padded step with an image ends in an error.
+        ("deepstack-features", "deepstack_input_embeds", 4),
+        ("image-embeddings", "inputs_embeds", 3),
+    ],
+)
 @pytest.mark.parametrize("trigger", [True, False])
-def test_images_whose_features_compiled_code_leaves_out_are_seen(check: TracedCheck, trigger: bool) -> None:
+def test_what_compiled_code_leaves_out_of_images_is_seen(
+    check: TracedCheck, fix: str, argument: str, compared: int, trigger: bool
+) -> None:
     try:
-        from vllm_graphfix.verify.double.scenarios import deepstack_features as scenario
-
-        scenario.run(trigger=trigger)
+        import_module(f"vllm_graphfix.verify.double.scenarios.{fix.replace('-', '_')}").run(trigger=trigger)
     except Exception as error:  # as releases without the code fail
         pytest.skip(f"the scenario does not run here: {error}")
-    lost = trigger and affected("deepstack-features")
-    assert {each[:2] for each in findings(check)} == ({("deepstack_input_embeds", "None")} if lost else set())
+    lost = trigger and affected(fix)
+    assert {each[:2] for each in findings(check)} == ({(argument, "None")} if lost else set())
     assert bool(check.counts()["traced"]["differing"]) == lost
-    assert check.counts()["traced"]["compared"] >= 4  # up to 0.20.1 a padded step with an image ends in an error
-
-
-@pytest.mark.skipif(
-    not any(field.name == "inputs_embeds" for field in dataclasses.fields(InputBatch)),
-    reason="this release asks for embeddings in each step",
-)
-@pytest.mark.parametrize("images", [True, False])
-def test_embeddings_that_the_dummy_batch_of_model_runner_v2_lacks_are_seen(check: TracedCheck, images: bool) -> None:
-    """Issue 35917: the profiling run traces the model without embeddings, and a step with images brings some."""
-    from vllm.model_executor.models import qwen2
-    from vllm.v1.worker.gpu.input_batch import InputBuffers
-
-    batch = InputBatch.make_dummy(2, 8, InputBuffers(2, 8, torch.device("cpu")), torch.device("cpu"))
-    with mock.patch.object(qwen2, "get_pp_group", alone), set_current_vllm_config(config()):
-        model = with_stand_ins(qwen2.Qwen2Model)(vllm_config=config())
-        for embeds in (batch.inputs_embeds, torch.ones(8, WIDTH) if images else None):
-            model(batch.input_ids, batch.positions, None, inputs_embeds=embeds)
-    assert findings(check) == ([("inputs_embeds", "None", "a tensor")] if images else [])
-
-
-ALONE = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-
-
-def alone() -> Any:
-    return ALONE
-
-
-def with_stand_ins(model: Any) -> Any:
-    """Return a class with vLLM's `forward` of *model*, without layers."""
-
-    @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
-    class WithStandIns(model):  # type: ignore[misc]
-        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-            torch.nn.Module.__init__(self)
-            self.layers, self.start_layer, self.end_layer, self.aux_hidden_state_layers = (), 0, 0, ()
-            self.embed_tokens = torch.nn.Embedding(8, WIDTH)
-
-        def norm(self, states: torch.Tensor, residual: None) -> tuple[torch.Tensor, None]:
-            return states, residual
-
-    return WithStandIns
+    assert check.counts()["traced"]["compared"] >= compared
 
 
 # -- the rules ---------------------------------------------------------------------------------------------------------
