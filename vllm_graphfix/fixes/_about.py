@@ -20,7 +20,7 @@ RESTS_ON: dict[Rationale, str] = {
     "memory": "an engine on a GPU wrote to memory that belongs to others, and with the fix did not",
     "upstream": "upstream has merged the same remedy, with a reproduction",
     None: "no engine on a GPU has shown both the defect, in answers or in memory of others, and its remedy, and "
-    "upstream has merged no such remedy",
+    "upstream has merged no such remedy with a reproduction",
 }
 """The reason for which a fix is applied by default, or is not."""
 
