@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,6 +138,7 @@ import json
 import vllm_graphfix
 vllm_graphfix.register()
 import torch
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 from vllm.compilation.decorators import support_torch_compile
@@ -248,3 +250,69 @@ def test_vllms_compile_keys_are_stocks_but_where_the_fix_is_on_model_runner_v2(
     assert before == v1 == reverted
     assert (v2[0] != before[0]) == changes
     assert v2[1:] == before[1:]
+
+
+COMPILED = """
+import dataclasses, json
+import vllm_graphfix
+vllm_graphfix.register()
+from vllm_graphfix.verify.double.scenarios import image_embeddings as scenario
+import vllm.envs as envs
+from vllm.compilation.backends import VllmBackend
+from vllm.compilation.counter import compilation_counter
+from vllm.config.compilation import CompilationConfig, CompilationMode, CUDAGraphMode, PassConfig
+
+if {forgets_the_setting}:
+    envs.environment_variables["VLLM_GRAPHFIX_IMAGE_EMBEDDINGS"] = lambda: None
+VllmBackend.configure_post_pass = lambda self: None  # these passes need kernels
+off = PassConfig(**{{each.name: False for each in dataclasses.fields(PassConfig) if "bool" in str(each.type)}})
+eager, compiled = (
+    scenario.hidden_states(
+        CompilationConfig(
+            mode=mode, cudagraph_mode=CUDAGraphMode.NONE, splitting_ops=[], compile_sizes=[], pass_config=off
+        )
+    )
+    for mode in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE)
+)
+print(json.dumps({{
+    "wrong": sum(not abs(one - other) < 1e-4 for one, other in zip(eager, compiled, strict=True)),
+    "compiles": compilation_counter.num_inductor_compiles,
+}}))
+"""
+
+
+def compiled(cache: Path, mode: str, aot: str, *, forgets_the_setting: bool = False) -> dict[str, int]:
+    """Serve the scenario's steps on 0.16.0 with Inductor and vLLM's cache of compiled code in *cache*."""
+    ran = run_in_release(
+        "0.16.0",
+        COMPILED.format(forgets_the_setting=forgets_the_setting),
+        {
+            "VLLM_GRAPHFIX": "on",
+            "VLLM_GRAPHFIX_IMAGE_EMBEDDINGS": mode,
+            "VLLM_CACHE_ROOT": str(cache),
+            "XDG_CACHE_HOME": str(cache),  # in the key, too
+            "XDG_CONFIG_HOME": str(cache),
+            "VLLM_USE_AOT_COMPILE": aot,
+        },
+        libraries_loaded=True,
+    )
+    result: dict[str, int] = json.loads(ran.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aot", ["0", "1"])
+def test_compiled_code_of_stock_is_used_where_it_observes_and_not_where_it_is_active(tmp_path: Path, aot: str) -> None:
+    stock, loaded = {"wrong": 36, "compiles": 1}, {"wrong": 36, "compiles": 0}
+    assert compiled(tmp_path, "off", aot) == stock
+    assert compiled(tmp_path, "observe", aot) == loaded
+    assert compiled(tmp_path, "on", aot) == {"wrong": 0, "compiles": 1}
+    assert compiled(tmp_path, "on", aot) == {"wrong": 0, "compiles": 0}
+    assert compiled(tmp_path, "off", aot) == loaded
+
+
+@pytest.mark.slow
+def test_without_the_setting_in_its_key_the_cache_serves_code_of_stock(tmp_path: Path) -> None:
+    """The test above would fail."""
+    compiled(tmp_path, "off", "1")
+    assert compiled(tmp_path, "on", "1", forgets_the_setting=True) == {"wrong": 36, "compiles": 0}
