@@ -53,6 +53,7 @@ PARAMETERS = {
     "GPUModelRunner._determine_batch_execution_and_padding": (
         "self, num_tokens, num_reqs, num_scheduled_tokens_np, max_num_scheduled_tokens, use_cascade_attn"
     ),
+    "GPUModelRunner._dummy_run": "self, num_tokens",
     "GPUModelRunner.update_requests": "self, scheduler_output",
     "dispatch_cg_and_sync_dp": "cudagraph_manager, num_reqs, num_tokens, uniform_token_count, dp_size, dp_rank",
     "DeepseekV32IndexerMetadataBuilder._prepare_decode_tensors": (
