@@ -38,8 +38,8 @@ fault_acts.main({act!r}, {environments!r}, {results!r}, {every})
 """
 # Act, release, and which part of the faults.
 INJECTED = [
-    pytest.param("acts:Capture", "0.21.0", 67, marks=pytest.mark.xdist_group("0.21.0")),
-    pytest.param("acts:Check", "0.21.0", 67, marks=pytest.mark.xdist_group("0.21.0")),
+    pytest.param("acts:Capture", "0.21.0", 101, marks=pytest.mark.xdist_group("failing layers of 0.21.0")),
+    pytest.param("acts:Check", "0.21.0", 101, marks=pytest.mark.xdist_group("failing layers of 0.21.0")),
     *(
         pytest.param(act, release, 1, marks=[pytest.mark.slow, pytest.mark.xdist_group(f"{act}-{release}")])
         for act, releases in {
