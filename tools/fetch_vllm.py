@@ -118,8 +118,9 @@ def _fetch_python(version: str, into: Path, progress: Progress) -> bool:
 def _wheel_url(version: str, into: Path) -> str:
     """Return where pip would fetch the release from; *into* is not written."""
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--report=-", "--ignore-installed"]
-    command += ["--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check", f"--target={into}"]
-    command += [*RELEASE_WHEELS, f"vllm=={version}"]
+    # Without this feature pip fetches the whole wheel to read its metadata, where the index does not serve them apart.
+    command += ["--use-feature=fast-deps", "--no-deps", "--only-binary=:all:", "--no-input", f"--target={into}"]
+    command += ["--disable-pip-version-check", *RELEASE_WHEELS, f"vllm=={version}"]
     report = subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL).stdout
     return str(json.loads(report)["install"][0]["download_info"]["url"])
 
