@@ -36,7 +36,7 @@ def test_with_the_fix_nothing_differs(release: str) -> None:
 
 @pytest.mark.parametrize("release", slow_but_for(("0.16.0",), ("0.15.0", "0.15.1", "0.16.0")))
 def test_with_the_fix_of_model_runner_v2_nothing_differs(release: str) -> None:
-    check_behaviours(release, "traced", {"VLLM_GRAPHFIX": "on"}, active=("image-embeddings",))
+    check_behaviours(release, "traced", {"VLLM_GRAPHFIX_IMAGE_EMBEDDINGS": "on"}, active=("image-embeddings",))
 
 
 def component(settings: dict[str, str]) -> TracedComponent:

@@ -140,20 +140,23 @@ def _model(config: VllmConfig) -> Any:
     model: Any = object.__new__(qwen2_vl.Qwen2VLForConditionalGeneration)
     torch.nn.Module.__init__(model)
     model.language_model = torch.nn.Module()
-    model.language_model.model = _LanguageModel(vllm_config=config)
+    model.language_model.model = _language_model()(vllm_config=config)
     model.language_model.embed_input_ids = model.language_model.model.embed_input_ids
     model.get_language_model = lambda: model.language_model
     return model
 
 
-@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
-class _LanguageModel(qwen2.Qwen2Model):  # type: ignore[misc]
-    """Qwen2's `forward` and its way to embed tokens, with stand-ins for embeddings, layers and norm."""
+def _language_model() -> Any:
+    """Return a class with Qwen2's `forward` and its way to embed tokens, and stand-ins for what these call."""
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        torch.nn.Module.__init__(self)
-        self.embed_tokens = torch.nn.Embedding(VOCABULARY, WIDTH)
-        random = torch.Generator().manual_seed(VOCABULARY)
-        self.embed_tokens.weight.data = torch.randn(VOCABULARY, WIDTH, generator=random)
-        self.layers = torch.nn.ModuleList(LayerStandIn() for _ in range(LAYERS))
-        self.start_layer, self.end_layer, self.norm, self.aux_hidden_state_layers = 0, LAYERS, NormStandIn(), ()
+    @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0})
+    class LanguageModel(qwen2.Qwen2Model):  # type: ignore[misc]
+        def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+            torch.nn.Module.__init__(self)
+            self.embed_tokens = torch.nn.Embedding(VOCABULARY, WIDTH)
+            random = torch.Generator().manual_seed(VOCABULARY)
+            self.embed_tokens.weight.data = torch.randn(VOCABULARY, WIDTH, generator=random)
+            self.layers = torch.nn.ModuleList(LayerStandIn() for _ in range(LAYERS))
+            self.start_layer, self.end_layer, self.norm, self.aux_hidden_state_layers = 0, LAYERS, NormStandIn(), ()
+
+    return LanguageModel
