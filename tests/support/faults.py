@@ -24,6 +24,8 @@ from vllm_graphfix.fixes import BY_NAME, FIXES
 WATCHED = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules that the plugin hooks besides the targets; others, such as the engine core's, are there before the plugin
 is."""
+NINTH = 9
+"""Of the damages to files a sample has every ninth: no divisor of the number of kinds, so that each kind is there."""
 _ONLY_TELLS = ("engine/status_record.py", "records/", "engine/metrics.py", "engine/metrics_snapshot.py", "log.py")
 """Beginnings of paths. What fails there must leave every fix as it is."""
 ENDS = ("active", "stock", "stopped", "interrupted", "not made")
@@ -91,7 +93,7 @@ class Faults:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="vllm-graphfix-") as folder:
             results = Path(folder) / "results"
-            trees = damaged_releases(root, self.needed, Path(folder), 1 if every == 1 else 3)
+            trees = damaged_releases(root, self.needed, Path(folder), 1 if every == 1 else NINTH)
             packages = damaged_packages(Path(folder))
             read = sorted(
                 {f"{root / path}" for fix in FIXES for path in fix.inspected_files if (root / path).is_file()}
@@ -113,7 +115,7 @@ class Faults:
         self.outcomes = [Outcome(Fault(**fault), result) for fault, result in rest if "place" in fault]
         self.trees = {fault["tree"]: result for fault, result in rest if "tree" in fault}
         """What a process told, by damage and mode: `stock`, `auto`, `strict`. A whole set has them all, another one
-        each third."""
+        every ninth."""
         self.packages = {fault["package"]: result for fault, result in rest if "package" in fault}
 
     @property
