@@ -53,7 +53,8 @@ class Engine:
 
     def __init__(self, folder: Path) -> None:
         script = Path(__file__).with_name("serving_faults_engine.py")
-        python, environment = cpu.forking_python(cpu.environment(folder, script.parent, cpu.cpu_engine()) | ON)
+        python, environment = cpu.forking_python(cpu.environment(folder, cpu.cpu_engine()) | ON)
+        environment["PYTHONPATH"] = os.pathsep.join([str(script.parent), environment["PYTHONPATH"]])
         self._log = (folder / "engine.log").open("a+")
         self._process = subprocess.Popen(
             [python, str(script), str(models.write("llama", folder))],
