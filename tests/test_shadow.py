@@ -107,6 +107,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 """Triton's own interpreter runs vLLM's kernels on a CPU."""
 
 
+@pytest.mark.xdist_group("caches")  # in no fork of a release
 @pytest.mark.parametrize("release", slow_but_for(("0.33.0",), OF_CACHES))
 def test_caches_that_a_step_can_write_twice(release: str) -> None:
     check_behaviours(release, "shadow_caches", {SHADOW: "1/1"} | INTERPRETED, fresh=True)

@@ -100,6 +100,7 @@ def test_each_fix_is_watched_or_says_why_the_shadow_check_cannot_see_the_defect(
     assert trial.watched or not any(case.watched for case in cases)
 
 
+@pytest.mark.xdist_group("verify a release")  # in no fork of one
 @pytest.mark.usefixtures("libraries_loaded")
 @pytest.mark.parametrize("release", slow_but_for(("0.33.0",), AFFECTED_RELEASES))
 def test_every_fix_that_a_release_needs_is_proven_and_nothing_else_is_patched(release: str) -> None:
