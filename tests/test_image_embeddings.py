@@ -127,7 +127,7 @@ def test_without_a_buffer_the_batch_is_stocks(activity: Activity) -> None:
 
 def test_a_model_of_transformers_gets_embeddings_alone(activity: Activity, monkeypatch: pytest.MonkeyPatch) -> None:
     base = "vllm.model_executor.models.transformers.base"
-    monkeypatch.setitem(sys.modules, base, SimpleNamespace(Base=Model))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, base, SimpleNamespace(Base=Model))
     model = Model()
     dummy_run(Runner(model), activity)
     assert model.called == [{"input_ids": None, "positions": [0] * 3, "inputs_embeds": [0, 1, 2]}]
