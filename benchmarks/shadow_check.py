@@ -58,6 +58,7 @@ LOAD = Path(__file__).parent / "measuring" / "shadow_load.py"
 PARTS = ("caught", "alone", "others-on", "quarantine", "silent", "budget", "ranks")
 OFF: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "off"), PREFIX: "on"}
 ON: dict[str, str | None] = {**dict.fromkeys(map(variable, BY_NAME), "auto"), PREFIX: "on"}
+WATCHED: dict[str, str | None] = {**ON, **ALL_DETECTORS}
 PASSES = 3
 RANKS = {
     "tensor": {"tensor_parallel_size": 2},
@@ -177,7 +178,7 @@ class Benchmark:
             "alone": OFF,
             "others-on": ON | dict.fromkeys((fix.variable for fix in self._defects_of(case)), "off"),
             "quarantine": OFF | shadow | {SHADOW_ACTION: "quarantine"},
-            "silent": ON | shadow | ALL_DETECTORS,
+            "silent": WATCHED | shadow,
         }
         if not self._defects_of(case):
             environments = {"silent": environments["silent"]}
@@ -202,7 +203,7 @@ class Benchmark:
         each = -(-self._options.checks // len(self._cases)) if part == "silent" else 1 << 40
 
         def one(case: Case) -> None:
-            counts = self._loaded(case, part, ON | ALL_DETECTORS | {SHADOW: rate}, each)
+            counts = self._loaded(case, part, WATCHED | {SHADOW: rate}, each)
             self.ran |= "error" not in counts
             self._write(case.name, "load" if part == "silent" else part, counts)
 

@@ -53,7 +53,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
         here.called.append((tool, *arguments))
         return int(tool in here.failing)
 
-    records = shutil.copy(new_release.RECORDS, tmp_path / "release_records.json")
+    records = shutil.copy(fetch_vllm.RECORDS, tmp_path / "release_records.json")
     names = {"FETCH": here.fetch, "ABOUT": here.about, "RECORDS": Path(records), "FRAGMENTS": tmp_path, "run": run}
     names |= {"gpus": tuple, "run_new_code": lambda root: {}}  # the tests that run the double take the real one back
     for name, value in (names | {"REPORT": tmp_path / "build" / "report.md"}).items():
