@@ -127,6 +127,10 @@ def test_the_real_command_reports_running_engines_with_the_settings_of_their_sta
     version: str, tmp_path: Path
 ) -> None:
     """`vllm collect-env` of builds that run here, in a shell whose settings are not those of the engine."""
+    around = environment(tmp_path, fetch_cpu_engine.engine(version=version))
+    around["TORCHDYNAMO_DISABLE"] = "1"  # as in the engines of test_examples.py: one warm Python forks both
+    around["VLLM_GRAPHFIX_STATUS_DIR"] = str(tmp_path / "records")
+    python, _ = forking_python(around)  # before the records, whose heartbeats grow old while it starts
     decided = Decided(canary=True, bucket=None, percentage=None, master="observe", inherited=False)
     observing = {"prefill-dispatch": FixReport("observe", "observing", "counts and changes nothing")}
     (tmp_path / "records").mkdir()
@@ -135,10 +139,6 @@ def test_the_real_command_reports_running_engines_with_the_settings_of_their_sta
             process, decision=decided, role=role, fixes=observing, events={"prefill-dispatch": {"mixed-up": 7}}
         )
         leave(tmp_path / "records", engine_record)
-    around = environment(tmp_path, fetch_cpu_engine.engine(version=version))
-    around["TORCHDYNAMO_DISABLE"] = "1"  # as in the engines of test_examples.py: one warm Python forks both
-    around["VLLM_GRAPHFIX_STATUS_DIR"] = str(tmp_path / "records")
-    python, _ = forking_python(around)
     done = subprocess.run(
         [python, "-m", "vllm.entrypoints.cli.main", "collect-env"],
         cwd=tmp_path,
