@@ -251,8 +251,8 @@ class RankAddresses:
 
     def _graphs_are_gone(self) -> bool:
         """Tell if the graphs of the capture have all been discarded: nothing has their addresses any more."""
-        worker = self._worker()
-        return self._had_graphs and worker is not None and not count_graphs(worker.model_runner)
+        worker = self._worker() if self._had_graphs else None
+        return worker is not None and not count_graphs(worker.model_runner)
 
     def _busy(self) -> bool:
         return bool(self._depth or self._unfinished or self._asleep)

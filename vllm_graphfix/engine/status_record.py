@@ -11,12 +11,16 @@ from vllm_graphfix.log import logger
 if TYPE_CHECKING:
     from vllm_graphfix.engine.context import EngineContext
 
+_MAKING_REPORTER = threading.Lock()
+"""Made with the module: an error in the constructor would keep the plugin from starting, for the sake of a record."""
+
 
 class StatusRecord:
     """Builds and publishes the record of this process."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
+        self._making_reporter = _MAKING_REPORTER
         self._reset()
 
     def _reset(self) -> None:
@@ -35,13 +39,13 @@ class StatusRecord:
         self.graphs: bool | None = None
         """This rank captures CUDA graphs; None until that is known."""
         self._reporter: Any = None
-        self._making_reporter = threading.Lock()
         self._relay: Any = None
         self._has_heartbeat = False
 
     def reset_in_child(self) -> None:
         """Discard the parent's state; called in a forked child."""
-        # With the reporter, whose threads are not in the child.
+        # With the reporter, whose threads are not in the child; one of them may hold the lock.
+        self._making_reporter = threading.Lock()
         self._reset()
         self.forked = True
 
