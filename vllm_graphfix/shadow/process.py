@@ -24,7 +24,7 @@ PIECES = "-pieces"
 ENCODER = "-encoder"
 """The end of the name of what is wrapped for an encoder's graphs."""
 UNLESS_FULL = (PIECES, ENCODER)
-"""What is wrapped only if graphs of all kinds are to be checked."""
+"""Ends of the names of wrappers that are there only if graphs of all kinds are to be checked."""
 _MAX_MISMATCHES = 5
 """Mismatches in a record."""
 
