@@ -1,8 +1,9 @@
 # `make demo` and `make test` do all the set-up: Python 3.10-3.13 with pip and venv, git and make are enough.
 PYTHON ?= python3
 VLLM_PYTHON ?= python3
-# One more than the cores of a small machine: a test that waits for a server or a time-out leaves its core to another.
-PYTEST_WORKERS ?= 3
+# One more than there are cores: a test that waits for a server or a time-out leaves its core to another. At most 9, for
+# the memory that each takes.
+PYTEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(9, 1 + len(os.sched_getaffinity(0))))')
 
 BIN := .venv/bin
 DEMO_STAMP := .venv/installed-for-demo
