@@ -150,6 +150,14 @@ def test_speculators_that_draft_in_one_pass(release: str) -> None:
     check_behaviours(release, "shadow_parallel", {SHADOW: "1/1"})
 
 
+@pytest.mark.parametrize(
+    ("release", "mode"), [("0.24.0", "off"), ("0.24.0", "on"), ("0.25.1", "off"), ("0.26.0", "off")]
+)
+def test_drafts_that_are_hardly_accepted_on_account_of_their_graph_are_a_collapse(release: str, mode: str) -> None:
+    """0.26.0 has upstream's remedy."""
+    check_behaviours(release, "shadow_acceptance", {SHADOW: "1/1", variable("draft-non-causal"): mode})
+
+
 WITHOUT_FIXES = {variable(name): "off" for name in ("encoder-adapters", "encoder-padding", "encoder-input-norm")}
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from verified_drafts import Verified
 from vllm.config import CompilationConfig, CUDAGraphMode, speculative
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
@@ -235,8 +236,11 @@ class Served:
         else:
             self.speculator.capture()
 
-    def step(self, requests: list[int], *, dummy_run: bool = False) -> torch.Tensor:
-        """Drafts for *requests*, after a step of the target model that ran in a full graph, of 4 tokens each."""
+    def step(self, requests: list[int], *, dummy_run: bool = False, verified: Verified | None = None) -> torch.Tensor:
+        """Drafts for *requests*, after a step of the target model that ran in a full graph, of 4 tokens each.
+
+        Without *verified* the target has sampled a token of each.
+        """
         self.steps += 1
         rows, width = len(requests), 1 + DRAFTS
         tokens = next(size for size in SIZES if size >= rows * width)
@@ -249,6 +253,7 @@ class Served:
         buffers.seq_lens.zero_()[:rows] = computed + width
         slots.fill_(-1)[0, : rows * width] = batch.repeat_interleave(width) * LENGTH + positions[: rows * width]
         input_batch = SimpleNamespace(
+            req_ids=[str(request) for request in requests],
             num_reqs=rows,
             num_reqs_after_padding=padded,
             num_tokens=rows * width,
@@ -264,15 +269,16 @@ class Served:
             seq_lens_cpu_upper_bound=torch.full((rows,), computed + width),
         )
         metadata = {LAYER: self.builder.build(0, SimpleNamespace(seq_lens=input_batch.seq_lens))}
+        states = torch.randn(tokens, WIDTH, generator=self.generator)
+        ones = torch.ones(rows, dtype=torch.int32)
+        last_sampled = torch.randint(VOCABULARY, (REQUESTS,), generator=self.generator)
         drafted: torch.Tensor = self.speculator.propose(
             input_batch,
             metadata,
             {LAYER: slots[0, :tokens]},
-            torch.randn(tokens, WIDTH, generator=self.generator),
+            states,
             None,
-            num_sampled=torch.ones(rows, dtype=torch.int32),
-            num_rejected=torch.zeros(rows, dtype=torch.int32),
-            last_sampled=torch.randint(VOCABULARY, (REQUESTS,), generator=self.generator),
+            **(verified or Verified(ones, torch.zeros_like(ones), last_sampled))._asdict(),
             next_prefill_tokens=torch.zeros(REQUESTS, dtype=torch.int32),
             temperature=torch.full((REQUESTS,), 0.7),
             seeds=torch.arange(REQUESTS),

@@ -6,6 +6,7 @@ Graphs are the CPU double's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
+import verified_drafts
 from defects import affected
-from eagle_speculator import Served
+from eagle_speculator import DRAFTS, VOCABULARY, Served
 from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.sample import gumbel
@@ -99,6 +101,42 @@ def test_an_exact_comparison_judges_each_replay_of_a_step(fused: bool, in_pipeli
     assert {name.partition(",")[0] for name in rank.graphs} == GRAPHS
     assert rank.compared == sum(rank.graphs.values()) >= len(BATCHES)
     assert (rank.wrong, rank.skipped, rank.unseen, rank.reason) == (0, 0, 0, None)
+
+
+def _decode(target: verified_drafts.Target, *, fused: bool, factor: float = 1.0) -> Served:
+    """Return a speculator whose drafts *target* has verified; its graphs hold another *factor*."""
+    eager = Served(Rate(), mode=CUDAGraphMode.NONE, fused=fused)
+    served = Served(fused=fused)
+    eager.builder.factor = served.builder.factor = factor
+    requests = [5, 0, 3, 1]
+    graphed, right = (functools.partial(_verified_step, each, requests) for each in (served, eager))
+    verified_drafts.decode(graphed, right, target, torch.tensor(requests), VOCABULARY)
+    return served
+
+
+def _verified_step(served: Served, requests: list[int], verified: verified_drafts.Verified) -> torch.Tensor:
+    return served.step(requests, verified=verified)
+
+
+@FUSED
+def test_of_each_graph_the_drafts_that_it_makes_are_counted(fused: bool) -> None:
+    served = _decode(verified_drafts.like_eager, fused=fused)
+    counts = served.shadow.acceptance.by_graph
+    assert {name.partition(",")[0] for name in counts} == GRAPHS
+    for name, each in counts.items():
+        drafts = 1 if name.startswith("draft prefill") else DRAFTS - 1
+        expected = 4 * drafts * verified_drafts.VERIFIED
+        assert (each.drafts, each.accepted, each.accepted_eagerly) == (expected,) * 3
+        assert (each.fewer, each.more, each.collapsed) == (0, 0, False)
+
+
+@FUSED
+def test_drafts_of_stale_graphs_are_a_collapse_where_the_target_samples_others(fused: bool) -> None:
+    counts = _decode(verified_drafts.like_eager, fused=fused, factor=-40.0).shadow.acceptance.by_graph
+    first = next(name for name in counts if name.startswith("draft prefill" if HAS_PREFILL else "draft decode"))
+    assert counts[first].collapsed
+    counts = _decode(verified_drafts.like_served, fused=fused, factor=-40.0).shadow.acceptance.by_graph
+    assert not [name for name, each in counts.items() if each.fewer or each.collapsed]
 
 
 def test_memory_of_each_batch_is_measured_while_graphs_are_captured() -> None:

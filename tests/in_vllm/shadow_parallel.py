@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import one_pass
 import pytest
 import torch
+import verified_drafts
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -27,6 +29,7 @@ from vllm.v1.worker.utils import AttentionGroup
 from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import drafter_v2, process
+from vllm_graphfix.shadow.acceptance import Acceptance
 from vllm_graphfix.verify.double.arguments import supported_kwargs
 from vllm_graphfix.verify.double.flash_attention import flash_attention_stand_ins, metadata_builder
 from vllm_graphfix.verify.double.graph import CPUStream, cpu_cuda_graphs
@@ -216,3 +219,83 @@ def test_a_speculator_of_another_class_is_left_alone(monkeypatch: pytest.MonkeyP
     assert messages == [
         "graphfix: the shadow check leaves the graphs of drafts alone: those of DFlash2Speculator were not examined"
     ]
+
+
+class Warnings(list[str]):
+    """Warnings of the plugin."""
+
+    @property
+    def of_acceptance(self) -> list[str]:
+        return [each for each in self if "accepts far fewer drafts" in each or "accepted drafts are not" in each]
+
+
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> Warnings:
+    logged = Warnings()
+    monkeypatch.setattr(logger, "warning", lambda text, *args, **_: logged.append(text % args))
+    return logged
+
+
+def _decode(kind: str, target: verified_drafts.Target, *, moved: bool = False, **served: Any) -> tuple[Served, Any]:
+    """Return a speculator whose drafts *target* has verified, and its count; *moved*: its graphs are wrong."""
+    watched, eager = Served(kind, **served), Served(kind, checked=False, full=False)
+    if moved:
+        other = torch.randn(scenario.VOCABULARY, scenario.HIDDEN, generator=torch.Generator().manual_seed(4))
+        watched.speculator.model._embedding = eager.speculator.model._embedding = other
+    process.SHADOW = watched.shadow
+    one_pass.decode(watched.speculator, eager.speculator, target)
+    return watched, next(iter(watched.shadow.acceptance.by_graph.values()), None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_drafts_of_right_graphs_are_accepted_with_and_without_them(kind: str, warnings: Warnings) -> None:
+    served, counts = _decode(kind, verified_drafts.like_eager)
+    drafts = one_pass.VERIFIED * scenario.DRAFT_TOKENS
+    assert (counts.requests, counts.drafts, counts.fewer, counts.more) == (one_pass.VERIFIED, drafts, 0, 0)
+    assert (counts.accepted, counts.accepted_eagerly) == (drafts, drafts)
+    assert (warnings, process.counts()["shadow"]["drafts-accepted"]) == ([], drafts)
+    assert served.shadow.results.mismatches == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_that_only_the_graph_gets_wrong_are_a_collapse(kind: str, warnings: Warnings) -> None:
+    _, counts = _decode(kind, verified_drafts.like_eager, moved=True)
+    assert counts.collapsed
+    assert counts.fewer > 28
+    assert len(warnings.of_acceptance) == 1
+    assert process.counts()["shadow"]["acceptance-collapses"] == 1
+
+
+@pytest.mark.parametrize("target", [verified_drafts.like_neither, verified_drafts.like_served])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_drafts_that_are_accepted_as_often_are_no_collapse(
+    kind: str, target: verified_drafts.Target, warnings: Warnings
+) -> None:
+    served, counts = _decode(kind, target, moved=True)
+    assert served.shadow.results.mismatches == verified_drafts.STEPS
+    assert (counts.requests, counts.fewer) == (one_pass.VERIFIED, 0)
+    assert (counts.collapsed, warnings.of_acceptance) == (False, [])
+
+
+def test_drafts_of_a_graph_in_quarantine_are_not_counted(warnings: Warnings) -> None:
+    served, counts = _decode("DFlash", verified_drafts.like_eager, moved=True, action=Action.QUARANTINE)
+    assert (len(served.shadow.quarantined), served.shadow.results.checks, warnings.of_acceptance) == (1, 2, [])
+    assert counts.requests == scenario.REQUESTS
+
+
+@pytest.mark.parametrize("part", ["_add", "_save_sampled", "_count", "req_ids"])
+def test_an_error_of_the_count_ends_the_count_alone(
+    part: str, warnings: Warnings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unwatched, eager = Served("DFlash", checked=False), Served("DFlash", checked=False, full=False)
+    served = Served("DFlash")
+    names = one_pass.NAMES[:2] if part == "req_ids" else one_pass.NAMES
+    if part != "req_ids":
+        monkeypatch.setattr(Acceptance, part, mock.Mock(side_effect=RuntimeError("planted")))
+    target = verified_drafts.like_eager
+    expected = one_pass.decode(unwatched.speculator, eager.speculator, target)
+    process.SHADOW = served.shadow
+    drafts = one_pass.decode(served.speculator, eager.speculator, target, names)
+    assert torch.equal(drafts, expected)
+    assert (served.shadow.results.checks, served.shadow.stopped) == (verified_drafts.STEPS, None)
+    assert (len(warnings), len(warnings.of_acceptance)) == (1, 1)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from vllm_graphfix.log import logger
 from vllm_graphfix.settings.shadow_rate import NEVER, Abort, Action, Rate
 from vllm_graphfix.shadow import lockstep, ranks, stages, watchdog
+from vllm_graphfix.shadow.acceptance import Acceptance
 from vllm_graphfix.shadow.consequences import Consequences
 from vllm_graphfix.shadow.failures import (
     Attempt,
@@ -67,6 +68,7 @@ class Shadow:
         self.quarantined = self.consequences.quarantined
         """The keys of graphs that are not replayed any more."""
         self.memory = Memory()
+        self.acceptance = Acceptance()
         self._histories: dict[Hashable, GraphHistory] = {}
         self._logged_skip = False
         self._is_over = False

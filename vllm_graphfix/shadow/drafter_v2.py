@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_graphfix.fix import Activity, Patch, StockFunction
 from vllm_graphfix.log import logger
 from vllm_graphfix.shadow import process
+from vllm_graphfix.shadow.acceptance import Acceptance, Drafts
 from vllm_graphfix.shadow.check import Shadow
 from vllm_graphfix.shadow.drafter_shapes import BUILT_OF, PARALLEL, SHAPES, DrafterGraphs, Speculator
 from vllm_graphfix.shadow.failures import StepNotCheckable, UnsafeError
@@ -166,7 +167,7 @@ def _maybe_check(shadow: Shadow, stock: Callable[[Any], Any], drafter: _Drafter,
         return replay()
     # In quarantine without padding, as a speculator drafts without graphs.
     rows = call.requests if key in shadow.quarantined else call.rows
-    return shadow.run(key, lambda: _step(call, rows), replay)
+    return shadow.run(key, lambda: _counted(shadow.acceptance, call, _step(call, rows)), replay)
 
 
 _MAX_FRAMES = 8
@@ -205,6 +206,27 @@ def _call_of(
         return None
     # A copy, as in `runner_v2`.
     return _Call(drafter.speculator, desc, graphs, dict(variables), propose["input_batch"])
+
+
+def _counted(acceptance: Acceptance, call: _Call, step: Step) -> Step:
+    """Return *step* with a count of its drafts that the target accepts."""
+
+    def compared(replayed: list[Tensor], eager: list[Tensor]) -> None:
+        acceptance.add(call.speculator, lambda: _drafts(call, step.graph.name, replayed, eager))
+
+    return step._replace(compared=compared)
+
+
+def _drafts(call: _Call, graph: str, replayed: list[Tensor], eager: list[Tensor]) -> Drafts:
+    speculator, columns = call.speculator, call.graphs.columns
+    step = 0 if columns in ("first", "all") else int(call.variables["step"]) if columns == "step" else 1
+    end = speculator.draft_tokens.shape[1] if columns in ("rest", "all") else step + 1
+    place = 0 if columns == "all" else 1  # in the results, as `_step` and `_parallel_step` have them
+
+    def by_request(results: list[Tensor]) -> dict[str, list[int]]:
+        return dict(zip(call.batch.req_ids, results[place][:, :end].tolist(), strict=True))
+
+    return Drafts(graph, step, by_request(replayed), by_request(eager))
 
 
 def _step(call: _Call, run_rows: int) -> Step:

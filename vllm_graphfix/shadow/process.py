@@ -150,6 +150,7 @@ def counts() -> dict[str, dict[str, int]]:
             "aborted": 0,  # the scheduler's process counts requests, where they end: `engine.abort`
             "steps-left-out": results.skipped,
             "milliseconds": int(1000 * results.seconds),
+            **SHADOW.acceptance.events(),
         }
     }
 

@@ -53,6 +53,8 @@ class Step(NamedTuple):
     results: Callable[[], Any] | None = None
     """Returns what a run has left in tensors of *inputs* and *states* whose first rows are the real ones; None if the
     results are what the run returns."""
+    compared: Callable[[list[Tensor], list[Tensor]], None] | None = None
+    """Called with the results of the replay and of a run without the graph, copies; raises nothing."""
 
 
 class Replay:

@@ -313,6 +313,7 @@ def _propose(speculator: Any, lengths: tuple[int, ...], random: torch.Generator)
     rows = len(lengths)
     requests = torch.arange(rows, dtype=torch.int32)
     batch = SimpleNamespace(
+        req_ids=[str(row) for row in range(rows)],
         num_reqs=rows,
         num_tokens=rows,
         num_scheduled_tokens=np.ones(rows, dtype=np.int32),
