@@ -9,7 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from records import record
+from vllm_graphfix.commands.fleet import look
 from vllm_graphfix.log import logger
+from vllm_graphfix.records import write
 from vllm_graphfix.shadow.acceptance import Acceptance, Counts, Drafts
 
 GRAPH = "draft decode"
@@ -158,7 +161,9 @@ def test_a_collapse_is_less_than_half_and_not_by_chance(counts: Counts, collapse
     assert counts.is_collapse is collapse
 
 
-def test_a_collapse_is_one_warning(warnings: list[str]) -> None:
+def test_a_collapse_is_one_warning_and_a_finding_of_fleet(
+    warnings: list[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = Served()
     for _ in range(40):
         served.check([1, 2], [3, 2])
@@ -166,9 +171,13 @@ def test_a_collapse_is_one_warning(warnings: list[str]) -> None:
     assert served.counts == (40, 80, 0, 40)
     (warning,) = warnings
     assert f"{GRAPH}: 0 of 56 drafts accepted, 28 without the graph, in 28 steps of a request" in warning
-    assert served.acceptance.events() == {
+    events = served.acceptance.events()
+    assert events == {
         "drafts-verified": 80,
         "drafts-accepted": 0,
         "drafts-accepted-without-graph": 40,
         "acceptance-collapses": 1,
     }
+    write(tmp_path, record(rank=0, events={"shadow": events}))
+    (engine,) = look(tmp_path).engines
+    assert [each for each in engine.wrong if "0 of 80 in checks, 40 without graphs" in each]

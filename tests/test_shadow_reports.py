@@ -43,7 +43,7 @@ def test_a_record_has_the_mismatches_and_older_ones_have_none() -> None:
     assert Record.from_json(written) == announced
     del written["wrong"]
     assert Record.from_json(written).wrong == ()
-    longest = Wrong("g" * SHORT, 2**62, 2**62, "b" * SHORT, "e" * SHORT, "n" * SHORT, "l" * SHORT, 2**62)
+    longest = Wrong("g" * SHORT, 2**62, 2**62, "b" * SHORT, "e" * SHORT, "n" * SHORT, "l" * SHORT, 2**62, "a" * SHORT)
     assert len(json.dumps(rank_with((longest,) * 5).as_json())) < 8000
 
 
@@ -68,6 +68,17 @@ def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Pa
     write(tmp_path, record(rank=0))
     assert markdown(look(tmp_path)) is None
     assert CliRunner().invoke(app, ["report", "--dir", str(tmp_path)]).exit_code == 3
+
+
+@pytest.mark.usefixtures("alone")
+def test_report_has_accepted_drafts_of_a_graph_and_older_records_have_none(tmp_path: Path) -> None:
+    accepted = "3 of 120 drafts accepted, 96 without the graph, in 60 steps of a request"
+    announced = rank_with((WRONG._replace(accepted=accepted), WRONG))
+    write(tmp_path, announced)
+    assert (markdown(look(tmp_path)) or "").count(f"\n- `{accepted}`\n") == 1
+    written = announced.as_json()
+    del written["wrong"]["0"]["accepted"]
+    assert Record.from_json(written).wrong == (WRONG, WRONG)
 
 
 @pytest.mark.usefixtures("alone")

@@ -264,6 +264,7 @@ def test_drafts_that_only_the_graph_gets_wrong_are_a_collapse(kind: str, warning
     assert counts.fewer > 28
     assert len(warnings.of_acceptance) == 1
     assert process.counts()["shadow"]["acceptance-collapses"] == 1
+    assert f"of {counts.drafts} drafts accepted" in process.wrong()[0].accepted
 
 
 @pytest.mark.parametrize("target", [verified_drafts.like_neither, verified_drafts.like_served])

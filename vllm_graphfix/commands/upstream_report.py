@@ -37,7 +37,7 @@ _GRAPH = """
 - {rows} real rows of {padded_rows}, attention metadata: {backends}
 - error of each row: {errors}
 - runs without the graph differ from each other by at most {noise}
-- {first}
+- {first}{drafts}
 """
 _LAYER = "the first layer whose cache was written differently is {}; the error is there, or just before it"
 _NO_LAYER = (
@@ -76,6 +76,7 @@ def _of_engine(engine: Engine, mask: Mask) -> Iterator[str]:
             _GRAPH.format(
                 **_fields(each, mask),
                 first=_LAYER.format(mask.code(each.layer)) if each.layer else _NO_LAYER,
+                drafts=f"\n- {mask.code(each.accepted)}" if each.accepted else "",
                 rank=rank,
             )
             for rank, each in wrong

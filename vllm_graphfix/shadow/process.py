@@ -171,6 +171,7 @@ def wrong() -> tuple[Any, ...]:
             f"{each.noise:.3g}",
             _ascii(each.first_layer)[:SHORT],
             each.check,
+            str(SHADOW.acceptance.by_graph.get(each.graph.name, ""))[:SHORT],
         )
         for each in SHADOW.results.to_report(_MAX_MISMATCHES)
     )

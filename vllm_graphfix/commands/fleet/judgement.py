@@ -204,6 +204,12 @@ def _detected(engine: Engine) -> Iterator[Finding]:
             f"the shadow check found wrong CUDA graph replays, {events['mismatches']} in {events.get('checks', 0)} "
             f"checks{stopped}. `vllm-graphfix report` writes the bug report for vLLM"
         )
+    if events.get("acceptance-collapses"):
+        yield Finding(
+            f"far fewer drafts are accepted with CUDA graphs than without: {events.get('drafts-accepted', 0)} of "
+            f"{events.get('drafts-verified', 0)} in checks, {events.get('drafts-accepted-without-graph', 0)} without "
+            "graphs. See docs/shadow.md#accepted-drafts"
+        )
     if elsewhere := [
         moved for member in engine.reporting_members for moved in member.record.moved if moved.outcome != "repaired"
     ]:
