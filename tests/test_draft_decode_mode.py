@@ -21,7 +21,12 @@ from vllm_graphfix.source.files import open_source
 
 @pytest.mark.xdist_group("0.20.0")
 @pytest.mark.parametrize(
-    ("without_mode", "without_zero_fill"), [(True, True), (True, False), (False, True)], ids=["both", "mode", "indices"]
+    ("without_mode", "without_zero_fill"),
+    [
+        pytest.param(True, True, id="both", marks=pytest.mark.slow),
+        pytest.param(True, False, id="mode"),
+        pytest.param(False, True, id="indices"),
+    ],
 )
 def test_nightlies_have_full_draft_decodes_or_none_and_no_old_indices(
     tmp_path: Path, without_mode: bool, without_zero_fill: bool

@@ -10,25 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from edited import before, edited
+from edited import after, before, edited
+from fix_rows.flashmla_fp8 import COPIED, POINTED_AT, SPLITS
 from stock import release_root
-from vllm_files import RUNNER
+from vllm_files import FLASHMLA
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.source.files import open_source
 from warm_python import executable
 
-FIX, VARIABLE = BY_NAME["mamba-padding"], "VLLM_GRAPHFIX_MAMBA_PADDING"
+FIX, VARIABLE = BY_NAME["flashmla-fp8"], "VLLM_GRAPHFIX_FLASHMLA_FP8"
 
 
 @pytest.fixture(scope="module")
 def fork(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 0.21.0 that has the defect, and reads the marks once more before it makes its metadata."""
+    """A 0.18.1 that has the defect, and holds the latest plan."""
     return edited(
-        release_root("0.21.0"),
+        release_root("0.18.1"),
         tmp_path_factory.mktemp("fork") / "vllm",
-        {RUNNER: before(r"cm_base = CommonAttentionMetadata\(", "is_prefilling.sum()")},
+        {FLASHMLA: after(SPLITS, "self.latest = scheduler_metadata")},
     )
 
 
@@ -51,6 +52,7 @@ def test_a_fork_with_the_defect_is_run_and_patched_by_its_hash_alone(fork: Path)
     assert (diagnosis.verdict, diagnosis.defect_seen) == (Verdict.UNRECOGNISED, True)
     code, output = run("verify", "--vllm", str(fork), FIX.name)
     assert code == 1
+    assert output.startswith("Of unrecognised code: 1 affected (CPU double).")
     (tree,) = set(re.findall(rf"{VARIABLE}=on:(\w+)", output))
     assert tree == diagnosis.tree
 
@@ -63,16 +65,13 @@ def test_a_fork_with_the_defect_is_run_and_patched_by_its_hash_alone(fork: Path)
     assert would_be(f"on:{tree}") == "active"
     assert would_be("on") == would_be("on:0123456789abcdef") == "incompatible"
     # Any other edit is another tree.
-    (fork / RUNNER).write_text((fork / RUNNER).read_text() + "\n# another\n")
+    (fork / FLASHMLA).write_text((fork / FLASHMLA).read_text() + "\n# another\n")
     assert would_be(f"on:{tree}") == "incompatible"
 
 
 def test_a_fork_without_the_defect_gets_no_advice_to_patch(tmp_path: Path) -> None:
-    cleared = "is_prefilling[num_reqs:] = False; is_prefilling.sum()"
-    fork = edited(
-        release_root("0.21.0"),
-        tmp_path / "vllm",
-        {RUNNER: before(r"if self\.use_async_spec_decode:\n +# GPU tensors", cleared)},
-    )
+    """Its plan is in the buffers, in other words than upstream's."""
+    by_len = [re.sub(r"(\w+)\.size\(0\)", r"len(\1)", line) for line in COPIED]
+    fork = edited(release_root("0.18.1"), tmp_path / "vllm", {FLASHMLA: before(POINTED_AT, *by_len)})
     code, output = run("verify", "--vllm", str(fork), FIX.name)
     assert (code, "on:" in output) == (0, False), output
