@@ -18,12 +18,11 @@ from mutants_judged import WRONG as APPLIED_WRONGLY
 from vllm_graphfix.fix import Verdict
 from vllm_graphfix.fixes import BY_NAME
 
-SAMPLED = ("mamba-padding", "flash-mixed-schedule", "prompt-logprobs")
 AT_ONCE = 6
 
 
 def test_a_sample_of_forks_is_judged_honestly() -> None:
-    some = [mutant for fix in SAMPLED for _, mutant in itertools.islice(fork_edits(fix), 4)]
+    some = [mutant for _, mutant in itertools.islice(fork_edits("mamba-padding"), 4)]
     judgements = list(judged(((mutant, diagnosed(mutant)) for mutant in some), together=True, as_stock=True))
     assert {each.stock_is_right for each in judgements} >= {True, False}
     assert not dishonest(judgements)

@@ -13,7 +13,7 @@ from fork_trees import RELEASES, ForkTree, dishonest_moves, dishonest_renames, m
 from reader_edits import EDITS, LICENCE, STATEMENT, with_a_line
 from vllm_graphfix.fix import Verdict
 
-MOVES, RENAMES = 5, 10
+MOVES, RENAMES = 3, 5
 """Of each release, in the sample."""
 
 

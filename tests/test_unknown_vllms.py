@@ -21,6 +21,7 @@ from mutants_judged import BROKEN, CLAIMED, MISSED, WRONG, Judged, Stage, diagno
 from mutants_made import Mutant, formatted
 from mutants_near import own, patched
 from stock import release_root
+from table import slow_unless
 from trial_rows import wordings_of
 from vllm_files import MAMBA, RUNNER
 from vllm_graphfix import manifest
@@ -33,17 +34,17 @@ SAMPLED = {
     "0.21.0": ("capture-state", "draft-prefill-state"),
     "0.33.0": ("prefill-dispatch", "prompt-logprobs"),
 }
-"""Three releases: a warm process takes as long as twenty mutants. The families of the first fix of each are looked at
-in `make test`: operators that all fixes share make them, in 10 s each."""
+"""Three releases: a warm process takes as long as twenty mutants. `make test` runs those of both model runners, and
+looks at the family of one fix: operators that all fixes share make it, in 10 s."""
+LOOKED_AT = "draft-decode-mode"
 OF_EACH = 1
 WITHOUT_A_REMEDY = {"draft-prefill-state"}
 """No vLLM with the remedy runs in its scenario: the speculator is another one since then."""
 # One process of pytest makes the mutants of a fix, which takes seconds, and that is the one that runs the sample. It
 # needs no warm process of the release.
 GROUPS = {release: pytest.mark.xdist_group(f"mutants of {release}") for release in SAMPLED}
-MARKS = {fixes[0]: GROUPS[release] for release, fixes in SAMPLED.items()}
 each_fix = pytest.mark.parametrize(
-    "fix", [pytest.param(fix, marks=MARKS.get(fix, pytest.mark.slow)) for fix in BY_NAME]
+    "fix", [pytest.param(fix, marks=GROUPS["0.17.1"] if fix == LOOKED_AT else pytest.mark.slow) for fix in BY_NAME]
 )
 
 
@@ -83,7 +84,13 @@ def test_no_mutant_is_written_into_a_stock_release(tmp_path: Path) -> None:
             stage._put({path: release_root("0.19.1").joinpath(path).read_text()})
 
 
-@pytest.mark.parametrize("release", [pytest.param(release, marks=GROUPS[release]) for release in SAMPLED])
+@pytest.mark.parametrize(
+    "release",
+    [
+        pytest.param(release, marks=[GROUPS[release], *slow_unless(release, ("0.17.1", "0.21.0"))])
+        for release in SAMPLED
+    ],
+)
 def test_a_sample_is_right_or_untouched(release: str) -> None:
     some = [pair for fix in SAMPLED[release] for pair in sampled(fix, release)]
     assert len(some) == OF_EACH * len(SAMPLED[release])
