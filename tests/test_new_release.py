@@ -6,9 +6,9 @@ The tools that write the manifest and the pages have tests of their own; here th
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,9 +18,10 @@ import pytest
 import fetch_vllm
 import make_manifest
 import new_release
+import warm_python
 from edited import before, edited
 from stock import ALL_RELEASES, release_root
-from vllm_files import RUNNER
+from vllm_files import CUTLASS_MLA, RUNNER
 from vllm_graphfix import manifest
 from wheels import write_wheel
 
@@ -136,12 +137,13 @@ def test_nothing_is_written_of_a_release_that_a_fix_does_not_recognise(add: Call
 def test_new_code_is_recorded_as_the_double_confirms_it(
     add: Callable[..., str], tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row's count of blocks is read once more before it is cleared: new surroundings of a defect."""
+    """The memory that stays as it is is read once more: new surroundings of a defect."""
     monkeypatch.setattr(new_release, "run_new_code", RUN_NEW_CODE)
-    count = "self.num_blocks_per_row[row_idx]"
-    edit = {"vllm/v1/worker/block_table.py": before(f"{re.escape(count)} = 0", f"{count}.copy()")}
-    report = add(edit, read="flashmla-padding")  # which also goes by block tables, and has no scenario there
-    assert "| `idle-rank` | affected | affected: the fix helps |" in report
+    python = warm_python.executable()
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.setenv(warm_python.SPAWNED, python)
+    report = add({CUTLASS_MLA: before("if H < MAX_HEADS:", "out.sum()")})
+    assert "| `cutlass-mla-padding` | affected | affected: the fix helps |" in report
     assert ("make_manifest.py", NEXT) in tree.called
 
 
