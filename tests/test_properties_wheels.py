@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -78,14 +77,14 @@ def test_a_file_of_any_bytes_is_one_error(content: bytes) -> None:
 
 
 def a_bomb(path: Path, compression: int) -> None:
-    """256 MB in one member, which claims 1,000 bytes."""
+    """128 MB in one member, which claims 1,000 bytes."""
     with zipfile.ZipFile(path, "w", compression, compresslevel=9) as archive:
         archive.writestr("vllm/__init__.py", "")
         with archive.open(RUNNER, "w") as member:
-            for _ in range(256):
+            for _ in range(128):
                 member.write(bytes(MB))
             member.write(bytes(12_345))  # so that the size is a number that stands nowhere else
-    data = path.read_bytes().replace((256 * MB + 12_345).to_bytes(4, "little"), (1000).to_bytes(4, "little"))
+    data = path.read_bytes().replace((128 * MB + 12_345).to_bytes(4, "little"), (1000).to_bytes(4, "little"))
     path.write_bytes(data)
 
 
@@ -171,42 +170,12 @@ def test_a_bomb_for_bzip2_is_refused_before_it_is_opened(stock: Files, tmp_path:
     assert "uses a compression that no vLLM wheel uses" in judged(tmp_path / "vllm.whl").value.err
 
 
-# -- nothing is executed -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", ["tree", "wheel"])
-def test_nothing_of_a_vllm_is_executed(stock: Files, tmp_path: Path, form: str) -> None:
-    canary = tmp_path / "canary"
-    bite = f"import pathlib; pathlib.Path({str(canary)!r}).touch()\n".encode()
-    names = [
-        "sitecustomize.py",
-        "usercustomize.py",
-        "json.py",
-        "setup.py",
-        "conftest.py",
-        "vllm/__init__.py",
-        "vllm/_version.py",
-    ]
-    hostile = {path: bite + content for path, content in stock.items() if path.endswith(".py")}
-    hostile |= dict.fromkeys(names, bite) | {"x.pth": b"import os; " + bite, METADATA: b"Version: 1\n"}
-    target = made(tmp_path / "tree", hostile) if form == "tree" else zipped(tmp_path / "x.whl", hostile)
-    command = shutil.which("vllm-graphfix", path=Path(sys.executable).parent)
-    assert command is not None
-    done = subprocess.run(
-        [command, "status", "--vllm", str(target)],
-        cwd=tmp_path / "tree" if form == "tree" else tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "capture-state" in done.stdout
-    assert not canary.exists()
+# -- a terminal ------------------------------------------------------------------------------------------------------
 
 
 def test_a_terminal_that_knows_ascii_only_and_a_path_that_is_no_text_are_served(stock: Files, tmp_path: Path) -> None:
-    root = made(tmp_path / os.fsdecode(b"\xff\xc3\xa9\x1b[2J"), stock)
+    few = {path: stock[path] for path in ("vllm/__init__.py", METADATA, RUNNER)}  # whose judgement takes less time
+    root = made(tmp_path / os.fsdecode(b"\xff\xc3\xa9\x1b[2J"), few)
     for encoding in ("ascii", "utf-8"):
         for path in (root, root / "nowhere"):
             done = subprocess.run(

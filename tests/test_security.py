@@ -172,6 +172,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "setup.py",
         "conftest.py",
         "sitecustomize.py",
+        "usercustomize.py",
         "json.py",
         "a.pth",
         *READ,

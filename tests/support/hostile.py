@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from stock import release_root
 from vllm_graphfix.fixes import FIXES
+from watched import answer
 
 TEXT = st.text(st.characters(), max_size=60) | st.sampled_from(
     [
@@ -161,12 +163,17 @@ class Files(dict[str, bytes]):
 
 
 def stock_files() -> Files:
-    """Return the files that `status` reads of a stock release."""
+    """Return the files that `status` reads of a stock release, judged once.
+
+    Forks of this process inherit their syntax trees (`conftest.py`) with what is cached on these, and parse only what
+    a test changes.
+    """
     root = release_root("0.18.1")
     files = {path: (root / path).read_bytes() for path in READ if (root / path).is_file()}
-    return Files(
-        files | {"vllm/__init__.py": b"raise SystemExit('imported')", METADATA: b"Name: vllm\nVersion: 0.18.1\n"}
-    )
+    files |= {"vllm/__init__.py": b"raise SystemExit('imported')", METADATA: b"Name: vllm\nVersion: 0.18.1\n"}
+    with tempfile.TemporaryDirectory() as folder:
+        assert answer("status", f"--vllm={made(Path(folder), files)}", "--check").code == 0
+    return Files(files)
 
 
 def made(folder: Path, files: Mapping[str, bytes]) -> Path:
