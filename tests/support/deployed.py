@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,20 @@ def rule_tests() -> list[dict[str, Any]]:
 
 
 ALERTS = {rule["alert"]: rule for rule in rules() if "alert" in rule}
+
+
+def rules_of(alerts: Collection[str]) -> dict[str, Any]:
+    """Return the rules of *alerts* alone, in their groups, and those that record what one of them goes by.
+
+    promtool evaluates all rules for each minute of each test, most of them for no question.
+    """
+    records = any("graphfix:" in ALERTS[name]["expr"] for name in alerts)
+    groups = [
+        group
+        | {"rules": [rule for rule in group["rules"] if rule.get("alert") in alerts or ("record" in rule and records)]}
+        for group in documents(RULES)[0]["groups"]
+    ]
+    return {"groups": [group for group in groups if group["rules"]]}
 
 
 def of_argo(metric: Mapping[str, Any]) -> str:

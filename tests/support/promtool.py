@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def promtool() -> Path:
 
 
 def ran(promtool: Path, *arguments: str | Path) -> str:
-    done = subprocess.run([promtool, *arguments], capture_output=True, text=True, check=False)
+    # It makes much garbage and holds little: collected an eighth as often, it takes two thirds of the time.
+    seldom = os.environ | {"GOGC": "800"}
+    done = subprocess.run([promtool, *arguments], env=seldom, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
