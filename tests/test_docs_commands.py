@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import evidence_tables
+import warm_python
 from deployed import ARGO, CONFIGMAP, DEPLOYMENT, TARGET_LABELS, documents, labels_in, names_in
 from promtool import ran
 from stock import release_environment, release_root
@@ -213,10 +214,15 @@ def run(command: str, folder: Path) -> str:
     script = UVX.sub("", script, count=1)
     (folder / "records").mkdir()
     (folder / "tools").symlink_to(PROJECT / "tools")
-    bin_of_python = str(Path(sys.executable).parent)
+    bin_of_python = Path(sys.executable).parent
+    # A fork has imported what the command line needs; test_package.py runs the command as it is installed.
+    (folder / "bin").mkdir()
+    forking = f'exec {warm_python.executable()} {bin_of_python}/vllm-graphfix "$@"'
+    (folder / "bin" / "vllm-graphfix").write_text(f"#!/bin/sh\n{forking}\n")
+    (folder / "bin" / "vllm-graphfix").chmod(0o755)
     environment = release_environment(release, str(folder))
     environment |= {
-        "PATH": f"{bin_of_python}:{environment['PATH']}",
+        "PATH": f"{folder / 'bin'}:{bin_of_python}:{environment['PATH']}",
         "VLLM_GRAPHFIX_STATUS_DIR": str(folder / "records"),
     }
     done = subprocess.run(
@@ -325,7 +331,7 @@ PARSES = """
 def check_parsed(*calls: list[str]) -> None:
     """Each script takes its arguments. It goes no further."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PARSES)],
+        [warm_python.executable(), "-c", textwrap.dedent(PARSES)],
         cwd=PROJECT, input=json.dumps(calls), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def test_resources_of_a_process_outlive_a_fork_that_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_python, "_programs", {})
     monkeypatch.setattr(warm_python, "_shared", "")
-    program = warm_python.executable()
+    program = warm_python.executable(**{warm_python.IMPORTED: "json"})
     try:
         child = os.fork()
         if not child:

@@ -37,7 +37,7 @@ _PRELOADED = (
     "transformers.models.auto.modeling_auto transformers.processing_utils mistral_common.protocol.instruct.request "
     "google.protobuf.descriptor_pb2 "
     "mistral_common.tokens.tokenizers.mistral opentelemetry.sdk.trace openai openai_harmony fastapi aiohttp xgrammar "
-    "gguf torch.utils.cpp_extension pytest"
+    "gguf torch.utils.cpp_extension pytest typer rich.console rich.table"
 )
 
 
@@ -47,6 +47,8 @@ SPAWNED = "WARM_PYTHON"
 _MOST_DESCRIPTORS = 250
 """The kernel sends 253 at once."""
 
+IMPORTED = "WARM_IMPORTS"
+"""What the server imports before it serves, where that is not `_PRELOADED`."""
 _RELEASES = "WARM_RELEASES"
 """The folder of the releases, for the server alone: its forks write beside them what `import_cache` keeps."""
 _SHARED = "WARM_PYTHONS"
@@ -181,7 +183,7 @@ def _is_inheritable(descriptor: int) -> bool:
 def serve(address: str) -> dict[str, Any] | None:
     """Returns in each fork, with what it is to run, and in the server when there is nobody left to serve."""
     gc.disable()  # modules stay
-    for name in _PRELOADED.split():
+    for name in os.environ.pop(IMPORTED, _PRELOADED).split():
         with contextlib.suppress(ImportError):  # only time would be lost
             __import__(name)
     if releases := os.environ.get(_RELEASES):
