@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pty
@@ -292,11 +293,23 @@ def test_a_pipe_gets_neither_colour_nor_control_codes() -> None:
     assert not any(line.endswith(" ") for line in out.splitlines())
 
 
+@functools.cache
+def explained(name: str) -> str:
+    """Return what `explain` prints of the fix *name*."""
+    return call("explain", name)[0]
+
+
+@functools.cache
+def explained_as_json(name: str) -> dict[str, Any]:
+    """Return the JSON of the fix *name*, called as its variable names it."""
+    page: dict[str, Any] = json.loads(call("explain", name.upper().replace("-", "_"), "--json")[0])
+    return page
+
+
 @pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
 def test_explain_says_all_that_there_is(fix: Any) -> None:
     page = about(fix)
-    out, _ = call("explain", fix.name)
-    words = " ".join(out.split())
+    words = " ".join(explained(fix.name).split())
     for text in (
         page.symptom,
         page.cause,
@@ -310,27 +323,21 @@ def test_explain_says_all_that_there_is(fix: Any) -> None:
     ):
         assert " ".join(text.split()) in words
     assert f"{fix.variable}=off" in words
-    explained = json.loads(call("explain", fix.name.upper().replace("-", "_"), "--json")[0])
-    assert (explained["schema"], explained["name"], explained["pr"], explained["cause"]) == (
-        1,
-        fix.name,
-        page.pr,
-        page.cause,
-    )
+    as_json = explained_as_json(fix.name)
+    assert (as_json["schema"], as_json["name"], as_json["pr"], as_json["cause"]) == (1, fix.name, page.pr, page.cause)
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
 def test_a_workaround_has_its_price_and_comes_second(fix: Any) -> None:
-    assert list(json.loads(call("explain", fix.name, "--json")[0]))[3:5] == ["symptom", "without_the_plugin"]
+    assert list(explained_as_json(fix.name))[3:5] == ["symptom", "without_the_plugin"]
     assert any(word in about(fix).workaround for word in (": ", "which costs", "measured")), about(fix).workaround
 
 
 @pytest.mark.parametrize("fix", FIXES, ids=[fix.name for fix in FIXES])
 def test_explain_has_a_line_for_each_event_that_is_counted(fix: Any) -> None:
-    lines = json.loads(call("explain", fix.name, "--json")[0])["what_it_counts"].splitlines()
+    lines = explained_as_json(fix.name)["what_it_counts"].splitlines()
     assert lines == [f"{event.name}: {event.meaning}" for event in fix.events]
-    out, _ = call("explain", fix.name)
-    section = out.split("\nWhat it counts\n")[1].split("\n\n")[0].splitlines()
+    section = explained(fix.name).split("\nWhat it counts\n")[1].split("\n\n")[0].splitlines()
     assert all(any(line.startswith(f"  {event.name}: ") for line in section) for event in fix.events)
 
 
@@ -482,7 +489,14 @@ def test_the_version_and_the_help_are_there() -> None:
 
 
 COMMAND = (sys.executable, "-m", "vllm_graphfix")
-PRINTING = ["status", "status --json", "explain", "explain mamba-padding", "fleet", "fleet --json", "doctor", "--help"]
+PRINTING = [
+    "status --json", "explain", "fleet", "--help",
+    *(
+        pytest.param(command, marks=pytest.mark.slow)
+        for command in ("status", "explain mamba-padding", "fleet --json", "doctor")
+    ),
+]  # fmt: skip
+"""`make test` has one of each kind: JSON, text, a table, the page of the library for command lines."""
 
 
 def in_a_shell(command: str, outputs: str, folder: Path, stdout: int = subprocess.PIPE) -> tuple[int, str]:
@@ -507,7 +521,9 @@ def in_a_shell(command: str, outputs: str, folder: Path, stdout: int = subproces
 UNPRINTED = "vllm-graphfix: cannot write the output: "
 
 
-@pytest.mark.parametrize("command", [*PRINTING, "verify", "compare some/model", "fleet --watch"])
+@pytest.mark.parametrize(
+    "command", [*PRINTING, "verify", pytest.param("compare some/model", marks=pytest.mark.slow), "fleet --watch"]
+)
 def test_a_standard_output_that_is_closed_is_one_line_and_exit_code_1(command: str, tmp_path: Path) -> None:
     assert in_a_shell(command, ">&-", tmp_path) == (1, f"{UNPRINTED}standard output is closed\n")
 
@@ -518,7 +534,11 @@ def test_a_device_that_is_full_is_one_line_and_exit_code_1(command: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "outputs", [">&- 2>&-", ">&- 2>/dev/full", ">/dev/full 2>&-", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"]
+    "outputs",
+    [
+        *(">/dev/full 2>&-", ">/dev/full 2>/dev/full", "<&- >&- 2>&-"),
+        *(pytest.param(outputs, marks=pytest.mark.slow) for outputs in (">&- 2>&-", ">&- 2>/dev/full")),
+    ],
 )
 def test_where_there_is_no_standard_error_either_the_exit_code_is_1(outputs: str, tmp_path: Path) -> None:
     assert in_a_shell("explain", outputs, tmp_path) == (1, "")
