@@ -129,7 +129,7 @@ def _held_nowhere(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _growth_by_planted(wrap: Callable[..., Any]) -> Growth:
     numbers = iter(range(1_000_000))
     layer = wrap(lambda metadata: metadata)
-    return growth_by(lambda: layer(next(numbers)), 20_000)
+    return growth_by(lambda: layer(next(numbers)), 4_000)
 
 
 @pytest.mark.parametrize("leak", [_held_in_a_list, _held_by_number, _held_in_a_cycle])
@@ -252,7 +252,7 @@ import os, sys, threading, time
 kept, began = [], time.monotonic()
 while time.monotonic() - began < 60:
     {leak}
-    time.sleep(0.01)
+    time.sleep(0.005)
 """
 LEAKS = {
     "nothing": "bytearray(100_000)",
@@ -264,14 +264,14 @@ LEAKS = {
 
 
 def sampled(leak: str) -> list[Sample]:
-    """Samples of a small program, for two seconds."""
+    """Samples of a small program, for a second."""
     with subprocess.Popen([sys.executable, "-c", _PROGRAM.format(leak=leak)]) as program:
         try:
             process, began = psutil.Process(program.pid), time.monotonic()
             samples = []
-            while (seconds := time.monotonic() - began) < 2:
+            while (seconds := time.monotonic() - began) < 1:
                 samples.append(sample(seconds, "planted", "program", process))
-                time.sleep(0.1)
+                time.sleep(0.05)
         finally:
             program.kill()
     return samples

@@ -48,8 +48,9 @@ class Planned(NamedTuple):
     make: Callable[[], Case]
     release: str | None
     """The release that it is about; None for what needs no vLLM."""
-    calls: tuple[int, int] = (4_000, 1_000_000)
-    """In `make test`, where an object that stays of one call in 100 exceeds what is allowed, and in `make test-all`."""
+    calls: tuple[int, int] = (3_200, 1_000_000)
+    """In `make test`, where an object that stays of one call in 100 exceeds what is allowed (of what does nothing, of
+    one in 30; of slow calls, of each), and in `make test-all`."""
 
 
 _MAMBA, _FLASHMLA, _DRAFTS, _INDEXER, _TRITON_MLA, _ADAPTIVE = (
@@ -60,8 +61,8 @@ _MAMBA, _FLASHMLA, _DRAFTS, _INDEXER, _TRITON_MLA, _ADAPTIVE = (
     "0.25.1",
     "0.33.0",
 )
-_UNEVENTFUL = _SLOWER = (3_000, 1_000_000)
-_READ, _WRITTEN, _MADE = (20, 10_000), (500, 10_000), (1_000, 100_000)
+_UNEVENTFUL, _SLOWER = (1_000, 1_000_000), (3_200, 1_000_000)
+_WRITTEN, _MADE = (250, 10_000), (400, 100_000)
 CASES: dict[str, Planned] = {
     "mamba-padding, active, a padded row that reads as prefilling": Planned(
         lambda: layers.mamba(active=True, stale=True), _MAMBA
@@ -145,7 +146,7 @@ CASES: dict[str, Planned] = {
     ),
     "records of 64 ranks read": Planned(of_records.watcher, None, (5, 10_000)),
     "records of 64 ranks read, beside another engine's": Planned(
-        lambda: of_records.watcher(others=4), None, (20, 1_000)
+        lambda: of_records.watcher(others=4), None, (5, 1_000)
     ),
     "a record touched": Planned(of_records.reporter, None, _WRITTEN),
     "a record written": Planned(lambda: of_records.reporter(changing=True), None, _WRITTEN),
