@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from engaged import LOAD, REPORT, expected, imports, states
@@ -11,6 +9,7 @@ from stock import ALL_RELEASES, run_in_release
 from table import ALL_APPLIED, SAMPLE, affected_by, slow_but_for, verdict
 from vllm_graphfix._version import __version__
 from vllm_graphfix.fixes import FIXES
+from warm_release import run_in_fork
 
 
 @pytest.mark.parametrize("release", slow_but_for(SAMPLE, ALL_RELEASES))
@@ -147,13 +146,21 @@ def test_without_a_speculator_capture_state_stays_although_its_companion_is_off(
     assert reports["capture-state"][1] == "active"
 
 
-def log(release: str, env: dict[str, str], code: str = "") -> list[Any]:
-    done = run_in_release(
-        release, LOAD + imports(release) + code, {"VLLM_LOGGING_LEVEL": "INFO"} | env, libraries_loaded=True
-    )
-    return [line for line in (done.stdout + done.stderr).splitlines() if "graphfix" in line.lower()]
+LOGGED = """
+import logging
+import vllm.logger
+for each in (logging.getLogger("vllm"), *logging.getLogger("vllm").handlers):
+    each.setLevel({level!r})
+"""
+"""As vLLM's logger is where VLLM_LOGGING_LEVEL is that *level* at its import."""
 
 
+def log(release: str, env: dict[str, str], level: str = "INFO") -> list[str]:
+    done = run_in_fork(release, LOGGED.format(level=level) + LOAD + imports(release), env)
+    return [line for line in done.stdout.splitlines() if "graphfix" in line.lower()]
+
+
+@pytest.mark.xdist_group("0.18.1")
 def test_one_info_line_sums_up_what_was_done() -> None:
     (line,) = log("0.18.1", ALL_APPLIED)
     assert "INFO" in line
@@ -163,22 +170,25 @@ def test_one_info_line_sums_up_what_was_done() -> None:
 
 
 def test_a_process_that_imports_nothing_of_a_fix_says_so_when_it_ends() -> None:
-    done = run_in_release("0.18.1", LOAD, {"VLLM_LOGGING_LEVEL": "INFO"})
+    done = run_in_release("0.18.1", LOAD, {"VLLM_LOGGING_LEVEL": "INFO"}, libraries_loaded=True)
     (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "graphfix" in line.lower()]
     assert "this process has imported nothing that a fix concerns (vllm-graphfix " in line
 
 
+@pytest.mark.xdist_group("0.18.1")
 def test_the_line_is_there_too_where_all_is_off() -> None:
     (line,) = log("0.18.1", {"VLLM_GRAPHFIX": "off"})
     assert f"graphfix: off: {len(FIXES)} (vllm-graphfix {__version__}, VLLM_GRAPHFIX=off)" in line
 
 
+@pytest.mark.xdist_group("0.18.1")
 def test_debug_tells_of_every_fix() -> None:
-    lines = log("0.18.1", {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    lines = log("0.18.1", {}, "DEBUG")
     for fix in FIXES:
         assert any("DEBUG" in line and fix.name in line for line in lines)
 
 
+@pytest.mark.xdist_group("0.18.1")
 def test_a_setting_that_means_nothing_is_a_warning_with_the_nearest_that_does() -> None:
     lines = log("0.18.1", {"VLLM_GRAPHFIX_CAPTURE_STAT": "on", "VLLM_GRAPHFIX_FLASHMLA_FP8": "onn"})
     warnings = [line for line in lines if "WARNING" in line]
@@ -191,6 +201,7 @@ def test_a_setting_that_means_nothing_is_a_warning_with_the_nearest_that_does() 
     )
 
 
+@pytest.mark.xdist_group("0.18.1")
 def test_fp8_without_padding_is_a_warning() -> None:
     lines = log("0.18.1", {"VLLM_GRAPHFIX_FLASHMLA_PADDING": "off"})
     assert any("WARNING" in line and "flashmla-padding" in line and "block -1" in line for line in lines)
