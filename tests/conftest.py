@@ -19,6 +19,7 @@ import warm_python
 import warm_release
 from fleets import alone, serve, start, two  # noqa: F401 - fixtures
 from needs_release import modules_that_need_releases
+from packed import committed  # noqa: F401 - a fixture
 from promtool import promtool  # noqa: F401 - a fixture
 from served_models import among_models, served_models  # noqa: F401 - fixtures
 from stock import ALL_RELEASES, release_root

@@ -30,17 +30,14 @@ from wheels import write_wheel
 PROJECT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the sdist and the wheel, built from a copy of this tree: nothing is left behind in it."""
-    copy = tmp_path_factory.mktemp("built") / "tree"
-    unwanted = shutil.ignore_patterns(".git", ".venv", ".*_cache", "build", "dist", "*.egg-info", "__pycache__")
-    shutil.copytree(PROJECT, copy, ignore=unwanted)
-    (copy / "dist").mkdir()
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(copy / "dist"), str(copy)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return copy / "dist"
+pytestmark = pytest.mark.xdist_group("packages")
+
+
+@pytest.fixture
+def built(committed: tuple[Path, dict[str, bytes]]) -> Path:
+    """The folder with the sdist and the wheel."""
+    tree, _ = committed
+    return tree / "dist"
 
 
 @pytest.fixture
@@ -224,13 +221,26 @@ def test_the_commands_that_install_and_remove_it_do(
     assert list((tmp_path / "empty").rglob("*graphfix*")) == []
 
 
+PYTHON = f"""#!/bin/sh
+set -e
+{sys.executable} "$@" --without-pip
+printf '#!/bin/sh\\nexec {sys.executable} -m pip --python %s/bin/python "$@"\\n' "$3" > "$3/bin/pip"
+chmod +x "$3/bin/pip"
+"""
+"""Stands in for `python3 -m venv FOLDER`: installing a pip there takes more time than all the rest."""
+
+
 def test_the_commands_that_fetch_a_release_to_compare_it_do(
-    built: Path, run_from_page: Callable[[str], str], tmp_path: Path
+    built: Path, run_from_page: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (wheel,) = built.glob("*.whl")
     assert hashlib.sha256(wheel.read_bytes()).hexdigest() in run_from_page(DOWNLOAD)
-    run_from_page(f"git clone --quiet {PROJECT} REPOSITORY && git -C REPOSITORY tag vVERSION")
+    run_from_page(f"git clone --quiet --bare {PROJECT} REPOSITORY && git -C REPOSITORY tag vVERSION")
     assert run_from_page(f"{CLONE} && ls").split().count("Makefile") == 1
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").write_text(PYTHON)
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
     run_from_page(BUILDER)
     assert (tmp_path / "build" / "bin" / "python").exists()
     assert list((tmp_path / "build").rglob("build_double.py"))
