@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -29,11 +30,18 @@ COMPILED_TORCH = f"torch/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 @pytest.fixture
-def affected(make_wheel: MakeWheel) -> MakeWheel:
+def affected(make_wheel: MakeWheel, wheel_index: Path, monkeypatch: pytest.MonkeyPatch) -> MakeWheel:
     """vLLM 0.21.0, and a torch for CUDA with the libraries that it needs.
 
-    Returns what makes one of these wheels anew.
+    Returns what makes one of these wheels anew. They are copied, not downloaded by pip, which takes half a second for
+    each; other tests here, and test_fetch_vllm.py, download.
     """
+
+    def copied(package: str, version: str, into: Path, progress: object) -> Path:
+        (wheel,) = wheel_index.glob(f"{package.replace('-', '_')}-{version}-*.whl")
+        return Path(shutil.copy(wheel, into))
+
+    monkeypatch.setattr(fetch_vllm, "download", copied)
     make_wheel({"vllm/a.py": b""}, version=AFFECTED)
 
     def make_torch(
