@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -26,7 +27,7 @@ from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.look_alikes import LOOK_ALIKES
 from vllm_graphfix.commands.status import status as judge
 from vllm_graphfix.commands.status_table import show
-from vllm_graphfix.deployment import known_flags, read_deployment
+from vllm_graphfix.deployment import Deployment, known_flags, read_deployment
 from vllm_graphfix.deployment.line import FlagsError, parse
 from vllm_graphfix.deployment.runner import default_runner
 from vllm_graphfix.fixes import BY_NAME
@@ -258,12 +259,16 @@ def test_conditions_read_as_one_clause_of_this_vllm() -> None:
     assert "\n  whether NobodyKnowsForCausalLM has recurrent layers (this plugin" in out
 
 
+@functools.cache
+def unknown_deployment() -> Deployment:
+    source = open_source(release_root("0.33.0"))
+    return read_deployment("somebody/unknown --config unknown.yaml", source, None, {})
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_each_precondition_that_a_deployment_may_leave_open_has_a_clause(name: str) -> None:
-    source = open_source(release_root("0.33.0"))
-    nothing = read_deployment("somebody/unknown --config unknown.yaml", source, None, {})
     for need in BY_NAME[name].needs():
-        fact = need.fact(nothing, "")
+        fact = need.fact(unknown_deployment(), "")
         assert fact is None or re.search(r"\b(is|are|has|come|run|runs|bring|takes?|use)\b", need.if_so("")), need.text
 
 
