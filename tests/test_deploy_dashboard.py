@@ -71,7 +71,7 @@ def test_a_prometheus_has_an_answer_for_every_panel(fleet: list[str]) -> None:
         start, deadline = time.time(), time.monotonic() + 60
         # It takes seconds until the first scrapes are in, more where other tests run beside.
         while actual != FLEET_ANSWERS and time.monotonic() < deadline:
-            time.sleep(2)
+            time.sleep(0.5)
             end = time.time()
             answers = [record_dashboard.ask(running, panel, start, end) for panel in panels]
             alerts = {alert.partition(":")[0] for alert in running.firing()}

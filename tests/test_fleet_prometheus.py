@@ -31,7 +31,7 @@ DOWN = "does not answer"
 def scraped(promtool: Path) -> Iterator[tuple[str, Simulator]]:
     """The address of a Prometheus that has scraped an engine in each state, and one that has ended since."""
     states = (*STATES, "fixed")
-    with simulated(states) as simulator, record_dashboard.prometheus(simulator.urls, scrape=5) as running:
+    with simulated(states) as simulator, record_dashboard.prometheus(simulator.urls, scrape=3) as running:
         deadline = time.monotonic() + 90  # a scrape takes seconds where other tests run beside
         for end in (len(states), len(states) - 1):
             while len(running.get("query", query="up == 1")["result"]) != end and time.monotonic() < deadline:

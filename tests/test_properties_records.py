@@ -147,7 +147,7 @@ def crowd(base: Path, count: int, kind: str) -> None:
 
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("kind", ["one engine", "engines", "worlds", "front-ends"])
-@pytest.mark.parametrize("count", [150, pytest.param(FILES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(FILES, marks=pytest.mark.slow)])
 def test_the_most_records_with_the_largest_claims_are_listed_in_seconds(tmp_path: Path, kind: str, count: int) -> None:
     crowd(tmp_path, count, kind)
     for arguments in (("--json",), ()):
