@@ -16,6 +16,9 @@ import warm_python
 from stock import isolated_environment
 from vllm_graphfix.verify.engine import models
 
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""For engines of which none is about what is compiled: even with ``enforce_eager`` vLLM compiles its sampler, for half
+a minute."""
 _LIMIT = 600
 """Seconds; each engine takes some 15, and more where other tests share the machine."""
 
@@ -54,9 +57,11 @@ def check_answer(script: str, folder: Path, *arguments: str, env: Mapping[str, s
     It must succeed.
     """
     path, model = Path(__file__).with_name(script), models.write("llama", folder)
+    python, around = forking_python(environment(folder, cpu_engine()) | UNCOMPILED)
+    around["PYTHONPATH"] = os.pathsep.join(map(str, (path.parent, cpu_engine())))
     done = subprocess.run(
-        [sys.executable, str(path), str(model), *arguments],
-        env=environment(folder, path.parent, cpu_engine()) | dict(env),
+        [python, str(path), str(model), *arguments],
+        env=around | dict(env),
         capture_output=True,
         text=True,
         timeout=300,
@@ -71,7 +76,7 @@ def check_compare(
     folder: Path, *arguments: str, env: Mapping[str, str] | None = None, path: tuple[Path, ...] = (), code: int = 0
 ) -> subprocess.CompletedProcess[str]:
     """`vllm-graphfix compare` in *folder* with a real engine on the CPU; it must end with *code*."""
-    python, around = forking_python(environment(folder, cpu_engine()))
+    python, around = forking_python(environment(folder, cpu_engine()) | UNCOMPILED)
     around["PYTHONPATH"] = os.pathsep.join(map(str, (*path, cpu_engine())))
     return check_call(folder, *arguments, env=around | dict(env or {}), code=code, python=python)
 
