@@ -71,6 +71,7 @@ import torch
 from rank_processes import run_worlds
 from torch import distributed
 import vllm.v1.attention.backends.mamba_attn
+import vllm.v1.worker.gpu.cudagraph_utils  # once, which takes longer than all else that a rank does
 
 def rank(world, number, size, port, env):
     os.environ.update({"VLLM_GRAPHFIX_AGREEMENT_TIMEOUT": "60"} | env)
