@@ -72,6 +72,7 @@ def test_rollouts_go_on_after_a_reload_and_every_worker_has_the_fixes_that_it_ne
         assert f"worker {rank}: shadow check: {counters}" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_1_if_a_fix_is_off(model: Path, tmp_path: Path) -> None:
     done = ran(model, tmp_path, VLLM_GRAPHFIX_PREFILL_DISPATCH="off")
     assert done.returncode == 1, done.stdout + done.stderr
