@@ -31,13 +31,13 @@ WORLDS: dict[str, tuple[tuple[dict[str, str], bool], ...]] = {
         ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on"}, True),
         ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on"}, False),
     ),
-    "all mistyped the switch, both have given up": (
-        ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "FAULT": "give up"}, True),
-        ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "FAULT": "give up"}, True),
-    ),
     "all mistyped the percentage, one lacks the plugin": (
         ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, True),
         ({"VLLM_GRAPHFIX_ROLLOUT": "half"}, False),
+    ),
+    "all mistyped the switch, both have given up": (
+        ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "FAULT": "give up"}, True),
+        ({"VLLM_GRAPHFIX": "strct", "VLLM_GRAPHFIX_MAMBA_PADDING": "on", "FAULT": "give up"}, True),
     ),
     "one is off, one mistyped it": (({"VLLM_GRAPHFIX": "off"}, True), ({"VLLM_GRAPHFIX": "offf"}, True)),
     "one mistyped the switch": (({}, True), ({"VLLM_GRAPHFIX": "offf"}, True)),

@@ -10,6 +10,7 @@ from typing import Any
 
 LONGEST = 120.0
 """Seconds that a rank may take."""
+AT_ONCE = 2
 
 
 def run_worlds(
@@ -17,14 +18,21 @@ def run_worlds(
 ) -> None:
     """Runs each world's ranks beside each other, and writes ``world: RANK number text`` as each has ended.
 
+    Two worlds at a time: most of what a rank does is to wait.
+
     *rank* is called in a process of its own with the world's name, the rank's number, how many ranks there are, a free
     port, and what `worlds` gives this rank. It returns whether it goes on to serve, and the text.
     """
+    running: list[list[Any]] = []
     for world, ranks in worlds.items():
-        _run(world, ranks, rank)
+        if len(running) == AT_ONCE:
+            _end(running.pop(0))
+        running.append(_start(world, ranks, rank))
+    for processes in running:
+        _end(processes)
 
 
-def _run(world: str, ranks: Sequence[Any], rank: Callable[[str, int, int, int, Any], tuple[bool, str]]) -> None:
+def _start(world: str, ranks: Sequence[Any], rank: Callable[[str, int, int, int, Any], tuple[bool, str]]) -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,6 +51,10 @@ def _run(world: str, ranks: Sequence[Any], rank: Callable[[str, int, int, int, A
     processes = [context.Process(target=run, args=(number,)) for number in range(len(ranks))]
     for process in processes:
         process.start()
+    return processes
+
+
+def _end(processes: list[Any]) -> None:
     for process in processes:
         process.join(LONGEST)
         process.kill()
