@@ -18,7 +18,7 @@ from faults import Fault, Faults, Outcome
 
 # Release, and which part of the faults: one release of each shape whole, and a sample of one.
 INJECTED = [
-    pytest.param("0.18.1", 167, marks=pytest.mark.xdist_group("faults")),
+    pytest.param("0.18.1", 167, marks=pytest.mark.xdist_group("0.18.1")),
     *(
         pytest.param(release, 1, marks=[pytest.mark.slow, pytest.mark.xdist_group(f"faults-{release}")])
         for release in ("0.15.0", "0.17.1", "0.18.1", "0.20.0", "0.21.0", "0.22.1")

@@ -346,8 +346,10 @@ def main(
             job |= _in_its_stage(fault, by_stage[fault["mode"]])
             print(json.dumps([fault, in_fork(modules, targets, job)]), file=file, flush=True)
         for kind, damaged in (("tree", trees), ("package", packages)):
-            for what, root in damaged.items():
-                modes = ("stock", "auto", "strict") if kind == "tree" else ("auto", "strict")
+            for number, (what, root) in enumerate(damaged.items()):
+                modes: tuple[str, ...] = ("auto", "strict")
+                if kind == "tree":  # each is diagnosed anew, which takes longest: of a sample in one mode
+                    modes = ("stock", *(modes if every == 1 or "zip" in what else modes[number % 2 :][:1]))
                 jobs = {mode: {"environment": environments[mode], kind: root} for mode in modes}
                 outcomes = {mode: in_fork(modules, targets, job) for mode, job in jobs.items()}
                 print(json.dumps([{kind: what}, outcomes]), file=file, flush=True)

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from fault_engine import ENDED, INTERRUPTS
 from fault_files import damaged_packages, damaged_releases
-from stock import release_root, run_in_release
+from stock import release_root
 from table import ALL_APPLIED, affected_by
 from vllm_graphfix.fixes import BY_NAME, FIXES
+from warm_release import run_in_fork
 
 WATCHED = ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules that the plugin hooks besides the targets; others, such as the engine core's, are there before the plugin
@@ -104,7 +105,7 @@ class Faults:
             )
             here = str(Path(__file__).parent)
             code = f"import sys\nsys.path.append({here!r})\nimport fault_engine\n{call}\n"
-            run_in_release(release, code, timeout=4 * 3600, libraries_loaded=True)
+            run_in_fork(release, code, timeout=4 * 3600)
             first, *rest = map(json.loads, results.read_text().splitlines())
         self.seconds = time.monotonic() - started
         self.planned: int = first["planned"]
@@ -115,7 +116,7 @@ class Faults:
         self.outcomes = [Outcome(Fault(**fault), result) for fault, result in rest if "place" in fault]
         self.trees = {fault["tree"]: result for fault, result in rest if "tree" in fault}
         """What a process told, by damage and mode: `stock`, `auto`, `strict`. A whole set has them all, another one
-        every ninth."""
+        every ninth, in `auto` or `strict`."""
         self.packages = {fault["package"]: result for fault, result in rest if "package" in fault}
 
     @property
@@ -156,7 +157,7 @@ class Faults:
         """The same of a damage: what a process told, by mode."""
         complaints: list[str] = []
         stock = results["stock"]["ends"] if "stock" in results else self.stock
-        for mode in ("auto", "strict"):
+        for mode in sorted(results.keys() - {"stock"}):
             word = results[mode]
             if word is None:
                 complaints.append(f"{mode}: the process died or hung")
