@@ -36,8 +36,23 @@ collect_env.main()
 """
 
 
-@pytest.mark.parametrize("release", DISTINCT.values())
-@pytest.mark.parametrize("before", ["", "import vllm.collect_env"], ids=["imported after", "imported before"])
+IMPORTED_BEFORE = "import vllm.collect_env"
+
+
+@pytest.mark.parametrize(
+    ("before", "release"),
+    [
+        *(pytest.param("", release, id=f"imported after-{release}") for release in DISTINCT.values()),
+        *(
+            pytest.param(
+                *(IMPORTED_BEFORE, release),
+                marks=() if release == ALL_RELEASES[-1] else pytest.mark.slow,
+                id=f"imported before-{release}",
+            )
+            for release in DISTINCT.values()
+        ),
+    ],
+)
 def test_every_releases_own_report_ends_with_what_the_plugin_would_do(release: str, before: str) -> None:
     """The command line of vLLM has imported the report when it loads plugins; another program may not have."""
     output = run_in_fork(release, REPORT.format(before=before), {"VLLM_GRAPHFIX": "observe"}).stdout
