@@ -249,6 +249,7 @@ def test_both_servers_were_under_load(endured: Endured) -> None:
 
 _PROGRAM = """
 import os, sys, threading, time
+print(flush=True)
 kept, began = [], time.monotonic()
 while time.monotonic() - began < 60:
     {leak}
@@ -264,8 +265,11 @@ LEAKS = {
 
 
 def sampled(leak: str) -> list[Sample]:
-    """Samples of a small program, for a second."""
-    with subprocess.Popen([sys.executable, "-c", _PROGRAM.format(leak=leak)]) as program:
+    """Samples of a small program, for a second from when it runs."""
+    command = [sys.executable, "-c", _PROGRAM.format(leak=leak)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as program:
+        assert program.stdout
+        program.stdout.readline()
         try:
             process, began = psutil.Process(program.pid), time.monotonic()
             samples = []
