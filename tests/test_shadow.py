@@ -40,7 +40,9 @@ def test_the_code_of_every_release_from_0_18_on_is_known(runner: Any, release: s
         assert actual.verdict is Verdict.ABSENT, actual.reason
 
 
-@pytest.mark.parametrize("release", ["0.18.0", "0.21.0", "0.30.0", "0.33.0"])
+@pytest.mark.parametrize(
+    "release", slow_but_for(("0.18.1", "0.21.0", "0.33.0"), ("0.18.1", "0.21.0", "0.30.0", "0.33.0"))
+)
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_model_runner(release: str, runner: str) -> None:
     also = ("shadow_layers", "shadow_connector") if runner == "v1" else ()
@@ -119,7 +121,8 @@ def test_faults_of_one_of_two_ranks_whose_graphs_are_in_quarantine() -> None:
 
     Checks take as long again, nearly all of it asleep.
     """
-    check_behaviours("0.21.0", "shadow_ranks", {SHADOW: "1/1"}, select="quarantine or sums")
+    select = "quarantine and not raise_in_a_layer or sums"
+    check_behaviours("0.21.0", "shadow_ranks", {SHADOW: "1/1"}, select=select)
 
 
 @pytest.mark.slow
@@ -203,9 +206,10 @@ def test_a_draft_prefill_that_is_mended_is_no_mismatch(release: str) -> None:
     ("release", "scenarios"),
     [
         ("0.16.0", "mamba-all-mode"),
-        *((release, "") for release in ("0.18.1", "0.21.0", "0.22.1")),
+        *((release, "") for release in ("0.18.1", "0.21.0")),
         ("0.24.0", "draft-non-causal"),
         ("0.33.0", "adaptive-schedule or draft-non-causal"),
+        pytest.param("0.22.1", "", marks=pytest.mark.slow),
         pytest.param("0.27.1", "c128a-stride", marks=pytest.mark.slow),
     ],
 )

@@ -68,14 +68,25 @@ def cache_classes(tree: Path) -> Iterator[LayerClass]:
         if parts[:2] == _WORKERS:
             continue
         module = ".".join(parts)
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.ClassDef) or node.name == _BASE:
+        for node in _classes(ast.parse(text)):
+            if node.name == _BASE:
                 continue
             for function in node.body:
                 if isinstance(function, ast.FunctionDef) and function.name == "get_kv_cache_spec":
                     specs = re.findall(r"\b([A-Z]\w*Spec)\b", ast.unparse(function))
                     named = dict.fromkeys(spec for spec in specs if spec not in ("KVCacheSpec", "AttentionSpec"))
                     yield LayerClass(f"{module}.{node.name}", tuple(map(ast.unparse, node.bases)), tuple(named))
+
+
+def _classes(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    """Yield those of a file, nested ones too, but for those that a function makes."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.ClassDef):
+            yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt | ast.ExceptHandler)]
 
 
 def spec_classes(tree: Path) -> set[str]:
