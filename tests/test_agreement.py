@@ -24,6 +24,13 @@ from vllm_graphfix.settings import environment as settings
 from vllm_graphfix.settings.decision import decide
 
 
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait looks for ends on other ranks more often, and a store that this process holds outlives its readers."""
+    monkeypatch.setattr(rank_agreement, "_SLICE", 0.2)
+    monkeypatch.setattr(rank_agreement, "_LAST_READERS", 0.1)
+
+
 def test_ranks_that_say_the_same_agree() -> None:
     reports = {rank: report(f"node-{rank // 2}") for rank in range(4)}
     agreements, warnings = compared(reports, 4)
@@ -226,8 +233,7 @@ def test_a_word_of_another_version_is_a_difference_and_no_crash() -> None:
     assert agreement.agreeing == 1
 
 
-def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_agreement, "_LAST_READERS", 0.1)
+def test_a_digest_without_a_word_is_a_difference_and_is_not_waited_for() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
     mine = report()
