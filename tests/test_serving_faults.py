@@ -15,7 +15,7 @@ import pytest
 from serving_faults import LIMIT, Fault, Outcome, complaints, ended, outcomes
 
 FAULTS = [
-    pytest.param(False, 79, marks=pytest.mark.xdist_group("serving-faults")),
+    pytest.param(False, 97, marks=pytest.mark.xdist_group("serving-faults")),
     pytest.param(False, 1, marks=[pytest.mark.slow, pytest.mark.xdist_group("serving-faults-functions")]),
     pytest.param(True, 1, marks=[pytest.mark.slow, pytest.mark.xdist_group("serving-faults-statements")]),
 ]
