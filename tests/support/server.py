@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fetch_cpu_engine
-from engine import environment, write_llama
+import warm_python
+from engine import UNCOMPILED, environment, forking_python, write_llama
 from other_packages import run_pip
 
 RELEASE = fetch_cpu_engine.AFFECTED
@@ -62,8 +63,7 @@ def install(folder: Path) -> Installed:
     unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
     shutil.copytree(_PROJECT, copy, ignore=unwanted)
     alone = ["--no-deps", "--no-index"]
-    run_pip("wheel", *alone, "--no-build-isolation", "--wheel-dir", str(folder), str(copy))
-    run_pip("install", *alone, "--target", str(plugin), *map(str, folder.glob("vllm_graphfix-*.whl")))
+    run_pip("install", *alone, "--no-build-isolation", "--target", str(plugin), str(copy))
     return Installed(plugin, write_llama(folder), folder)
 
 
@@ -89,7 +89,9 @@ class Answer(NamedTuple):
 class Server:
     """One `vllm serve`; made by `serve`."""
 
-    def __init__(self, installed: Installed, folder: Path, flags: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, installed: Installed, folder: Path, flags: Sequence[str], env: Mapping[str, str], *, forks: bool
+    ) -> None:
         self.status_folder = folder / "status"
         self.status_folder.mkdir(exist_ok=True)
         self._log = folder / "server.log"
@@ -98,7 +100,7 @@ class Server:
         self._environment = {
             **environment(installed.scratch, installed.plugin, cpu_release()),
             "TMPDIR": self._temporary,
-            "TORCHDYNAMO_DISABLE": "1",  # even with --enforce-eager vLLM compiles its sampler, for half a minute
+            **UNCOMPILED,
             "VLLM_GRAPHFIX_STATUS_DIR": str(self.status_folder),
             **env,
         }
@@ -106,13 +108,18 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(installed.model)]
+        python, around = sys.executable, self._environment
+        if forks:
+            python, _ = forking_python(environment(installed.scratch, cpu_release()) | UNCOMPILED)
+            around = around | {warm_python.SPAWNED: python}
+        self._folder_of_forks = folder if forks else None
+        command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(installed.model)]
         command += [f"--served-model-name={MODEL}", f"--port={self.port}", *_FLAGS, *flags]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=self._environment,
+                env=around,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -213,11 +220,16 @@ class Server:
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):  # it has ended meanwhile
-                    state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                    if int(session) == self.pid and state != "Z":
+                    if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z" and self._has(entry):
                         command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
                         titles[int(entry.name)] = command.decode(errors="replace").strip()
         return titles
+
+    def _has(self, entry: Path) -> bool:
+        """Of forks only the folder that they were started in is its own: their session is the warm Python's."""
+        if self._folder_of_forks:
+            return (entry / "cwd").samefile(self._folder_of_forks)
+        return int((entry / "stat").read_text().rpartition(")")[2].split()[3]) == self.pid
 
     def named(self, title: str) -> list[int]:
         """The processes whose title begins with *title*."""
@@ -236,7 +248,10 @@ class Server:
 
     def stop(self) -> int:
         """Ends it as a supervisor does; returns the exit code."""
-        self._process.terminate()
+        front_end = self.pid
+        if self._folder_of_forks:  # it is not the one that waits for the fork
+            (front_end,) = (record["pid"] for record in self.records() if record["role"] == "front-end")
+        os.kill(front_end, signal.SIGTERM)
         code = self._process.wait(_LIMIT)
         self._wait_until_gone(_LIMIT)
         return code
@@ -249,9 +264,10 @@ class Server:
                     os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self._wait_until_gone(10)  # it does so within a second
-        while self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
         shutil.rmtree(self._temporary, ignore_errors=True)
         for path in self._shared:
@@ -274,12 +290,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def started(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def started(
+    installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None, forks: bool = False
+) -> Iterator[Server]:
     """A server that starts; with further *flags* and *env*.
 
-    Its files are in *folder*; its processes end with the block.
+    Its files are in *folder*; its processes end with the block. *forks*: its processes are forks of one that has
+    imported torch and the like, and start in a third of the time; beside each is one that waits for it.
     """
-    server = Server(installed, folder, flags, env or {})
+    server = Server(installed, folder, flags, env or {}, forks=forks)
     try:
         yield server
     finally:
@@ -287,8 +306,10 @@ def started(installed: Installed, folder: Path, *flags: str, env: Mapping[str, s
 
 
 @contextlib.contextmanager
-def serve(installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+def serve(
+    installed: Installed, folder: Path, *flags: str, env: Mapping[str, str] | None = None, forks: bool = False
+) -> Iterator[Server]:
     """The same when it answers."""
-    with started(installed, folder, *flags, env=env) as server:
+    with started(installed, folder, *flags, env=env, forks=forks) as server:
         server.wait_until_up()
         yield server
