@@ -90,6 +90,7 @@ PROGRAM = f"""
 if len(sys.argv) > 2:
     front_end("program")
     sys.exit()
+import vllm.v1.engine.core  # once for all forks
 from vllm.engine.arg_utils import EngineArgs
 EngineArgs(model=MODEL)  # loads the plugins; no engine begins here yet
 start("fork", front_end, "forked early")
