@@ -39,7 +39,7 @@ class Served:
         self.speculator, self.acceptance = SpeculatorDouble(), Acceptance()
 
     def check(self, replayed: list[int], eager: list[int], *, first: int = 0, request: str = "a") -> None:
-        self.acceptance.add(self.speculator, lambda: Drafts(GRAPH, first, {request: replayed}, {request: eager}))
+        self.acceptance.add(lambda: (self.speculator, Drafts(GRAPH, first, {request: replayed}, {request: eager})))
 
     def propose(self, sampled: int, rejected: int, last: int, *others: str, request: str = "a", **more: Any) -> None:
         """Propose after a step of *request*, which is in the last place, and of *others*."""

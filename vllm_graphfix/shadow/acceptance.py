@@ -95,10 +95,13 @@ class Acceptance:
         """The latest wrapper."""
         self._is_over = False
 
-    def add(self, speculator: Any, describe: Callable[[], Drafts]) -> None:
-        """Add the drafts of a checked step, and count those that the target has verified since the last one."""
+    def add(self, describe: Callable[[], tuple[Any, Drafts]]) -> None:
+        """Add the drafts of a checked step, and count those that the target has verified since the last one.
+
+        *describe* returns the speculator and its drafts.
+        """
         if not self._is_over:
-            self._attempt(lambda: self._add(speculator, describe()))
+            self._attempt(lambda: self._add(*describe()))
 
     def _attempt(self, function: Callable[[], None]) -> None:
         with Attempt() as attempt:

@@ -212,7 +212,7 @@ def _counted(acceptance: Acceptance, call: _Call, step: Step) -> Step:
     """Return *step* with a count of its drafts that the target accepts."""
 
     def compared(replayed: list[Tensor], eager: list[Tensor]) -> None:
-        acceptance.add(call.speculator, lambda: _drafts(call, step.graph.name, replayed, eager))
+        acceptance.add(lambda: (call.speculator, _drafts(call, step.graph.name, replayed, eager)))
 
     return step._replace(compared=compared)
 
