@@ -68,9 +68,9 @@ def test_two_threads_that_publish_first_at_once_make_one_reporter(
     for each in others:
         each.join()
     assert len(made) == 1
-    status_record._making_reporter.acquire()
-    status_record.reset_in_child()  # the thread that held it is not there
-    status_record.flush()
+    with status_record._making_reporter:  # the module's: whoever comes next in this process needs it
+        status_record.reset_in_child()  # the thread that held it is not there
+        status_record.flush()
 
 
 def test_of_many_records_the_last_one_is_written(tmp_path: Path, reporter: Reporter) -> None:
