@@ -51,8 +51,10 @@ demo: $(DEMO_STAMP)  ## status and verify on stock 0.17.1, 0.21.0 and 0.22.1
 		$(BIN)/vllm-graphfix verify --vllm "$$release"; \
 	done
 
+# A test that hangs is named, with the stacks of its process, and fails; the longest takes a minute.
 test: releases  ## the tests, less the slow ones
-	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m 'not slow'
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup -m 'not slow' \
+		-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 test-all: releases  ## all tests
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadgroup --hypothesis-profile=whole
