@@ -36,7 +36,7 @@ from vllm_graphfix.verify.engine.poison_report import PoisonReport
 from vllm_graphfix.verify.engine.processes import JobResult
 from vllm_graphfix.verify.engine.questions import _filled, filled_lengths
 
-RIGHT = ExactRank(800, 0, 0, 12, 0.0, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), None)
+RIGHT = ExactRank(800, 0, 0, 12, 0.0, 0.0, 0.0, {"target model, 8": 500, "target model, 4": 300}, (), None)
 WRONG = replace(RIGHT, wrong=2, findings=("a replayed CUDA graph was wrong: target model, 8",))
 
 
@@ -150,16 +150,20 @@ def test_answers_that_diverge_at_ties_prove_nothing_else(judgements: list[Any], 
 
 
 @pytest.mark.parametrize(
-    ("noise", "rounding", "text"),
+    ("noise", "rounding", "as_captured", "text"),
     [
-        (0.0, 0.0, "a graph: equal to the last bit; 12 of"),
-        (0.001, 0.0, "a graph: equal to the last bit (two runs without the graph: up to 0.001); 12 of"),
-        (0.001, 0.004, "0.004 apart at most, which counts as rounding (two runs without the graph: up to 0.001); 12"),
-        (0.0, 0.02, "a graph: 0.02 apart at most, which counts as rounding; 12 of"),
+        (0.0, 0.0, 0.0, "a graph: equal to the last bit; 12 of"),
+        (0.001, 0.0, 0.0, "a graph: equal to the last bit (two runs without the graph: up to 0.001); 12 of"),
+        (0.001, 0.004, 0.0, "0.004 apart at most, which counts as rounding (two runs without the graph: up to 0.001)"),
+        (0.0, 0.02, 0.0, "a graph: 0.02 apart at most, which counts as rounding; 12 of"),
+        (0.0, 0.0, 0.46, "longest request (up to 0.46 apart from one that splits by its own); 12 of"),
     ],
 )
-def test_rounding_of_replays_is_not_called_equality(noise: float, rounding: float, text: str) -> None:
-    assert text in page_of(report(exact=ExactReport([RIGHT, replace(RIGHT, noise=noise, rounding=rounding)])))
+def test_rounding_of_replays_is_not_called_equality(
+    noise: float, rounding: float, as_captured: float, text: str
+) -> None:
+    rank = replace(RIGHT, noise=noise, rounding=rounding, as_captured=as_captured)
+    assert text in page_of(report(exact=ExactReport([RIGHT, rank])))
 
 
 def test_requests_begin_together_in_the_engine_whose_batches_are_filled(tmp_path: Path) -> None:

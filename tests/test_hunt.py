@@ -266,7 +266,7 @@ def test_no_case_begins_when_time_is_up(hunt: Callable[..., Any]) -> None:
 
 
 def rank(**fields: Any) -> ExactRank:
-    made = ExactRank(150, 0, 0, 10, 0.0, 0.0, {f"{TARGET} full": 150}, (), None)
+    made = ExactRank(150, 0, 0, 10, 0.0, 0.0, 0.0, {f"{TARGET} full": 150}, (), None)
     return replace(made, **fields)
 
 

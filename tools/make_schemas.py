@@ -169,6 +169,9 @@ EXACT = record(
             unseen=of("integer", "replays of other graphs, which are not compared"),
             noise=of("number", "largest relative difference of two runs of one step without its graph"),
             rounding=of("number", "largest one of a replay and such a run that counts as rounding"),
+            as_captured=of(
+                "number", "largest one of a replay that equals a run split by the capture's longest request"
+            ),
             graphs=table(COUNT, "replays by graph"),
             findings=TEXTS,
             reason=of("string?", "why not every replay was compared"),

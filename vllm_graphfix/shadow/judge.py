@@ -112,10 +112,10 @@ class Judge:
         noise = max(step_noise, repeated.graph_noise) if step_noise else 0.0
         self._count_check(history, step_noise)
         tolerance = self.tolerance(graph, noise)
-        if not error_anywhere > tolerance or self._is_explained(
-            history, checked, replay, error_here, error_anywhere, noise
-        ):
+        if not error_anywhere > tolerance:
             self._accept(error_anywhere)
+            return None
+        if self._is_explained(history, checked, replay, error_here, error_anywhere, noise):
             return None
         found_here = error_here > tolerance
         return Mismatch(
@@ -204,49 +204,62 @@ class Judge:
     ) -> bool:
         """Tell whether rounding explains the error: the replay varies from run to run, or splits work as captured.
 
-        *error_here* is this rank's, *error_anywhere* the largest of all. If it is explained, the caches then hold what
-        the replay leaves, otherwise what an eager run does.
+        *error_here* is this rank's, *error_anywhere* the largest of all. If it is explained, it is counted, and the
+        caches then hold what the replay leaves, otherwise what an eager run does.
         """
         launches = checked.step.launches
         # The largest of the capture's numbers bounds every query of a replay. It is the number of rows in a graph of
         # prompts, and less than that in one for decodes of varying lengths.
         bound = max((launch.get(_LONGEST_QUERY, 0) for launch in launches), default=0)
         bounds = [launch for launch in launches if launch.get(_LONGEST_QUERY, bound) == bound]
-        if not error_anywhere <= _MAX_ROUNDING:
+        tolerance = 0.0
+        if error_anywhere <= _MAX_ROUNDING:
+            another = self._max_error(lambda: checked.error_of_another_replay(replay))
+            if another is None:
+                return True
+            if another <= MAX_BASELINE_NOISE:
+                self._raise_noise(history, another)
+                noise = max(noise, another)
+            tolerance = self.tolerance(checked.step.graph, noise)
+            if error_anywhere <= tolerance:
+                self._accept(error_anywhere)
+                return True
+        else:
             # An attention that picks one key of many turns a last bit into more. Runs that are equal, and equal to the
             # replay once kernels get the capture's upper bounds of the numbers, leave nothing to doubt.
-            return (
-                math.isfinite(error_anywhere)
-                and not noise
-                and self._is_as_captured(checked, replay, bounds, error_here, 0.0)
-            )
-        another = self._max_error(lambda: checked.error_of_another_replay(replay))
-        if another is None:
-            return True
-        if another <= MAX_BASELINE_NOISE:
-            self._raise_noise(history, another)
-            noise = max(noise, another)
-        tolerance = self.tolerance(checked.step.graph, noise)
-        return error_anywhere <= tolerance or self._is_as_captured(checked, replay, launches, error_here, tolerance)
+            if noise or not math.isfinite(error_anywhere):
+                return False
+            launches = bounds
+        launch = self._launch_of_replay(checked, replay, launches, error_here, tolerance)
+        if launch is None:
+            return False
+        if launch in bounds and not tolerance:
+            self.results.as_captured = max(self.results.as_captured, error_anywhere)
+        else:
+            self._accept(error_anywhere)
+        return True
 
-    def _is_as_captured(
+    def _launch_of_replay(
         self,
         checked: CheckedStep,
         replay: Callable[[], Any],
         launches: Sequence[Mapping[str, int]],
         error_here: float,
         tolerance: float,
-    ) -> bool:
-        """Tell whether a run with one of *launches* is like the replay; leave the caches as `_is_explained` does."""
+    ) -> Mapping[str, int] | None:
+        """Return the one of *launches* with which a run is like the replay; leave the caches as `_is_explained` does.
+
+        Once the check is off, that is any.
+        """
         for launch in launches:
             error = self._max_error(functools.partial(error_as_captured, checked, launch, error_here))
             if error is None or error <= tolerance:
                 # Only for its effect: the caches then hold what the replay leaves.
                 self._max_error(lambda: checked.error_of_another_replay(replay))
-                return True
+                return launch
         # Only for its effect: the caches then hold the values of an eager run, the right ones.
         self._max_error(lambda: float(run_again(checked)[1] is not None))
-        return False
+        return None
 
     def _max_error(self, error_of: Callable[[], float]) -> float | None:
         """Return the maximum over all ranks; None, and the check is off, if it fails on one."""

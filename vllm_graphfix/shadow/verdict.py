@@ -89,6 +89,9 @@ class Results:
         self.first_mismatches: list[Mismatch] = []
         self.rounding = 0.0
         """The largest error of a replay that was right: noise, adapters, or a launch as captured explain it."""
+        self.as_captured = 0.0
+        """The largest error of a replay that equals, to the last bit, a run whose kernels split their work by the upper
+        bounds that the capture has passed."""
         self.quarantined: list[Graph] = []
         self.quarantines_ended = 0
         """Graphs in quarantine that are replayed again, since their steps cannot run without them."""

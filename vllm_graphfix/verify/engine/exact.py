@@ -49,6 +49,9 @@ class ExactRank:
     """Largest relative difference of two runs of one step without its graph."""
     rounding: float
     """Largest relative difference that counts as rounding, of a replay and the same step without its graph."""
+    as_captured: float
+    """Largest relative difference of a replay from a step without its graph, where it equals, to the last bit, a step
+    whose kernels split their work by the capture's longest request."""
     graphs: dict[str, int]
     """Replays that were to be compared, by graph."""
     findings: tuple[str, ...]
@@ -111,11 +114,21 @@ class ExactReplays:
         def check(key: Hashable, describe: Callable[[], Step], replay: Callable[[], Any]) -> Any:
             steps: list[Step] = []
             written: list[list[tuple[str, Tensor]]] = []
+            last_run: list[tuple[str, Tensor]] | Exception | None = None
 
             def described() -> Step:
                 steps.append(describe())
                 self._graphs[steps[0].graph.name] += 1
-                return steps[0]
+                return steps[0]._replace(eager=eager)
+
+            def eager() -> Any:
+                nonlocal last_run
+                output = steps[0].eager()
+                try:
+                    last_run = steps[0].caches()
+                except Exception as error:  # is none of this run, which would count as one that fails
+                    last_run = error
+                return output
 
             def replayed() -> Any:
                 output = replay()
@@ -129,9 +142,11 @@ class ExactReplays:
                 output = stock(key, described, replayed)
             finally:
                 self._counted = True
-            # The last run of a step that is right is one without the graph, but where rounding had to be explained.
-            if written and (results.checks, results.mismatches) == (before[0] + 1, before[1]):
-                layer = first_difference(written[0], steps[0].caches())
+            if isinstance(last_run, Exception):
+                raise last_run
+            # The last run of a step that is right is one that the replay equals, but where rounding explains it.
+            if written and last_run and (results.checks, results.mismatches) == (before[0] + 1, before[1]):
+                layer = first_difference(written[0], last_run)
                 if layer is not None and not results.noise and not results.rounding:
                     self._count_wrong(f"{steps[0].graph.name} writes other entries to the cache of {layer}")
             return output
@@ -150,7 +165,7 @@ class ExactReplays:
         shadow = process.SHADOW
         if shadow is None:
             reason = "the shadow check did not start in this engine"
-            return ExactRank(0, 0, 0, self._replays, 0.0, 0.0, {}, (), reason)
+            return ExactRank(0, 0, 0, self._replays, 0.0, 0.0, 0.0, {}, (), reason)
         shadow.schedule.check_no_more()  # what comes next may be poisoned
         results = shadow.results
         return ExactRank(
@@ -160,6 +175,7 @@ class ExactReplays:
             self._replays,
             results.noise,
             results.rounding,
+            results.as_captured,
             dict(self._graphs),
             (*(each.sentence() for each in results.to_report(_LISTED)), *self._findings),
             process.REFUSED or shadow.stopped or _why_unwatched(),

@@ -30,7 +30,7 @@ class ExactReport:
 
     @property
     def is_exact(self) -> bool:
-        """True if all that was compared is equal to the last bit, cache entries too."""
+        """True if each replay equals a run without its graph to the last bit, in cache entries, too."""
         return not any(rank.noise or rank.rounding for rank in self.ranks)
 
     @property
@@ -60,9 +60,16 @@ class ExactReport:
         compared, wrong, unseen = (
             max(getattr(rank, name) for rank in self.ranks) for name in ("compared", "wrong", "unseen")
         )
-        noise, rounding = (max(getattr(rank, name) for rank in self.ranks) for name in ("noise", "rounding"))
+        noise, rounding, as_captured = (
+            max(getattr(rank, name) for rank in self.ranks) for name in ("noise", "rounding", "as_captured")
+        )
         graphs = len({name for rank in self.ranks for name in rank.graphs})
         equal = f"{rounding:.3g} apart at most, which counts as rounding" if rounding else "equal to the last bit"
+        if as_captured:
+            equal += (
+                f", some with a step whose kernels split their work by the capture's longest request (up to "
+                f"{as_captured:.3g} apart from one that splits by its own)"
+            )
         outcome = f"{wrong} wrong" if wrong else equal
         if noise:
             outcome += f" (two runs without the graph: up to {noise:.3g})"
