@@ -288,6 +288,36 @@ def test_verdict(fields: dict[str, Any], verdict: str, why: str | None) -> None:
     json.dumps(row, allow_nan=False)
 
 
+def test_a_model_that_takes_no_adapters_has_none() -> None:
+    adapters = {case.settings["adapters"] for case in every_case() if case.architecture == STATES.name}
+    assert adapters == {"no-adapters"}
+
+
+@pytest.mark.parametrize(
+    ("files", "missing"),
+    [
+        ({}, {"breakable", "turboquant_k8v4"}),
+        (
+            {
+                "vllm/envs.py": b"VLLM_USE_BREAKABLE_CUDAGRAPH = False",
+                "vllm/config/cache.py": b'DTYPES = "auto", "turboquant_k8v4"',
+                "vllm/engine/arg_utils.py": b"_MAMBA_CACHE_MODE_DEPRECATION_MESSAGE = 1",
+            },
+            {"states-aligned"},
+        ),
+    ],
+)
+def test_what_a_release_does_not_have_is_not_tried(files: dict[str, bytes], missing: set[str]) -> None:
+    assert set(hunting.without_effect(Source("a vLLM", files.get, lambda: "0.1.0"))) == missing
+
+
+def test_prompts_of_one_token_wait_until_others_have_ended() -> None:
+    """Their first step is one of decodes, where requests whose prompt is done run beside them (prefill-dispatch)."""
+    *longer, one, other = hunting.made_prompts(drafts=False)
+    assert len(one) == len(other) == 1 < min(map(len, longer))
+    assert len(longer) == int(hunting._COMMON[hunting._COMMON.index("--max-num-seqs") + 1])
+
+
 def test_prompts_for_drafts_have_each_token() -> None:
     prompts = hunting.made_prompts(drafts=True)
     assert all(set(prompt) == set(range(twins.VOCABULARY)) for prompt in prompts)

@@ -55,7 +55,13 @@ DIMENSIONS: dict[str, dict[str, Setting]] = {
         ),
         "mtp": _drafts('{"method": "mtp", "num_speculative_tokens": 2}'),
     },
-    "adapters": {"no-adapters": Setting(), "adapters": Setting(("--enable-lora", "--max-lora-rank", "8"))},
+    "adapters": {
+        "no-adapters": Setting(),
+        "adapters": Setting(("--enable-lora", "--max-lora-rank", "8")),
+        "adapters-by-number": Setting(
+            ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--specialize-active-lora")
+        ),
+    },
     "states": {"states-chosen": Setting(), "states-aligned": Setting(("--mamba-cache-mode", "align"))},
     "scheduling": {"async": Setting(), "sync": Setting(("--no-async-scheduling",))},
     "ranks": {
@@ -160,7 +166,7 @@ class Architecture(NamedTuple):
             "no breaks in V1": (breaks, runner) == ("breakable", "V1"),
             "no draft layers": drafts == "mtp" and not self._has_draft_layers,
             "V1 schedules in step with n-grams": (drafts, runner, scheduling) == ("ngram", "V1", "async"),
-            "no adapters": chosen.get("adapters") == "adapters" and not self.takes_adapters,
+            "no adapters": chosen.get("adapters", "no-adapters") != "no-adapters" and not self.takes_adapters,
             "no states": states == "states-aligned" and not self._has_states,
             "no prefixes to align to": (states, chosen.get("prefixes")) == ("states-aligned", "no-prefixes"),
             "no experts": ranks == "tp2-experts" and not self._is_mixture,

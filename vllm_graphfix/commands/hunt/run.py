@@ -46,8 +46,6 @@ RESULTS, CONFIGS = "results.jsonl", "configs"
 MIN_REPLAYS = 100
 """A case with fewer replays is not covered."""
 _MOST_ENGINES, _MAKERS = 12, 4
-_REQUESTS = (16, 8, 4, 2, 1)
-"""Requests of a case, and what reducing a finding may leave of them."""
 _TOKENS, _TOKENS_WITH_DRAFTS = 192, 320
 """Tokens of the longest answer; drafts make steps fewer."""
 _SIZES, _SIZES_WITH_DRAFTS = (1, 2, 4, 8, 16, 48, 128), (4, 8, 16, 32, 64, 128)
@@ -58,8 +56,10 @@ _COMMON = (
     *("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05"),
 )
 _UNTIMED = {
-    # FlashInfer's takes minutes; 20 s go into Triton's kernels that nothing here uses.
+    # FlashInfer's takes minutes, and so does compiling its kernel of gated delta nets, 5 GiB a compiler; 20 s go into
+    # Triton's kernels that nothing here uses.
     "--no-enable-flashinfer-autotune": ("vllm/engine/arg_utils.py", "enable_flashinfer_autotune"),
+    "--gdn-prefill-backend=triton": ("vllm/engine/arg_utils.py", "gdn_prefill_backend"),
     "--kernel-config.enable_jit_warmup=false": ("vllm/config/kernel.py", "enable_jit_warmup"),
 }
 """Flags against preparations that take long, each with a file of vLLM and the word by which it is known there."""
@@ -121,8 +121,7 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
             for name, config in configs.items()
             if not isinstance(config, str)
         ]
-        ignored = source.contains_word("vllm/engine/arg_utils.py", "_MAMBA_CACHE_MODE_DEPRECATION_MESSAGE")
-        leave_out = [*hunt.leave_out, *["states-aligned"] * ignored]  # since 0.33 that flag does nothing
+        leave_out = [*hunt.leave_out, *without_effect(source)]
         try:
             device = finding.result()
         except VerifyError as error:
@@ -163,6 +162,18 @@ def run(source: Source, hunt: Hunt, console: Console) -> Hunted:
     return Hunted(rows_of_cases, len(cases), without, round(time.monotonic() - began, 1))
 
 
+def without_effect(source: Source) -> list[str]:
+    """Return the values that this vLLM does not have, or that change nothing there."""
+    arguments, variables, caches = "vllm/engine/arg_utils.py", "vllm/envs.py", "vllm/config/cache.py"
+    effects = {
+        # Since 0.33 that flag does nothing.
+        "states-aligned": not source.contains_word(arguments, "_MAMBA_CACHE_MODE_DEPRECATION_MESSAGE"),
+        "breakable": source.contains_word(variables, "VLLM_USE_BREAKABLE_CUDAGRAPH"),
+        "turboquant_k8v4": source.contains_word(caches, "turboquant_k8v4"),
+    }
+    return [name for name, has_effect in effects.items() if not has_effect]
+
+
 def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
     """Write what commands that reproduce a case need: configs, and the prompts without drafts and with them."""
     (folder / CONFIGS).mkdir(exist_ok=True)
@@ -170,12 +181,16 @@ def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
         (folder / CONFIGS / f"{each.name}.json").write_text(json.dumps(each.config, indent=2))
     for drafts in (False, True):
         lines = [json.dumps(prompt) + "\n" for prompt in made_prompts(drafts=drafts)]
-        for requests in _REQUESTS:
-            _prompts(folder, requests, drafts=drafts).write_text("".join(lines[:requests]))
+        while lines:
+            _prompts(folder, len(lines), drafts=drafts).write_text("".join(lines))
+            lines = lines[: len(lines) // 2]  # as a finding is reduced
 
 
 def made_prompts(*, drafts: bool) -> tuple[tuple[int, ...], ...]:
     """Return 16 prompts of up to 472 tokens; every other one begins alike, for the prefix cache.
+
+    Without *drafts*, two of one token follow, which wait until others have ended (`_COMMON`): their first step is then
+    one of decodes alone.
 
     With *drafts* each begins with every token: what n-grams draft is then as long for each request, and only where it
     is does the runner V1 replay a full graph.
@@ -189,9 +204,15 @@ def made_prompts(*, drafts: bool) -> tuple[tuple[int, ...], ...]:
         shared = tuple(chance.sample(range(twins.VOCABULARY), twins.VOCABULARY))
         lengths = [length // 4 for length in lengths]
     other = tuple(chance.sample(shared, len(shared))) if drafts else ()
-    return tuple(
+    longer = tuple(
         (*(shared if number % 2 else other), *chance.choices(words, k=length)) for number, length in enumerate(lengths)
     )
+    return longer if drafts else (*longer, (words[0],), (words[1],))
+
+
+def _whole(case: HuntCase) -> Size:
+    requests = len(made_prompts(drafts=case.has_drafts))
+    return Size(requests, _TOKENS_WITH_DRAFTS if case.has_drafts else _TOKENS)
 
 
 def _prompts(folder: Path, requests: int, *, drafts: bool) -> Path:
@@ -244,7 +265,7 @@ def _run_cases(
             row = runner.run(case)
         except Exception as error:  # one case must not end the hunt
             failed = {"verdict": UNCLEAR, "why": f"{type(error).__name__}: {error}"}
-            row = _about(case, hunt.folder, (), Size(_REQUESTS[0], 0)) | failed
+            row = _about(case, hunt.folder, (), _whole(case)) | failed
         return None if stopped.is_set() else row | {"vllm": source.version, "ended": round(time.monotonic() - began)}
 
     # The pool of cases around the engines: an interrupt ends the engines first, and so each case.
@@ -273,7 +294,7 @@ class CaseRunner(NamedTuple):
 
     def run(self, case: HuntCase) -> dict[str, Any]:
         """Return the result of *case* as JSON; a wrong one is reduced."""
-        whole = Size(_REQUESTS[0], _TOKENS_WITH_DRAFTS if case.has_drafts else _TOKENS)
+        whole = _whole(case)
         row = self._run_one(case, whole, case.stem)
         if row["verdict"] != WRONG:
             return row

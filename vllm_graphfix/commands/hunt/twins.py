@@ -33,9 +33,11 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"head_dim": 128},  # as published, which vLLM needs
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1} | _BIASED,
     "GlmMoeDsaForCausalLM": _BIASED,
+    "HYV3ForCausalLM": {"expert_hidden_dim": 1536, "first_k_dense_replace": 1},  # as published
     "KimiLinearForCausalLM": {"mla_use_nope": True, "first_k_dense_replace": 1},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
-    "MiniMaxM2ForCausalLM": {"rotary_dim": 64, "scoring_func": "sigmoid"},
+    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "MiniMaxM2ForCausalLM": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
     "NemotronForCausalLM": {"num_key_value_heads": 8},
     # As published; the class derives the sizes of attention from the hidden size, if they are absent.
     "Zamba2ForCausalLM": {

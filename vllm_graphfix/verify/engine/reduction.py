@@ -46,7 +46,7 @@ _STATE_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
 _EXPANSIONS = ("expand", "mamba_expand")
 _WIDTHS = (
     "intermediate_size moe_intermediate_size intermediate_size_mlp shared_expert_intermediate_size n_inner ffn_dim "
-    "moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size"
+    "moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size expert_hidden_dim"
 ).split()
 _MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
