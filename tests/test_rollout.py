@@ -279,11 +279,15 @@ def test_requests_may_be_ended_where_a_check_is_on_and_ends_them(environment: di
     ids=str,
 )
 def test_what_is_off_for_all_and_what_is_not_looked_at(switch: dict[str, str], off: bool, watched: bool) -> None:
-    wanted = {"VLLM_GRAPHFIX_ADDRESSES": "repair", **MARKS, **switch}
+    by_default = decide(settings.read(switch, ()), "0.21.0")
+    assert (by_default.watches_calls, by_default.compares_metadata, by_default.compares_traces) == (False,) * 3
+    reports = dict.fromkeys(("VLLM_GRAPHFIX_BYPASS", "VLLM_GRAPHFIX_METADATA", "VLLM_GRAPHFIX_TRACED"), "report")
+    wanted = {"VLLM_GRAPHFIX_ADDRESSES": "repair", **reports, **MARKS, **switch}
     decision = decide(settings.read(wanted, ()), "0.21.0")
     assert decision.is_off == off
     assert (decision.watches.value, decision.marks) == (("repair", "1/1") if watched else ("off", "off"))
     assert decision.checks.value == ("report" if watched else "off")
+    assert (decision.watches_calls, decision.compares_metadata, decision.compares_traces) == (watched,) * 3
 
 
 @pytest.mark.parametrize("percentage", ["0.01", "5", "99.99"])
@@ -364,6 +368,17 @@ def test_a_decision_without_what_a_later_version_has_added_is_one() -> None:
 @pytest.mark.parametrize("schema", [0, 2, None, "1"])
 def test_a_decision_of_another_schema_is_none(schema: object) -> None:
     assert decode(json.dumps(GOOD | {"schema": schema})) is None
+
+
+@pytest.mark.parametrize("tree", [16 * "g", 15 * "a", 17 * "a", 1234567890123456, None])
+def test_what_cannot_be_a_tree_is_no_decision(tree: object) -> None:
+    assert decode(json.dumps(GOOD | {"trees": {"capture-state": tree}})) is None
+    assert decode(json.dumps(GOOD | {"trees": {"capture-state": 16 * "a"}})) is not None
+
+
+@pytest.mark.parametrize(("length", "read"), [(12_288, True), (12_289, False)])
+def test_a_longer_text_than_a_decision_may_have_is_none(length: int, read: bool) -> None:
+    assert (decode(json.dumps(GOOD).ljust(length)) is not None) is read
 
 
 def test_a_decision_too_deep_or_too_long_is_none() -> None:
