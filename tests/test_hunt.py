@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -286,6 +287,18 @@ def test_verdict(fields: dict[str, Any], verdict: str, why: str | None) -> None:
     assert row["verdict"] == verdict
     assert (why or "") in (row["why"] or "")
     json.dumps(row, allow_nan=False)
+
+
+def test_an_eagle_head_is_made_for_a_llama_alone_and_named_by_the_config_of_the_case(tmp_path: Path) -> None:
+    llama = DENSE._replace(config={**DENSE.config, "model_type": "llama"})
+    drafting = [case for case in design([llama, *ALL[1:]]) if case.settings["drafts"] in ("eagle", "draft-model")]
+    assert {case.architecture for case in drafting if case.settings["drafts"] == "eagle"} == {llama.name}
+    runner = hunting.CaseRunner(SOURCE, hunting.Hunt(tmp_path), ThreadPoolExecutor(1), mock.Mock())
+    for case in drafting:
+        flags = runner._flags(case)
+        drafts = json.loads(flags[flags.index("--speculative-config") + 1])
+        assert drafts["model"] == str(tmp_path / hunting.CONFIGS / f"{case.architecture}.json")
+        assert case.has_drafts
 
 
 def test_a_model_that_takes_no_adapters_has_none() -> None:

@@ -165,6 +165,18 @@ def test_a_draft_model_has_a_twin_of_its_own(fit: Callable[..., fitting.FittedTw
     assert any(change.key == "draft num_hidden_layers" for change in made.changes)
 
 
+def test_an_eagle_head_has_the_sizes_of_its_target(fit: Callable[..., fitting.FittedTwin]) -> None:
+    """Also where it is named by the target's own config.json, which is no reason to take the target for the head."""
+    drafts = {"model": str(CONFIGS / "llama-3.1-8b.json"), "method": "eagle", "num_speculative_tokens": 3}
+    made = fit("llama-3.1-8b", "-tp", "8", "--speculative-config", json.dumps(drafts))
+    folder = json.loads(after(made, "--speculative-config"))["model"]
+    head = json.loads(Path(folder, "config.json").read_text())
+    assert (head["num_hidden_layers"], head["head_dim"]) == (1, 128)
+    sizes = {change.key: change.after for change in made.changes}
+    assert {"hidden_size", "num_attention_heads"} <= sizes.keys()
+    assert all(head[key] == sizes[key] for key in ("hidden_size", "num_attention_heads"))
+
+
 def test_a_draft_model_of_an_unknown_form_is_refused(fit: Callable[..., fitting.FittedTwin]) -> None:
     drafts = {"model": str(CONFIGS / "gpt-oss-120b.json"), "method": "eagle3", "num_speculative_tokens": 3}
     with pytest.raises(CompareError, match="eagle3 are not known here; leave out --speculative-config"):

@@ -185,22 +185,16 @@ def _fitted_drafts(
     name, method = drafts.get("model"), str(drafts.get("method") or "")
     if name is None or method in ("ngram", "suffix"):
         return []
-    if name == model or "mtp" in method:
-        folder = target.folder
-    elif method == "eagle":
-        sizes = (
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-        )
-        own = config_of(str(name), drafts.get("revision")) | {
-            key: target.config[key] for key in sizes if key in target.config
-        }
+    if method == "eagle":
+        heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        keys = ("hidden_size", "intermediate_size", "vocab_size", *heads)
+        sizes = {key: target.config[key] for key in keys if key in target.config}
+        own = config_of(str(name), drafts.get("revision")) | sizes
+        own = {"head_dim": own["hidden_size"] // own["num_attention_heads"]} | own
         own |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
         models.save(own, model_shapes.eagle(own), folder)
+    elif name == model or "mtp" in method:
+        folder = target.folder
     elif method in ("", "draft_model"):
         own = config_of(str(name), drafts.get("revision"))
         changes += [each._replace(key=f"draft {each.key}") for each in twin.make(own, folder, plan).changes]

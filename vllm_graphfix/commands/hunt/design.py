@@ -13,6 +13,10 @@ from vllm_graphfix.verify.engine.reduction import EXPERTS, Section
 Environment = dict[str, str | None]
 
 
+MODEL = "<config.json>"
+"""Stands in flags for the config.json of the case's model: it drafts for itself, or its sizes are an Eagle head's."""
+
+
 class Setting(NamedTuple):
     """One value of a dimension: flags of vLLM, and variables of the engine's environment."""
 
@@ -54,6 +58,8 @@ DIMENSIONS: dict[str, dict[str, Setting]] = {
             '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
         ),
         "mtp": _drafts('{"method": "mtp", "num_speculative_tokens": 2}'),
+        "eagle": _drafts('{"method": "eagle", "num_speculative_tokens": 3, "model": "<config.json>"}'),
+        "draft-model": _drafts('{"method": "draft_model", "num_speculative_tokens": 2, "model": "<config.json>"}'),
     },
     "adapters": {
         "no-adapters": Setting(),
@@ -165,6 +171,8 @@ class Architecture(NamedTuple):
             "breaks switch torch.compile off": breaks == "breakable" and chosen.get("compile") == "compiled",
             "no breaks in V1": (breaks, runner) == ("breakable", "V1"),
             "no draft layers": drafts == "mtp" and not self._has_draft_layers,
+            "no Eagle head is made": drafts == "eagle" and self._text.get("model_type") != "llama",
+            "no states in a draft model": drafts == "draft-model" and (self._has_states or self._is_latent),
             "V1 schedules in step with n-grams": (drafts, runner, scheduling) == ("ngram", "V1", "async"),
             "no adapters": chosen.get("adapters", "no-adapters") != "no-adapters" and not self.takes_adapters,
             "no states": states == "states-aligned" and not self._has_states,
@@ -235,7 +243,8 @@ class HuntCase(NamedTuple):
     @property
     def has_drafts(self) -> bool:
         fixed = self.deployed.settings if self.deployed is not None else ()
-        return self.settings["drafts"] in ("ngram", "mtp") or (self.settings["drafts"] == YOURS and "drafts" in fixed)
+        drafts = self.settings["drafts"]
+        return drafts not in ("no-drafts", YOURS) or (drafts == YOURS and "drafts" in fixed)
 
 
 Pair = tuple[tuple[str, str], tuple[str, str]]

@@ -23,7 +23,7 @@ from vllm_graphfix.commands.compare.report import NO_GRAPHS, Report
 from vllm_graphfix.commands.compare.report import as_json as compared_as_json
 from vllm_graphfix.commands.compare.run import SCHEDULER_IN_PROCESS, Options, jobs_for, judge, refuse_settings
 from vllm_graphfix.commands.hunt import twins
-from vllm_graphfix.commands.hunt.design import DIMENSIONS, ON_TWO_GPUS, Architecture, HuntCase, around, design
+from vllm_graphfix.commands.hunt.design import DIMENSIONS, MODEL, ON_TWO_GPUS, Architecture, HuntCase, around, design
 from vllm_graphfix.commands.hunt.smaller import Size, smaller
 from vllm_graphfix.commands.output import say
 from vllm_graphfix.source.files import Source
@@ -337,7 +337,9 @@ class CaseRunner(NamedTuple):
         sizes = map(str, _SIZES_WITH_DRAFTS if case.has_drafts else _SIZES)
         untimed = (flag for flag, (file, word) in _UNTIMED.items() if self.source.contains_word(file, word))
         captured = () if case.deployed else ("--cudagraph-capture-sizes", *sizes)
-        return (*_COMMON, *captured, *untimed, *case.flags)
+        model = json.dumps(str(_config(case, self.hunt.folder)))
+        flags = (flag.replace(json.dumps(MODEL), model) for flag in case.flags)
+        return (*_COMMON, *captured, *untimed, *flags)
 
     def _judged(self, case: HuntCase, jobs: list[Job], ended: list[JobResult]) -> dict[str, Any]:
         def run_once(job: Job) -> JobResult:
