@@ -25,6 +25,9 @@ VOCABULARY = 512
 """So small that a prompt can have every token: an n-gram drafter then has drafts for each."""
 _BIASED = {"topk_method": "noaux_tc"}
 """The routing method as published: without it vLLM has no bias of the router, which transformers always saves."""
+_CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}
+_HYBRID = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 8}
+"""Layers of two kinds, as published, where the class's default is one kind."""
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},  # vLLM always routes by groups
@@ -33,9 +36,11 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "Glm4MoeForCausalLM": {"head_dim": 128},  # as published, which vLLM needs
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1} | _BIASED,
     "GlmMoeDsaForCausalLM": _BIASED,
+    "GraniteMoeHybridForCausalLM": _HYBRID,
     "HYV3ForCausalLM": {"expert_hidden_dim": 1536, "first_k_dense_replace": 1},  # as published
     "KimiLinearForCausalLM": {"mla_use_nope": True, "first_k_dense_replace": 1},
-    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "Lfm2ForCausalLM": _CONVOLUTIONS,
+    "Lfm2MoeForCausalLM": _CONVOLUTIONS,
     "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
     "NemotronForCausalLM": {"num_key_value_heads": 8},
