@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,10 +42,24 @@ class Served:
     def check(self, replayed: list[int], eager: list[int], *, first: int = 0, request: str = "a") -> None:
         self.acceptance.add(lambda: (self.speculator, Drafts(GRAPH, first, {request: replayed}, {request: eager})))
 
-    def propose(self, sampled: int, rejected: int, last: int, *others: str, request: str = "a", **more: Any) -> None:
-        """Propose after a step of *request*, which is in the last place, and of *others*."""
+    def propose(
+        self,
+        sampled: int,
+        rejected: int,
+        last: int,
+        *others: str,
+        request: str = "a",
+        prompt: bool | None = False,
+        **more: Any,
+    ) -> None:
+        """Propose after a step of *request*, which is in the last place, and of *others*.
+
+        *prompt*: the step ran tokens of its prompt; None on a release whose batch does not say so.
+        """
         names = [*others, request]
         batch = SimpleNamespace(req_ids=names, idx_mapping=torch.arange(len(names), dtype=torch.int32).flip(0))
+        if prompt is not None:
+            batch.is_prefilling_np = np.array([*(False for _ in others), prompt])
         of_all, refused = (torch.tensor([*(9 for _ in others), number]) for number in (sampled, rejected))
         tokens = torch.tensor([[last], *([7] for _ in others)])
         assert self.speculator.propose(batch, of_all, refused, tokens, **more) == "drafts"
@@ -96,6 +111,16 @@ def test_a_step_of_other_requests_or_none_verifies_nothing() -> None:
     served.propose(2, 1, 9)
     served.propose(3, 0, 9)
     assert served.counts == (1, 2, 1, 1)
+
+
+@pytest.mark.parametrize(("prompt", "counted"), [(True, 0), (False, 1), (None, 1)])
+def test_placeholders_behind_a_prompt_are_no_drafts(prompt: bool | None, counted: int) -> None:
+    """From 0.26.0 on vLLM pads the last token of a prompt with drafts, as of a request that was preempted."""
+    served = Served()
+    served.check([1, 2, 3], [1, 2, 3])
+    served.propose(1, 3, 1, "b", prompt=prompt)
+    served.propose(4, 0, 9, "b")  # these drafts are others
+    assert served.counts[0] == counted
 
 
 def test_drafts_of_requests_that_are_gone_are_forgotten() -> None:

@@ -145,6 +145,9 @@ class Acceptance:
             return
         batch, sampled = proposal["input_batch"], None
         places = {name: row for row, name in enumerate(batch.req_ids)}
+        # From 0.26.0 on vLLM may put placeholders for drafts behind the last token of a prompt, which is that of a
+        # request that was preempted, too; the target rejects them. Earlier releases lack them, and mostly this array.
+        of_prompt = getattr(batch, "is_prefilling_np", None)
         for drafts in [self._waiting.popleft() for _ in range(len(self._waiting))]:
             rows = {name: places[name] for name in drafts.replayed if name in places}
             if rows and sampled is None:
@@ -152,7 +155,8 @@ class Acceptance:
                 numbers = (proposal[name][: len(places)].long() for name in ("num_sampled", "num_rejected"))
                 sampled = torch.stack((*numbers, last.long()))
             if rows and sampled is not None:
-                self._sampled.append((drafts, rows, sampled))
+                verified = {name: row for name, row in rows.items() if of_prompt is None or not of_prompt[row]}
+                self._sampled.append((drafts, verified, sampled))
             elif drafts.proposals < _MAX_PROPOSALS:
                 self._waiting.append(drafts._replace(proposals=drafts.proposals + 1))
 
