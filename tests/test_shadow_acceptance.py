@@ -186,6 +186,21 @@ def test_a_collapse_is_less_than_half_and_not_by_chance(counts: Counts, collapse
     assert counts.is_collapse is collapse
 
 
+@pytest.mark.parametrize(("alike", "collapses"), [(True, 0), (False, 1)])
+def test_copies_of_one_request_in_a_step_are_one_chance(alike: bool, collapses: int, warnings: list[str]) -> None:
+    """A last bit that decides on another draft does so in each of them."""
+    served = Served()
+    texts = {f"{number}": 10 * (0 if alike else number) for number in range(40)}
+    replayed, eager = ({name: [text + token] for name, text in texts.items()} for token in (1, 2))
+    served.acceptance.add(lambda: (served.speculator, Drafts(GRAPH, 0, replayed, eager)))
+    batch = SimpleNamespace(req_ids=[*texts], idx_mapping=torch.arange(40))
+    served.speculator.propose(
+        batch, torch.full((40,), 1), torch.full((40,), 1), torch.tensor([text + 2 for text in texts.values()])
+    )
+    assert served.counts == (40, 40, 0, 40)
+    assert (served.acceptance.events()["acceptance-collapses"], len(warnings)) == (collapses, collapses)
+
+
 def test_a_collapse_is_one_warning_and_a_finding_of_fleet(
     warnings: list[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
