@@ -42,6 +42,7 @@ _SNAPSHOTS = {
     "counting": _snapshot({(name, "observe", "observing", "none"): RANKS for name in _NAMES}, {}),
     "stock": _snapshot({(name, "auto", "not-in-canary", "none"): RANKS for name in _NAMES}, {}),
     "wrong replay": _snapshot(_APPLIED, {("shadow", "checks"): 100, ("shadow", "mismatches"): 3}),
+    "refused drafts": _snapshot(_APPLIED, {("shadow", "checks"): 100, ("shadow", "acceptance-collapses"): 8}),
     "misconfigured": _snapshot(_APPLIED, {}),
     "failed fix": _snapshot(_fixes("failed", "error"), {}),
     "full disk": _snapshot(_APPLIED, {}, outdated=2),
