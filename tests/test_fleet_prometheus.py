@@ -54,7 +54,7 @@ EXPECTED = {
     "counting": [],
     "stock": [],
     "wrong replay": ["the shadow check found wrong CUDA graph replays (3)"],
-    "refused drafts": ["far fewer drafts are accepted with CUDA graphs than without (8)"],
+    "refused drafts": ["far fewer drafts of a CUDA graph are accepted than without it (8)"],
     "misconfigured": ["misconfigured: the value of VLLM_GRAPHFIX_SHADOW means nothing"],
     "failed fix": ["capture-state is failed: error (8 ranks)"],
     "full disk": ["record not written: what has changed since is not known (no space, a quota) (2)"],

@@ -183,8 +183,8 @@ class Acceptance:
             counts.collapsed = True
             logger.warning(
                 "graphfix: the target accepts far fewer drafts of a CUDA graph than of the same steps without it: "
-                "%s: %s. Answers are right, and slower than they could be. Serve with "
-                "VLLM_GRAPHFIX_SHADOW_ACTION=quarantine, or with -cc.cudagraph_mode=PIECEWISE",
+                "%s: %s. Answers are right, and slower than they could be. VLLM_GRAPHFIX_SHADOW_ACTION=quarantine "
+                "drafts without this graph, -cc.cudagraph_mode=PIECEWISE without any full graph",
                 drafts.graph,
                 counts,
             )

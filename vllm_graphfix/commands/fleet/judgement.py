@@ -206,9 +206,9 @@ def _detected(engine: Engine) -> Iterator[Finding]:
         )
     if events.get("acceptance-collapses"):
         yield Finding(
-            f"far fewer drafts are accepted with CUDA graphs than without: {events.get('drafts-accepted', 0)} of "
-            f"{events.get('drafts-verified', 0)} in checks, {events.get('drafts-accepted-without-graph', 0)} without "
-            "graphs. See docs/shadow.md#accepted-drafts"
+            "far fewer drafts of a CUDA graph are accepted than without it: the log of its ranks names it. Of all "
+            f"graphs, {events.get('drafts-accepted', 0)} of {events.get('drafts-verified', 0)} in checks, "
+            f"{events.get('drafts-accepted-without-graph', 0)} without them. See docs/shadow.md#accepted-drafts"
         )
     if elsewhere := [
         moved for member in engine.reporting_members for moved in member.record.moved if moved.outcome != "repaired"

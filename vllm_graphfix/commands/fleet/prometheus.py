@@ -94,7 +94,7 @@ _GAUGES = {
 }
 _EVENTS = {
     ("shadow", "mismatches"): "the shadow check found wrong CUDA graph replays",
-    ("shadow", "acceptance-collapses"): "far fewer drafts are accepted with CUDA graphs than without",
+    ("shadow", "acceptance-collapses"): "far fewer drafts of a CUDA graph are accepted than without it",
     ("kv-marks", "changed"): "finished cache blocks have changed",
     ("claims", "prompts-in-graphs"): "full graphs hold decodes with drafts as prompts, and may answer wrongly",
     ("metadata", "differing"): "full graphs replay on other metadata than they were captured with",
