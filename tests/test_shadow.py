@@ -65,6 +65,10 @@ def test_steps_in_pieces(release: str) -> None:
     check_behaviours(release, "shadow_pieces", ALL_GRAPHS)
 
 
+def test_a_defect_of_padded_rows_in_pieces_is_no_mismatch() -> None:
+    check_behaviours("0.18.1", "shadow_positions", ALL_GRAPHS | {variable("roberta-positions"): "off"})
+
+
 def test_where_breakable_graphs_take_the_place_of_full_ones_they_are_watched(release: str) -> None:
     (v1,) = (runner for runner in RUNNERS if runner.name == "shadow-v1")
     actual = v1.diagnose(open_source(release_root(release)))

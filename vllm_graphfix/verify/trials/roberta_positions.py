@@ -145,7 +145,8 @@ def _model(name: str) -> Any:
 
 
 TRIAL = Trial(
-    unwatched="pooling models have piecewise graphs alone, and the check looks at full ones",
+    unwatched="runs with and without graphs have the same positions of padded rows, and the rows of requests are right "
+    "up to the end",
     engine="none",
     shows_in="the CPU double, and engines of `benchmarks/vectors.py` at 9d2cfc5: the embedding's lookup of a padded "
     "row's position, which ends the engine",
