@@ -58,7 +58,7 @@ ALL_GRAPHS = {SHADOW: "1/1", SHADOW_GRAPHS: "all", "VLLM_USE_BREAKABLE_CUDAGRAPH
 
 
 @pytest.mark.parametrize(
-    "release", slow_but_for(("0.21.0", "0.33.0"), ("0.18.0", "0.21.0", "0.23.0", "0.29.0", "0.33.0"))
+    "release", slow_but_for(("0.21.0", "0.33.0"), ("0.15.0", "0.18.0", "0.21.0", "0.23.0", "0.29.0", "0.33.0"))
 )
 def test_steps_in_pieces(release: str) -> None:
     """0.21.0 has no breakable graphs, and no function of model runner V2 for pieces."""

@@ -16,12 +16,16 @@ import torch
 from vllm.compilation import cuda_graph
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor, create_forward_context, get_forward_context, override_forward_context
-from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
+
+try:
+    from vllm.model_executor.layers.attention.attention import Attention
+except ImportError:  # before 0.16.0
+    from vllm.attention.layer import Attention
 
 WIDTH, CAPTURED, BLOCK, BLOCKS = 3, 4, 2, 12
 LONGEST = 2048
