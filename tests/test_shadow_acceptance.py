@@ -210,7 +210,7 @@ def test_a_collapse_is_one_warning_and_a_finding_of_fleet(
         served.propose(1, 2, 3)
     assert served.counts == (40, 80, 0, 40)
     (warning,) = warnings
-    assert f"{GRAPH}: 0 of 56 drafts accepted, 28 without the graph, in 28 steps of a request" in warning
+    assert f"{GRAPH}: 0 of 56 drafts accepted, 28 without the graph, in 28 rows of checked steps" in warning
     events = served.acceptance.events()
     assert events == {
         "drafts-verified": 80,

@@ -72,7 +72,7 @@ def test_fleet_says_that_graphs_are_wrong_and_report_writes_it_down(tmp_path: Pa
 
 @pytest.mark.usefixtures("alone")
 def test_report_has_accepted_drafts_of_a_graph_and_older_records_have_none(tmp_path: Path) -> None:
-    accepted = "3 of 120 drafts accepted, 96 without the graph, in 60 steps of a request"
+    accepted = "3 of 120 drafts accepted, 96 without the graph, in 60 rows of checked steps"
     announced = rank_with((WRONG._replace(accepted=accepted), WRONG))
     write(tmp_path, announced)
     assert (markdown(look(tmp_path)) or "").count(f"\n- `{accepted}`\n") == 1

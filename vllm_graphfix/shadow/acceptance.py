@@ -81,7 +81,7 @@ class Counts:
     def __str__(self) -> str:
         return (
             f"{self.accepted} of {self.drafts} drafts accepted, {self.accepted_eagerly} without the graph, in "
-            f"{self.requests} steps of a request"
+            f"{self.requests} rows of checked steps"
         )
 
 
