@@ -324,6 +324,7 @@ def shadow(to: board.Dashboard) -> None:
             [
                 (f"sum({of('mismatches')})", "mismatches"),
                 (f"sum({of('quarantined-graphs')})", "quarantined, ranks and graphs"),
+                (f"sum({of('acceptance-collapses')})", "drafts refused, ranks and graphs"),
             ],
         )
     )
