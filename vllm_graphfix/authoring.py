@@ -45,14 +45,17 @@ def correct_arguments(
                     if corrected is not None:
                         occurrences.count += 1
                         if corrects:
-                            by_position, others = corrected[: len(args)], corrected[len(args) :]
-                            # An argument that the call leaves out, and the correction too, keeps stock's own default.
-                            by_name = {
-                                name: value
-                                for (name, default), value in zip(defaults[len(args) :], others, strict=False)
-                                if name in kwargs or value is not default
-                            }
-                            args, kwargs = (*by_position, *args[len(by_position) :]), {**kwargs, **by_name}
+                            others = corrected[len(args) :]
+                            if others:
+                                # An argument that the call leaves out, and the correction too, keeps stock's default.
+                                kwargs |= {
+                                    name: value
+                                    for (name, default), value in zip(defaults[len(args) :], others, strict=False)
+                                    if name in kwargs or value is not default
+                                }
+                                args = corrected[: len(args)]
+                            else:
+                                args = corrected + args[len(corrected) :]
                 except Exception as error:
                     activity.failed(error)
                 return stock(*args, **kwargs)

@@ -83,11 +83,11 @@ def _is_padding_counted(build: Function) -> bool:
 )
 def without_padding(self: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any] | None:
     """Split the batch on a copy of the metadata in which padded rows are not prefilling; None where none is marked."""
-    from torch import from_numpy
-
     real = _marks_without_padding(common_attn_metadata)
     if real is None:
         return None
+    from torch import from_numpy  # here, since the import takes as long as the rest of most calls
+
     # A copy: builders of other layers, which are right, get the same metadata.
     corrected = object.__new__(type(common_attn_metadata))
     corrected.__dict__.update(common_attn_metadata.__dict__, is_prefilling=from_numpy(real))
