@@ -129,6 +129,14 @@ def test_right_replays_without_poison_are_enough_for_answers_that_diverge_at_tie
     assert report(EARLY, exact=SEEN, poison=CLEAN).inconclusive is None
 
 
+@pytest.mark.parametrize(("noise", "as_captured"), [(0.01, 0.05), (0.5, 0.46)])
+def test_replays_that_equal_a_run_split_as_captured_are_right(noise: float, as_captured: float) -> None:
+    """With large differences, if eager's own are large, too."""
+    made = report(EARLY, exact=ExactReport([replace(SEEN.ranks[0], as_captured=as_captured)]), poison=CLEAN)
+    assert made.comparison is not None
+    assert replace(made, comparison=replace(made.comparison, noise=noise)).inconclusive is None
+
+
 @pytest.mark.parametrize(
     ("judgements", "more"),
     [
@@ -142,6 +150,11 @@ def test_right_replays_without_poison_are_enough_for_answers_that_diverge_at_tie
         (
             [EARLY, judgement(Kind.TIE, 0)],
             {"exact": ExactReport([replace(SEEN.ranks[0], rounding=0.1)]), "poison": CLEAN},
+        ),
+        # Kernels may be wrong where they split as captured; a model whose batches hardly differ does not explain it.
+        (
+            [EARLY, judgement(Kind.TIE, 0)],
+            {"exact": ExactReport([replace(SEEN.ranks[0], as_captured=0.06)]), "poison": CLEAN},
         ),
     ],
 )

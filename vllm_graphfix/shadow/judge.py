@@ -25,7 +25,7 @@ _MAX_REPEATS = 3
 _NOISE_DECAY = 0.75
 """The part of a graph's noise that remains after its next check, so that a step which is noisy by chance does not blind
 later checks for long."""
-_MAX_ROUNDING = 0.05
+MAX_ROUNDING = 0.05
 """The largest error that a kernel which splits its work otherwise can explain, relative to a row's largest value, after
 all layers; a larger one is explained by a run that is equal to the replay."""
 _LONGEST_QUERY = "max_query_len"
@@ -213,7 +213,7 @@ class Judge:
         bound = max((launch.get(_LONGEST_QUERY, 0) for launch in launches), default=0)
         bounds = [launch for launch in launches if launch.get(_LONGEST_QUERY, bound) == bound]
         tolerance = 0.0
-        if error_anywhere <= _MAX_ROUNDING:
+        if error_anywhere <= MAX_ROUNDING:
             another = self._max_error(lambda: checked.error_of_another_replay(replay))
             if another is None:
                 return True
