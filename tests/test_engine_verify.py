@@ -231,7 +231,7 @@ def test_what_is_not_needed_is_looked_at_beside_and_keeps_its_place(
         shutil.copy(release_root("0.18.1") / name, release / name)
     (release / "torch.py").unlink()
     find_h200(monkeypatch, replace(H200, capability=(8, 0)))
-    monkeypatch.setattr(cpu_proof, "_WORKER", (warm_python.executable(), *cpu_proof._WORKER[1:]))
+    monkeypatch.setattr(cpu_proof, "_FORKS", (warm_python.executable(), *cpu_proof._FORKS[1:]))
     report = verified(release, "flashmla-fp8", "mamba-padding", "capture-state", code=3)
     assert [(row["name"], row["outcome"]) for row in report["fixes"]] == [
         ("flashmla-fp8", "skipped"),

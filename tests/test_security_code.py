@@ -93,7 +93,11 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
         "os.killpg": "ends it where it hangs",
     },
     # `verify` and `compare`, in processes of their own:
-    "verify/cpu_proof.py": {"subprocess": OWN_PYTHON},
+    "verify/cpu_proof.py": {"subprocess": OWN_PYTHON, "os.killpg": "ends what it has started"},
+    "verify/double/forks.py": {
+        "os.fork": "a stock and a patched process, off one that has imported the libraries",
+        "import_module": "the libraries",
+    },
     "verify/engine/device.py": {
         "subprocess": OWN_PYTHON,
         "ctypes": "asks NVML for the driver's version, and the driver whether this process has begun with CUDA",

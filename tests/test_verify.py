@@ -5,6 +5,7 @@ The defect on stock, its absence with the plugin, and that it is the fix that ma
 
 from __future__ import annotations
 
+import getpass
 import io
 import json
 import os
@@ -29,7 +30,7 @@ import warm_python
 from edited import changes, edited, stock_source
 from engines_run import SOON, all_end
 from nightly import make_nightly
-from stock import calling_main, release_root
+from stock import calling_main, release_root, run_in_release
 from table import (
     AFFECTED_RELEASES,
     ALL_APPLIED,
@@ -404,14 +405,40 @@ def test_without_torch_one_message_says_what_to_do(without_torch: dict[str, str]
 
 
 def at_work(process: subprocess.Popen[str]) -> list[int]:
-    """The two processes that a command has started, once both import torch."""
-    children = Path("/proc") / str(process.pid) / "task" / str(process.pid) / "children"
+    """The process that a command has started and its two forks, once there are these."""
     while process.poll() is None:
-        pids = [int(pid) for pid in children.read_text().split()]
-        if len(pids) == 2 and all("libtorch" in (Path("/proc") / str(pid) / "maps").read_text() for pid in pids):
-            return pids
+        started = children(process.pid)
+        forks = [fork for each in started for fork in children(each)]
+        if len(forks) == 2:
+            return [*started, *forks]
         time.sleep(0.02)
     raise AssertionError(f"it ended by itself, with {process.returncode}")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in (Path("/proc") / str(pid) / "task" / str(pid) / "children").read_text().split()]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["of the libraries", "stock", "patched"])
+def test_where_one_process_is_killed_one_message_says_so_and_all_end(tmp_path: Path, which: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "vllm_graphfix", "verify", "prompt-logprobs", "--vllm", release_root("0.18.1")],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            workers = at_work(process)
+            os.kill(workers[which], signal.SIGKILL)
+            out, err = process.communicate(timeout=300)
+        finally:
+            process.kill()  # where the test fails
+    assert (process.returncode, out) == (2, "")
+    (message,) = err.splitlines()
+    kind = "patched" if which == 2 else "stock"
+    assert message.startswith(f"vllm-graphfix: the {kind} process ended with -9: ")
+    assert all_end(workers)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
@@ -433,37 +460,48 @@ def test_interrupted_it_leaves_no_process_and_no_file(tmp_path: Path, number: si
     assert (process.returncode, out) == (130, "")
     assert err == "vllm-graphfix: interrupted; all processes it had started have ended\n"
     assert all_end(workers)
-    assert list(tmp_path.iterdir()) == []
+    assert [path for path in tmp_path.iterdir() if path.name != f"torchinductor_{getpass.getuser()}"] == []
 
 
 @pytest.mark.parametrize("what", ["Popen", "Timer"])
-def test_where_the_second_process_cannot_start_the_first_one_ends_and_no_file_stays(
+def test_where_a_process_or_a_thread_cannot_start_all_ends_and_no_file_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """As at a limit of processes, or of threads."""
     processes: list[subprocess.Popen[str]] = []
-    start_process, make_timer = subprocess.Popen, threading.Timer
+    start_process = subprocess.Popen
 
     def process(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
-        if what == "Popen" and processes:
+        if what == "Popen":
             raise BlockingIOError("no more processes")
         processes.append(start_process(*arguments, **options))
         return processes[-1]
 
     def timer(*arguments: Any) -> threading.Timer:
-        if what == "Timer" and len(processes) == 2:
-            raise BlockingIOError("no more threads")
-        return make_timer(*arguments)
+        raise BlockingIOError("no more threads")
 
     monkeypatch.setattr(subprocess, "Popen", process)
     monkeypatch.setattr(threading, "Timer", timer)
-    monkeypatch.setattr(cpu_proof, "_WORKER", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(cpu_proof, "_FORKS", (sys.executable, "-c", "import time; time.sleep(600)"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     try:
         with pytest.raises(BlockingIOError, match="no more"):
             verified(release_root("0.18.1"), [BY_NAME["flashmla-fp8"]])
-        assert [each.returncode for each in processes] == [-signal.SIGKILL] * len(processes)
+        assert [each.returncode for each in processes] == [-signal.SIGKILL] * (what == "Timer")
         assert list(tmp_path.iterdir()) == []
     finally:
         for each in processes:
             each.kill()  # where the test fails
+
+
+def test_nothing_of_vllm_or_of_the_settings_is_imported_before_the_fork() -> None:
+    """What the forks share must serve stock and patched code."""
+    code = """
+    import sys, vllm_graphfix
+    from vllm_graphfix.verify.double import forks
+    forks.main("nowhere", [])
+    assert [name for name in forks._LIBRARIES if name not in sys.modules] == []
+    assert [name for name in sys.modules if name.partition(".")[0] == "vllm"] == []
+    assert vllm_graphfix._engine_process.cache_info().currsize == 0
+    """
+    run_in_release("0.33.0", code)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from vllm_graphfix.settings.environment import PREFIX, is_ours
 from vllm_graphfix.source.files import Source
 from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.codec import from_builtins
+from vllm_graphfix.verify.double import forks
 from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.measurement import Measurement, Watch
 from vllm_graphfix.verify.proof import MODES_OF_A_PROOF, Proof
@@ -33,9 +35,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-_WORKER = (sys.executable, "-m", "vllm_graphfix.verify.double.worker")
+_FORKS = (sys.executable, "-m", forks.__name__)
 _TIMEOUT = 900
-"""Seconds for one process; ten times what one takes on two slow cores."""
+"""Seconds for both processes; ten times what they take on two slow cores."""
 
 
 def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
@@ -57,18 +59,16 @@ def run(source: Source, fixes: Sequence[Fix], console: Console) -> Report:
     columns = (TextColumn("{task.description:8}"), BarColumn(), TextColumn("{task.fields[doing]}"), TimeElapsedColumn())
     # Without a terminal, transient bars leave an empty line.
     bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with _folder_on_disk(source) as folder, bars as progress:
+    with _folder_on_disk(source) as folder, bars as progress, ExitStack() as undo:
         workers: list[_Worker] = []
-        try:
-            for kind in ("stock", "patched"):
-                task = progress.add_task(kind, total=len(affected) + len(unrecognised) + 1, doing="imports vLLM")
-                to_leave_alone = others if kind == "patched" else ()
-                workers.append(_Worker(kind, folder, affected, to_leave_alone, unrecognised, progress, task))
-            for worker in workers:
-                worker.join()
-        finally:
-            for worker in workers:
-                worker.stop()
+        for kind in ("stock", "patched"):
+            task = progress.add_task(kind, total=len(affected) + len(unrecognised) + 1, doing="imports vLLM")
+            to_leave_alone = others if kind == "patched" else ()
+            workers.append(_Worker(kind, affected, to_leave_alone, unrecognised, progress, task))
+            undo.callback(workers[-1].close)
+        process = undo.enter_context(_running(workers, folder))
+        for worker in workers:
+            worker.finish(process)
     stock, patched = workers
     return Report(
         source.version,
@@ -102,12 +102,11 @@ def _proof(fix: Fix, diagnosis: Diagnosis, stock: _Worker, patched: _Worker, unr
 
 
 class _Worker(threading.Thread):
-    """Starts a process with the scenarios and reads its results line by line."""
+    """Reads the results of a fork with the scenarios line by line."""
 
     def __init__(
         self,
         kind: str,
-        folder: Path,
         names: Sequence[str],
         others: Sequence[str],
         unrecognised: Mapping[str, str],
@@ -123,59 +122,60 @@ class _Worker(threading.Thread):
         self.poisoned: dict[str, tuple[str, ...]] = {}
         self.torch = "unknown"
         self._progress, self._task, self._names = progress, task, [*names, *unrecognised]
+        self._code: int | None = None
         # Not deleted on close: the user needs the log if the process fails.
-        self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115
+        self.log = tempfile.NamedTemporaryFile(  # noqa: SIM115
             prefix=f"graphfix-verify-{kind}-", suffix=".log", delete=False
         )
-        with ExitStack() as undo:
-            undo.callback(Path(self._log.name).unlink)
-            undo.enter_context(self._log)
-            self._process = subprocess.Popen(
-                [*_WORKER, str(folder), *names, "--", *others, "--", *unrecognised],
-                cwd=PACKAGE,  # `-m` imports from there first, and the user's folder may hold a json.py of its own
-                env=_environment(kind, unrecognised),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                text=True,
-            )
-            undo.enter_context(self._process)
-            undo.callback(self._process.kill)
-            self._timer = threading.Timer(_TIMEOUT, self._process.kill)
-            undo.callback(self._timer.cancel)
-            self._timer.start()
-            self.start()
-            undo.pop_all()  # nothing has failed
+        reading, self._writing = os.pipe()
+        self._results = os.fdopen(reading)
+        self.job = forks.Job(
+            [[*names], [*others], [*unrecognised]],
+            _modes(kind, unrecognised),
+            self._writing,
+            self.log.fileno(),
+        )
+
+    def start(self) -> None:
+        """Begin to read; the process that writes has been started."""
+        self._close_writing()  # else there would be no end of file
+        super().start()
 
     def run(self) -> None:
-        try:
-            with self._process:
-                for line in self._process.stdout or ():
-                    self._read_result(json.loads(line))
-        finally:  # also after a line that is no JSON: a running timer would keep this process alive
-            self._timer.cancel()
+        with self._results:
+            for line in self._results:
+                self._read_result(json.loads(line))
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the process. Raises VerifyError if it did not finish."""
-        super().join(timeout)
-        self._log.close()
-        if self._process.returncode or not self.states:
-            tail = Path(self._log.name).read_text(errors="replace").strip().splitlines()[-1:]
+    def finish(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for this fork of *process*. Raises VerifyError if it did not finish."""
+        self.join()
+        self.log.close()
+        code = process.wait() if self._code is None else self._code
+        if code or not self.states:
+            tail = Path(self.log.name).read_text(errors="replace").strip().splitlines()[-1:]
             raise VerifyError(
-                f"the {self.kind} process ended with {self._process.returncode}: {' '.join(tail) or 'no message'}. "
+                f"the {self.kind} process ended with {code}: {' '.join(tail) or 'no message'}. "
                 f"Use a Python that has torch and what vLLM imports; this one is {sys.executable}. The log is "
-                f"{self._log.name}"
+                f"{self.log.name}"
             )
         if not self.failed:
-            Path(self._log.name).unlink(missing_ok=True)
+            Path(self.log.name).unlink(missing_ok=True)
 
-    def stop(self) -> None:
-        """Kill a process that was not waited for, because the other one failed or the user interrupted."""
-        if not self._log.closed:
-            self._process.kill()
-            super().join()
-            self._log.close()
-            Path(self._log.name).unlink(missing_ok=True)
+    def close(self) -> None:
+        """Close and remove all if there was no `finish`: the other fork failed, or the user interrupted."""
+        if not self.log.closed:
+            self._close_writing()
+            if self.ident is None:
+                self._results.close()
+            else:
+                self.join()
+            self.log.close()
+            Path(self.log.name).unlink(missing_ok=True)
+
+    def _close_writing(self) -> None:
+        if self._writing >= 0:
+            os.close(self._writing)
+            self._writing = -1
 
     def _read_result(self, line: dict[str, Any]) -> None:
         event, name = line["event"], line.get("fix", "")
@@ -183,8 +183,11 @@ class _Worker(threading.Thread):
             self.torch = line["torch"]
         elif event == "measured":
             self.measured[name] = from_builtins(line, Measurement)
+        elif event == "ended":
+            self._code = line["code"]
+            return
         elif event == "failed":
-            self.failed[name] = f"{line['error']} (in the {self.kind} process; log: {self._log.name})"
+            self.failed[name] = f"{line['error']} (in the {self.kind} process; log: {self.log.name})"
         elif event == "state":
             self.states[name] = (line["state"], line["reason"])
             return
@@ -199,18 +202,60 @@ class _Worker(threading.Thread):
         self._progress.update(self._task, completed=done + 1, doing=following)
 
 
-def _environment(kind: str, trees: Mapping[str, str]) -> dict[str, str]:
-    """Return the user's environment without variables that would decide about fixes or devices.
+@contextmanager
+def _running(workers: Sequence[_Worker], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the process that forks, and *workers*, which read; at the end, kill what still runs."""
+    with (
+        subprocess.Popen(
+            [*_FORKS, str(folder), *(json.dumps(worker.job) for worker in workers)],
+            cwd=PACKAGE,  # `-m` imports from there first, and the user's folder may hold a json.py of its own
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=workers[0].log,
+            pass_fds=[descriptor for worker in workers for descriptor in (worker.job.results, worker.job.log)],
+            start_new_session=True,  # so that its forks can be killed with it
+        ) as process,
+        ExitStack() as undo,
+    ):
+        undo.callback(_kill_unless_done, process, workers)
+        timer = threading.Timer(_TIMEOUT, _kill, (process,))
+        undo.callback(timer.cancel)
+        timer.start()
+        for worker in workers:
+            worker.start()
+        yield process
+
+
+def _kill_unless_done(process: subprocess.Popen[bytes], workers: Sequence[_Worker]) -> None:
+    # A fork may outlive the process.
+    if process.poll() is None or any(worker.is_alive() for worker in workers):
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _modes(kind: str, trees: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this plugin for the *kind* of process.
 
     The patched process patches unrecognised code where a patch fits; *trees* has its `Diagnosis.tree`, by fix.
     """
+    return {
+        PREFIX: "off" if kind == "stock" else "on",
+        **dict.fromkeys(map(variable, BY_NAME), "auto"),  # also those that are observed by default
+        **{variable(name): f"on:{tree}" for name, tree in trees.items() if tree},
+    }
+
+
+def _environment() -> dict[str, str]:
+    """Return the user's environment without variables that would decide about fixes or devices."""
     inherited = {key: value for key, value in os.environ.items() if not is_ours(key)}
     # This very copy of the plugin comes first. The vLLM under test is an argument, since a path may hold a colon.
     path = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     return inherited | {
-        PREFIX: "off" if kind == "stock" else "on",
-        **dict.fromkeys(map(variable, BY_NAME), "auto"),  # also those that are observed by default
-        **{variable(name): f"on:{tree}" for name, tree in trees.items() if tree},
         "PYTHONPATH": path,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",  # two processes share the machine, and the tensors are tiny

@@ -1,10 +1,5 @@
 """One process of `verify`: runs scenarios on one vLLM, and writes a line of JSON for each.
 
-    python -m vllm_graphfix.verify.double.worker FOLDER [FIX…] [-- FIX… [-- FIX…]]
-
-FOLDER holds ``vllm/``. Fixes behind the first dashes are not needed: their code is imported to see that it was not
-patched. Fixes behind the second do not recognise this vLLM: their scenarios have to prove that they fit it.
-
 The environment switches the fixes on or off, as in production.
 """
 
@@ -288,13 +283,3 @@ def main(
             say(event="poisoned", fix=name, effects=effects)
         for name, seen in shadow_checks(names):
             say(event="watched", fix=name, **asdict(seen))
-
-
-if __name__ == "__main__":
-    groups: list[list[str]] = [[]]
-    for word in sys.argv[2:]:
-        if word == "--":
-            groups.append([])
-        else:
-            groups[-1].append(word)
-    main(*groups, folder=sys.argv[1], recheck=True)
