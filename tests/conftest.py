@@ -26,6 +26,8 @@ from stock import ALL_RELEASES, release_root
 from vllm_graphfix.source import files
 from wheels import wheel_index  # noqa: F401 - a fixture
 
+# torch's stores look up a name for 127.0.0.1 at each connection: a packet that a name server loses costs 5 s otherwise.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 gc.disable()  # until tests run: nothing of what is imported and collected goes away
 # `nohup` and a shell's background jobs ignore these, and every process that a test starts and interrupts would
 # inherit that.
