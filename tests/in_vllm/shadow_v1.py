@@ -25,7 +25,7 @@ from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import check, failures, forward, judge, layers, memory, process, ranks, runner_v1, runs
 from vllm_graphfix.shadow.verdict import TARGET
 from vllm_graphfix.verify.double.model_runners import wrappers_on_the_double
-from vllm_graphfix.verify.engine.exact import ExactReplays
+from vllm_graphfix.verify.engine.exact import ExactRank, ExactReplays
 from vllm_graphfix.verify.engine.exact_report import ExactReport
 
 STATE = FixState("shadow-v1", Mode.AUTO, None, State.ACTIVE, "applied")
@@ -148,6 +148,37 @@ def test_an_exact_comparison_sees_what_only_a_later_step_would_read(factor: floa
     assert (rank.rounding, rank.as_captured > 0, ExactReport([rank]).is_exact) == (0, apart > 0, True)
     assert (rank.compared, rank.wrong) == (1, int(factor != 1.0))
     assert [text.endswith(finding) for text in rank.findings] == [True] * rank.wrong
+
+
+@pytest.mark.parametrize("varied", [0.3, float("nan")])
+@pytest.mark.parametrize("apart", [1e-6, 0.5])
+def test_a_replay_that_varies_is_not_exact_although_a_run_split_as_captured_equals_it(
+    monkeypatch: pytest.MonkeyPatch, varied: float, apart: float
+) -> None:
+    monkeypatch.setattr(runs.CheckedStep, "error_of_another_replay", lambda *_: varied)
+    rank = exact_of_a_split_step(apart)
+    assert (rank.wrong, rank.as_captured, ExactReport([rank]).is_exact) == (0, 0, False)
+
+
+@pytest.mark.parametrize("apart", [1e-6, 0.5])
+def test_a_check_that_ends_proves_nothing_either_way(monkeypatch: pytest.MonkeyPatch, apart: float) -> None:
+    def fail(*_: Any) -> float:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(judge, "error_as_captured", fail)
+    rank = exact_of_a_split_step(apart)
+    assert (rank.wrong, rank.as_captured, rank.reason) == (0, 0, "RuntimeError: CUDA out of memory")
+
+
+def exact_of_a_split_step(apart: float) -> ExactRank:
+    """Compare one step whose kernels split their work by the longest request, *apart* from those of the capture."""
+    with mock.patch.object(SlotsStandIn, "apart", apart):
+        lengths = SimpleNamespace(max_model_len=LONGEST)
+        served = Served(Rate(every=10**9), model_config=lengths, splits_by="max_seq_len")
+        replays = ExactReplays()
+        replays.begin()
+        served.step()
+        return replays.end()
 
 
 def test_quarantine_corrects_one_graph_and_others_are_replayed() -> None:

@@ -145,7 +145,8 @@ class ExactReplays:
             if isinstance(last_run, Exception):
                 raise last_run
             # The last run of a step that is right is one that the replay equals, but where rounding explains it.
-            if written and last_run and (results.checks, results.mismatches) == (before[0] + 1, before[1]):
+            counts = results.checks, results.mismatches
+            if written and last_run and shadow.stopped is None and counts == (before[0] + 1, before[1]):
                 layer = first_difference(written[0], last_run)
                 if layer is not None and not results.noise and not results.rounding:
                     self._count_wrong(f"{steps[0].graph.name} writes other entries to the cache of {layer}")
