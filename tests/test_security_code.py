@@ -97,6 +97,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, str]] = {
     "verify/double/forks.py": {
         "os.fork": "a stock and a patched process, off one that has imported the libraries",
         "import_module": "the libraries",
+        "sys.path": "puts the folder first that the user has named",
     },
     "verify/engine/device.py": {
         "subprocess": OWN_PYTHON,

@@ -495,13 +495,27 @@ def test_where_a_process_or_a_thread_cannot_start_all_ends_and_no_file_stays(
 
 
 def test_nothing_of_vllm_or_of_the_settings_is_imported_before_the_fork() -> None:
-    """What the forks share must serve stock and patched code."""
+    """The forks share only what serves stock and patched code."""
     code = """
     import sys, vllm_graphfix
     from vllm_graphfix.verify.double import forks
-    forks.main("nowhere", [])
+    forks.main(sys.path[0], [])
     assert [name for name in forks._LIBRARIES if name not in sys.modules] == []
     assert [name for name in sys.modules if name.partition(".")[0] == "vllm"] == []
     assert vllm_graphfix._engine_process.cache_info().currsize == 0
     """
     run_in_release("0.33.0", code)
+
+
+def test_what_a_library_prints_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('imported')")
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_graphfix", "verify", "prompt-logprobs", "--vllm", release_root("0.18.1")],
+        env=buffered | {"PYTHONPATH": f"{tmp_path}:{buffered.get('PYTHONPATH', '')}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout

@@ -151,7 +151,7 @@ class _Worker(threading.Thread):
         self.join()
         self.log.close()
         code = process.wait() if self._code is None else self._code
-        if code or not self.states:
+        if code or self._code is None or not self.states:
             tail = Path(self.log.name).read_text(errors="replace").strip().splitlines()[-1:]
             raise VerifyError(
                 f"the {self.kind} process ended with {code}: {' '.join(tail) or 'no message'}. "

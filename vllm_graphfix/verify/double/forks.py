@@ -50,12 +50,14 @@ class Job(NamedTuple):
 
 def main(folder: str, jobs: Sequence[Job]) -> None:
     """Run *jobs* on the vLLM in *folder*, each in a fork."""
+    sys.path[0] = folder  # libraries beside that vLLM come first, as for vLLM itself
     gc.disable()  # modules stay
     for name in _LIBRARIES:
         with suppress(Exception):  # if vLLM imports it, the fork fails with that error
             import_module(name)
     gc.enable()
     gc.freeze()  # else the first collection in each fork would write to, and so copy, every page
+    sys.stdout.flush()  # else each fork would write what a library has printed among its results
     running: dict[int, Job] = {}
     for job in jobs:
         pid = os.fork()
