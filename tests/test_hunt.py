@@ -309,12 +309,12 @@ def test_a_model_that_takes_no_adapters_has_none() -> None:
 @pytest.mark.parametrize(
     ("files", "missing"),
     [
-        ({}, {"breakable", "turboquant_k8v4"}),
+        ({}, {"adapters-by-number", "breakable", "turboquant_k8v4"}),
         (
             {
                 "vllm/envs.py": b"VLLM_USE_BREAKABLE_CUDAGRAPH = False",
                 "vllm/config/cache.py": b'DTYPES = "auto", "turboquant_k8v4"',
-                "vllm/engine/arg_utils.py": b"_MAMBA_CACHE_MODE_DEPRECATION_MESSAGE = 1",
+                "vllm/engine/arg_utils.py": b"_MAMBA_CACHE_MODE_DEPRECATION_MESSAGE = specialize_active_lora",
             },
             {"states-aligned"},
         ),

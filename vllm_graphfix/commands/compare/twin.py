@@ -190,7 +190,7 @@ def _fitted_drafts(
         keys = ("hidden_size", "intermediate_size", "vocab_size", *heads)
         sizes = {key: target.config[key] for key in keys if key in target.config}
         own = config_of(str(name), drafts.get("revision")) | sizes
-        own = {"head_dim": own["hidden_size"] // own["num_attention_heads"]} | own
+        own["head_dim"] = target.config.get("head_dim") or own["hidden_size"] // own["num_attention_heads"]
         own |= {"num_hidden_layers": 1, "tie_word_embeddings": False}
         models.save(own, model_shapes.eagle(own), folder)
     elif name == model or "mtp" in method:

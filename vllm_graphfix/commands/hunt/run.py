@@ -55,11 +55,12 @@ _COMMON = (
     # Keeps vLLM's memory profiling out of a GPU that several engines share.
     *("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05"),
 )
+_GDN_ON_TRITON = "--gdn-prefill-backend=triton"
 _UNTIMED = {
     # FlashInfer's takes minutes, and so does compiling its kernel of gated delta nets, 5 GiB a compiler; 20 s go into
     # Triton's kernels that nothing here uses.
     "--no-enable-flashinfer-autotune": ("vllm/engine/arg_utils.py", "enable_flashinfer_autotune"),
-    "--gdn-prefill-backend=triton": ("vllm/engine/arg_utils.py", "gdn_prefill_backend"),
+    _GDN_ON_TRITON: ("vllm/engine/arg_utils.py", "gdn_prefill_backend"),
     "--kernel-config.enable_jit_warmup=false": ("vllm/config/kernel.py", "enable_jit_warmup"),
 }
 """Flags against preparations that take long, each with a file of vLLM and the word by which it is known there."""
@@ -168,6 +169,7 @@ def without_effect(source: Source) -> list[str]:
     effects = {
         # Since 0.33 that flag does nothing.
         "states-aligned": not source.contains_word(arguments, "_MAMBA_CACHE_MODE_DEPRECATION_MESSAGE"),
+        "adapters-by-number": source.contains_word(arguments, "specialize_active_lora"),
         "breakable": source.contains_word(variables, "VLLM_USE_BREAKABLE_CUDAGRAPH"),
         "turboquant_k8v4": source.contains_word(caches, "turboquant_k8v4"),
     }
@@ -335,7 +337,9 @@ class CaseRunner(NamedTuple):
     def _flags(self, case: HuntCase) -> tuple[str, ...]:
         """Return the flags that every case has, those of them that this vLLM knows, and the case's own."""
         sizes = map(str, _SIZES_WITH_DRAFTS if case.has_drafts else _SIZES)
-        untimed = (flag for flag, (file, word) in _UNTIMED.items() if self.source.contains_word(file, word))
+        known = [flag for flag, (file, word) in _UNTIMED.items() if self.source.contains_word(file, word)]
+        # A user's kernels are the user's.
+        untimed = [flag for flag in known if not (case.deployed and flag == _GDN_ON_TRITON)]
         captured = () if case.deployed else ("--cudagraph-capture-sizes", *sizes)
         model = json.dumps(str(_config(case, self.hunt.folder)))
         flags = (flag.replace(json.dumps(MODEL), model) for flag in case.flags)
