@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_graphfix.verify.engine.reduction import EXPERTS, Section
 
@@ -28,8 +29,9 @@ def _attention(backend: str) -> Setting:
     return Setting(("--attention-backend", backend))
 
 
-def _drafts(config: str) -> Setting:
-    return Setting(("--speculative-config", config))
+def _drafts(method: str, tokens: int, **others: Any) -> Setting:
+    config = {"method": method, "num_speculative_tokens": tokens, **others}
+    return Setting(("--speculative-config", json.dumps(config)))
 
 
 _LATENT = ("FLASHMLA", "FLASH_ATTN_MLA", "TRITON_MLA")
@@ -54,12 +56,10 @@ DIMENSIONS: dict[str, dict[str, Setting]] = {
     "chunks": {size: Setting(("--max-num-batched-tokens", size)) for size in ("128", "2048")},
     "drafts": {
         "no-drafts": Setting(),
-        "ngram": _drafts(
-            '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
-        ),
-        "mtp": _drafts('{"method": "mtp", "num_speculative_tokens": 2}'),
-        "eagle": _drafts('{"method": "eagle", "num_speculative_tokens": 3, "model": "<config.json>"}'),
-        "draft-model": _drafts('{"method": "draft_model", "num_speculative_tokens": 2, "model": "<config.json>"}'),
+        "ngram": _drafts("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=3),
+        "mtp": _drafts("mtp", 2),
+        "eagle": _drafts("eagle", 3, model=MODEL),
+        "draft-model": _drafts("draft_model", 2, model=MODEL),
     },
     "adapters": {
         "no-adapters": Setting(),
