@@ -16,7 +16,8 @@ import tempfile
 import threading
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -415,25 +416,31 @@ def at_work(process: subprocess.Popen[str]) -> list[int]:
     raise AssertionError(f"it ended by itself, with {process.returncode}")
 
 
+@contextmanager
+def verifying(folder: Path, *fixes: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Yield a running `verify` on 0.18.1, with its files in *folder*, and its processes once all are at work."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "vllm_graphfix", "verify", *fixes, "--vllm", release_root("0.18.1")],
+        env=os.environ | {"TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process, at_work(process)
+        finally:
+            process.kill()  # where the test fails
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in (Path("/proc") / str(pid) / "task" / str(pid) / "children").read_text().split()]
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["of the libraries", "stock", "patched"])
 def test_where_one_process_is_killed_one_message_says_so_and_all_end(tmp_path: Path, which: int) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "vllm_graphfix", "verify", "prompt-logprobs", "--vllm", release_root("0.18.1")],
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            workers = at_work(process)
-            os.kill(workers[which], signal.SIGKILL)
-            out, err = process.communicate(timeout=300)
-        finally:
-            process.kill()  # where the test fails
+    with verifying(tmp_path, "prompt-logprobs") as (process, workers):
+        os.kill(workers[which], signal.SIGKILL)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (2, "")
     (message,) = err.splitlines()
     kind = "patched" if which == 2 else "stock"
@@ -444,19 +451,9 @@ def test_where_one_process_is_killed_one_message_says_so_and_all_end(tmp_path: P
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_interrupted_it_leaves_no_process_and_no_file(tmp_path: Path, number: signal.Signals) -> None:
     """The signal goes to the command alone, not to what it has started."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "vllm_graphfix", "verify", "--vllm", release_root("0.18.1")],
-        env=os.environ | {"TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            workers = at_work(process)
-            process.send_signal(number)
-            out, err = process.communicate(timeout=SOON)
-        finally:
-            process.kill()  # where the test fails
+    with verifying(tmp_path) as (process, workers):
+        process.send_signal(number)
+        out, err = process.communicate(timeout=SOON)
     assert (process.returncode, out) == (130, "")
     assert err == "vllm-graphfix: interrupted; all processes it had started have ended\n"
     assert all_end(workers)
