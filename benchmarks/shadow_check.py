@@ -38,14 +38,14 @@ from typing import Any
 
 from measuring.engine_cases import ALL_DETECTORS
 from measuring.engine_process import DiedError, EngineProcess, Order
-from measuring.shadow_cases import OF_NO_VERIFY, checked_cases
+from measuring.shadow_cases import OF_NO_VERIFY, checked_cases, write
 from vllm_graphfix import manifest
 from vllm_graphfix.fix import Fix, Verdict, variable
 from vllm_graphfix.fixes import BY_NAME, FIXES
 from vllm_graphfix.settings.environment import PREFIX, SHADOW, SHADOW_ACTION
 from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.comparison import Answer
-from vllm_graphfix.verify.engine import adapters, models
+from vllm_graphfix.verify.engine import adapters
 from vllm_graphfix.verify.engine.case import Case
 from vllm_graphfix.verify.engine.device import PACKAGE
 from vllm_graphfix.verify.engine.job import Job
@@ -126,8 +126,8 @@ class Benchmark:
         }
         self.ran = False
         for name in {name for case in cases for name in case.models}:
-            models.write(name, self._models)
-        self._adapters = [str(models.write(name, self._models)) for name in adapters.NAMES]
+            write(name, self._models)
+        self._adapters = [str(write(name, self._models)) for name in adapters.NAMES]
 
     @property
     def _models(self) -> Path:

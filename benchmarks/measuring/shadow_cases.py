@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import image_features
+from measuring import parallel_drafters
 from vllm_graphfix.fixes import FIXES
-from vllm_graphfix.verify.engine import adapters
+from vllm_graphfix.verify.engine import adapters, models
 from vllm_graphfix.verify.engine.case import Case
 from vllm_graphfix.verify.engine.cases import GDN_MTP, MIXED_FULL, MLA, full_decodes
 from vllm_graphfix.verify.trial import further_cases, trial_of
@@ -59,6 +63,35 @@ BREAKABLE = tuple(
     )
     for model in ("llama", "mla")
 )
+DRAFTERS = tuple(
+    Case(
+        name=f"llama-{name}",
+        model="llama",
+        draft=name,
+        runner="V2",
+        graphs=full_decodes([1, 2, 4, 8, 16, 32, 64]),
+        workload=(),
+        # Their attention is not causal, which few backends support.
+        arguments={
+            "attention_config": {"backend": "FLASH_ATTN"},
+            "speculative_config": {"method": name, "num_speculative_tokens": tokens, "attention_backend": "FLASH_ATTN"},
+        },
+    )
+    for name, tokens in (("eagle", 3), *((name, parallel_drafters.TOKENS) for name in parallel_drafters.CONFIGS))
+)
+"""Engines whose drafters have full graphs."""
+IMAGES = tuple(
+    Case(
+        name=f"images-{runner.lower()}",
+        model=image_features.NAME,
+        runner=runner,
+        graphs={**full_decodes([1, 2, 4, 8]), "cudagraph_mm_encoder": True},
+        workload=(),
+        arguments={"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1, "video": 0}},
+    )
+    for runner in ("V1", "V2")
+)
+"""Engines whose encoder has graphs; every other prompt begins with an image."""
 OF_NO_VERIFY = {"prefill-dispatch": (GDN_MTP,)}
 """By fix: engines that show its defect, and compile for too long to be part of `verify`."""
 
@@ -69,4 +102,14 @@ def checked_cases() -> list[Case]:
         case for fix in FIXES for case in (trial_of(fix.name).case, *further_cases(fix.name)) if case is not None
     )
     full = (case for case in cases if "FULL" in str(case.graphs.get("cudagraph_mode")))
-    return [*full, *COMPILED, *MIXED, *LORA, *PIECES, *BREAKABLE, GDN_MTP]
+    return [*full, *COMPILED, *MIXED, *LORA, *PIECES, *BREAKABLE, *DRAFTERS, *IMAGES, GDN_MTP]
+
+
+def write(name: str, folder: Path) -> Path:
+    """Make the model, drafter or adapter *name* of a case in *folder*/*name*, and return that folder."""
+    if name in parallel_drafters.CONFIGS:
+        return parallel_drafters.write(name, folder)
+    if name == image_features.NAME:
+        image_features.write(folder)
+        return folder / name
+    return models.write(name, folder)

@@ -11,11 +11,15 @@ from __future__ import annotations
 import importlib
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+    from vllm_graphfix.shadow.runs import CheckedStep
+    from vllm_graphfix.shadow.verdict import Mismatch
 
 _MOST = 12
 """The most requests at a time: more than a batch has, so that some wait."""
@@ -28,6 +32,7 @@ _ABORT = 0.01
 def serve(parent: Any, order: dict[str, Any]) -> None:
     import vllm_graphfix
 
+    _count_graphs()
     vllm_graphfix.register()  # where it lies on the path only, there is no entry point to find it by
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
@@ -46,7 +51,8 @@ def serve(parent: Any, order: dict[str, Any]) -> None:
 def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[str]) -> dict[str, Any]:
     """Run requests of all lengths, some of which are aborted, until *checks* were made or *seconds* are over.
 
-    Their adapters take turns: none, the first of the folders *adapters*, and so on.
+    Their adapters take turns: none, the first of the folders *adapters*, and so on. Where the model takes images, every
+    other request begins with one.
     """
     from vllm.lora.request import LoRARequest
 
@@ -57,6 +63,7 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[s
     engine = llm.llm_engine
     vocabulary = range(1, engine.model_config.get_vocab_size())
     turns = [None, *(LoRARequest(folder, number, folder) for number, folder in enumerate(adapters, 1))]
+    image = getattr(engine.model_config.hf_config, "image_token_id", None)
     running: set[str] = set()
     begun, made, aborted, steps, wanted = time.monotonic(), 0, 0, 0, _MOST
     while time.monotonic() - begun < seconds and (
@@ -68,7 +75,11 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[s
             name = f"{seed}-{made}"
             prompt = chance.choices(vocabulary, k=chance.choice((1, 2, 7, 64, 250, 500, 500, 700)))
             adapter = turns[made % len(turns)]
-            engine.add_request(name, {"prompt_token_ids": prompt}, _sampling(chance), lora_request=adapter)
+            inputs: Any = {"prompt_token_ids": prompt}
+            if image is not None and made % 2:
+                prompt.insert(0, image)
+                inputs["multi_modal_data"] = {"image": _drawn(chance)}
+            engine.add_request(name, inputs, _sampling(chance), lora_request=adapter)
             running.add(name)
             made += 1
         running.difference_update(output.request_id for output in engine.step() if output.finished)
@@ -84,6 +95,29 @@ def _load(llm: LLM, checks: int, seconds: float, seed: int, adapters: Sequence[s
     if shadow is not None:
         return {**counted, **_counts(taken)}
     return {**counted, "ranks": llm.collective_rpc(_counts_of_a_worker, args=(taken,))}
+
+
+def _drawn(chance: random.Random) -> Any:
+    from PIL import Image
+
+    side = chance.choice((64, 128, 192, 256))
+    return Image.frombytes("RGB", (side, side), chance.randbytes(3 * side * side))
+
+
+_CHECKED: Counter[str] = Counter()
+"""Steps of this process that came to a judgement, by kind of graph."""
+
+
+def _count_graphs() -> None:
+    from vllm_graphfix.shadow.judge import Judge
+
+    judge = Judge.judge
+
+    def counting(self: Judge, checked: CheckedStep, *rest: Any) -> Mismatch | None:
+        _CHECKED[checked.step.graph.name.partition(",")[0]] += 1
+        return judge(self, checked, *rest)
+
+    Judge.judge = counting  # type: ignore[method-assign, assignment]
 
 
 def _counts_of_a_worker(_: Any, taken: float) -> dict[str, Any]:
@@ -102,6 +136,7 @@ def _counts(taken: float) -> dict[str, Any]:
     results = shadow.results
     return {
         "checks": results.checks,
+        "by kind of graph": dict(_CHECKED),
         "mismatches": results.mismatches,
         "quarantined": [graph.name for graph in results.quarantined],
         "left out": results.skipped,
