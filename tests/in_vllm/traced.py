@@ -42,8 +42,8 @@ def check(monkeypatch: pytest.MonkeyPatch) -> TracedCheck:
     return one
 
 
-def config(mode: CompilationMode = CompilationMode.DYNAMO_TRACE_ONCE) -> VllmConfig:
-    compilation = CompilationConfig(mode=mode, backend="eager", cudagraph_mode=CUDAGraphMode.NONE)
+def config(mode: CompilationMode = CompilationMode.DYNAMO_TRACE_ONCE, backend: str = "eager") -> VllmConfig:
+    compilation = CompilationConfig(mode=mode, backend=backend, cudagraph_mode=CUDAGraphMode.NONE)
     return VllmConfig(device_config=DeviceConfig("cpu"), compilation_config=compilation)
 
 
@@ -166,6 +166,13 @@ def test_a_model_inside_of_a_compiled_one_is_traced_as_on_stock(check: TracedChe
     inner(ONES)
     outer = torch.compile(lambda states: inner(states, ONES) + 1, fullgraph=True, backend="eager")
     assert torch.equal(outer(ONES), ONES + ONES + 1)
+    assert findings(check) == []
+
+
+def test_vllms_own_options_are_as_on_stock_once_a_model_is_made(check: TracedCheck) -> None:
+    """vLLM hashes them, and refuses functions among them."""
+    model = compiled(backend="inductor")
+    assert "guard_filter_fn" not in model.vllm_config.compilation_config.inductor_compile_config
     assert findings(check) == []
 
 

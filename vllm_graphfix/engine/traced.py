@@ -97,7 +97,8 @@ class TracedCheck:
                     self._try(lambda: read.update(_variable_of(each.name) for each in guards))
                     return chosen(guards)
 
-                options = {**options, "guard_filter_fn": noting}
+                # In place: the dictionary may be one of vLLM's config, from which torch takes this entry out again.
+                options["guard_filter_fn"] = noting
             return stock(*args, options=options, **kwargs)
 
         # Another thread that compiles meanwhile has the same function called, with the same options.
