@@ -10,10 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.worker.encoder_cudagraph import EncoderCudaGraphManager
 
+from vllm_graphfix import manifest
+from vllm_graphfix.fix import Verdict
+from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import encoder, process
+from vllm_graphfix.source.files import open_source
 from vllm_graphfix.verify.double.scenarios import encoder_adapters as scenario
+from vllm_graphfix.verify.double.scenarios import encoder_padding
 
 RUNNERS = pytest.mark.parametrize("kind", scenario.runners(), ids=lambda kind: kind.__name__)
 
@@ -108,3 +116,42 @@ def test_ranks_that_encode_images_of_their_own_are_left_alone(kind: Any) -> None
     served._runner.manager.use_dp = True
     assert not encoder._is_due(served.shadow, served._runner.manager)
     assert "images of its own" in served.shadow.without_encoder
+
+
+class Attending:
+    """A manager with graphs of an encoder that attends by FlashAttention, whose kernel is the scenario's stand-in."""
+
+    def __init__(self) -> None:
+        process.start(Rate(every=1), Action.QUARANTINE, pieces=True)
+        self.shadow: Any = process.SHADOW
+        config = encoder_padding.config_of(encoder_padding.BUDGETS, encoder_padding.IMAGES)
+        config.parallel_config.data_parallel_size = 1
+        config.lora_config = None
+        encoder: Any = encoder_padding.EncoderStandIn()
+        made = EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, encoder)
+        self._manager = encoder_padding.captured(made)
+
+    def encode(self, number: int, lengths: tuple[int, ...]) -> torch.Tensor:
+        return torch.cat(self._manager.execute(encoder_padding.images_of(number, lengths)))
+
+
+def _as_it_was(like: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Stand for memory in which somebody has left NaN."""
+    return torch.full_like(like, torch.nan)
+
+
+def test_rows_that_attention_does_not_write_are_zeros_in_a_run_without_the_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", encoder_padding.kernel_stand_in, raising=False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda *_: True)
+    monkeypatch.setattr(torch, "empty_like", _as_it_was)
+    served = Attending()
+    kernel = fa_utils.flash_attn_varlen_func
+    encoded = [served.encode(number, lengths) for number, lengths in enumerate(encoder_padding.BATCHES)]
+    is_affected = manifest.diagnose(BY_NAME["encoder-padding"], open_source()).verdict is Verdict.AFFECTED
+    results = served.shadow.results
+    assert (results.checks, results.mismatches) == (3, 3 * is_affected)
+    assert (results.skipped, served.shadow.stopped) == (0, None)
+    assert all(each.isfinite().all() for each in encoded) is not is_affected, "the first mismatches are served"
+    assert fa_utils.flash_attn_varlen_func is kernel

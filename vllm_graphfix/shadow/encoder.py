@@ -2,7 +2,8 @@
 
 `EncoderCudaGraphManager._run_budget_graph` copies a batch into the buffers of a graph and replays it. An encoder keeps
 nothing: a check calls the function that was captured on the same buffers. So it sees a graph that computes with other
-weights, adapters or memory than a call does, and not what the padding of the buffers does, which both runs share.
+weights, adapters or memory than a call does, and not what the padding of the buffers does, which both runs share. What
+FlashAttention leaves in padded rows is not shared: there the call has zeros, as a right graph does.
 
 Such graphs are checked only if all kinds are to be, and only where each rank of the group encodes the same images.
 """
@@ -10,7 +11,9 @@ Such graphs are checked only if all kinds are to be, and only where each rank of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.fix import Activity, Diagnosis, Patch, StockFunction, Verdict
@@ -27,6 +30,7 @@ GRAPHS = "vllm/v1/worker/encoder_cudagraph.py"
 _MODULE, _CLASS = "vllm.v1.worker.encoder_cudagraph", "EncoderCudaGraphManager"
 _RUN = f"{_CLASS}._run_budget_graph"
 _MODEL = "encoder"
+_KERNELS, _KERNEL = "vllm.v1.attention.backends.fa_utils", "flash_attn_varlen_func"
 
 
 def diagnose(source: Source) -> Diagnosis:
@@ -119,12 +123,16 @@ def _check(shadow: Shadow, manager: Any, graph: Any, held: Any, mm_kwargs: Any, 
         held.replay()
         return graph.output_buffer
 
+    def run_without_graph() -> Any:
+        with _attention_on_zeros():
+            return manager.model.encoder_cudagraph_forward({**graph.input_buffers}, path=path)
+
     def describe() -> Step:
         rows = sum(manager._get_per_item_out_tokens(mm_kwargs))
         name = f"{_MODEL}, a graph for {graph.token_budget} tokens"
         return Step(
             Graph(name, len(graph.output_buffer), (), _has_adapters(manager.vllm_config)),
-            lambda: manager.model.encoder_cudagraph_forward({**graph.input_buffers}, path=path),
+            run_without_graph,
             lambda: rows,
             {key: value for key, value in graph.input_buffers.items() if hasattr(value, "clone")},
             (),
@@ -141,6 +149,31 @@ def _check(shadow: Shadow, manager: Any, graph: Any, held: Any, mm_kwargs: Any, 
     output = shadow.run(key, describe, replay)
     if output is not graph.output_buffer:  # in quarantine
         graph.output_buffer.copy_(output)
+
+
+@contextmanager
+def _attention_on_zeros() -> Iterator[None]:
+    """Have FlashAttention write to zeros, as it does in a right graph: in a capture from 0.31.0 on (PR 56922).
+
+    Outside of one vLLM gives it memory as it was. It does not write the rows that pad a graph, and multiplies NaN
+    there by 0 for the rows of images. The operator looks its kernel up at each call.
+    """
+    kernels = sys.modules.get(_KERNELS)
+    kernel = getattr(kernels, _KERNEL, None)
+    if kernel is None:  # not CUDA
+        yield
+        return
+
+    def on_zeros(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        out = kwargs.get("out")
+        kwargs["out"] = q.new_zeros((*q.shape[:-1], v.shape[-1])) if out is None else out.zero_()
+        return kernel(q, k, v, *args, **kwargs)
+
+    setattr(kernels, _KERNEL, on_zeros)
+    try:
+        yield
+    finally:
+        setattr(kernels, _KERNEL, kernel)
 
 
 def _has_adapters(config: Any) -> bool:

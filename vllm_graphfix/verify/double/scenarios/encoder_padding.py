@@ -39,13 +39,13 @@ def run(*, trigger: bool = True) -> Measurement:
     steps = BATCHES if trigger else FULL
     with cpu_cuda_graphs(), ExitStack() as stack:
         for owner, name, value in (
-            (fa_utils, "flash_attn_varlen_func", _varlen_stand_in),
+            (fa_utils, "flash_attn_varlen_func", kernel_stand_in),
             (type(current_platform), "is_cuda", lambda *_: True),
             (encoder_cudagraph, "current_stream", CPUStream),  # from 0.29 on
         ):
             stack.enter_context(mock.patch.object(owner, name, value, create=True))
         encoder: Any = EncoderStandIn()
-        images = [_images(number, lengths) for number, lengths in enumerate(steps)]
+        images = [images_of(number, lengths) for number, lengths in enumerate(steps)]
         eager = [encoder.encoder_eager_forward(each) for each in images]
         config = config_of(BUDGETS, IMAGES)
         made = encoder_cudagraph.EncoderCudaGraphManager(config, torch.device("cpu"), torch.float32, encoder)
@@ -59,7 +59,7 @@ def run(*, trigger: bool = True) -> Measurement:
     )
 
 
-def _images(number: int, lengths: tuple[int, ...]) -> dict[str, Any]:
+def images_of(number: int, lengths: tuple[int, ...]) -> dict[str, Any]:
     """Return images of *lengths* tokens as inputs of a model, the smallest first, as the manager sorts them."""
     pixels = torch.randn(sum(lengths), HIDDEN, generator=torch.Generator().manual_seed(number))
     return {"pixel_values": pixels, "lengths": sorted(lengths)}
@@ -179,7 +179,7 @@ def _prepared(made: Any, pixels: dict[str, torch.Tensor], starts: torch.Tensor) 
     return made(**supported_kwargs(made, {"mm_kwargs": pixels, "buffers": {"cu_seqlens": starts}}))
 
 
-def _varlen_stand_in(
+def kernel_stand_in(
     q: Any, k: Any, v: Any, *, cu_seqlens_q: torch.Tensor, softmax_scale: Any = None, out: Any = None, **_: Any
 ) -> torch.Tensor:
     out = torch.empty_like(q) if out is None else out
