@@ -125,6 +125,14 @@ SEEN = ExactReport([replace(RIGHT, unseen=0)])
 CLEAN = PoisonReport(replace(RESULT, passes=((), ()), poisoned=(UNHARMED,)))
 
 
+def test_where_answers_vary_with_adapters_their_kernels_are_named() -> None:
+    one, other = (Answer((token,), ({token: -0.5},)) for token in (5, 6))
+    varying = PoisonReport(replace(RESULT, passes=((one,), (other,)), poisoned=(UNHARMED,)))
+    why = "answers differ in their tokens from one time to the next"
+    assert (report(poison=varying).inconclusive or "").endswith(why)
+    assert "LoRA" in (replace(report(poison=varying), flags=("--enable-lora",)).inconclusive or "")
+
+
 def test_right_replays_without_poison_are_enough_for_answers_that_diverge_at_ties() -> None:
     assert report(EARLY, exact=SEEN, poison=CLEAN).inconclusive is None
 

@@ -224,9 +224,9 @@ def test_the_first_case_has_the_flags_as_they_are_and_its_neighbours_one_other_v
     assert all({"-tp=2", "fp8", dotted[1]} <= set(case.flags) for case in further)
 
 
-def test_drafts_of_a_deployment_need_prompts_for_drafts() -> None:
+def test_drafts_of_a_deployment_may_be_ngrams() -> None:
     cases = deployed("""MODEL -sc '{"method": "ngram", "num_speculative_tokens": 2}'""")
-    assert cases[""].has_drafts
+    assert cases[""].drafts_ngrams
     assert not cases["no-drafts"].has_drafts
     assert "-sc" not in cases["no-drafts"].flags
 
@@ -289,6 +289,21 @@ def test_verdict(fields: dict[str, Any], verdict: str, why: str | None) -> None:
     json.dumps(row, allow_nan=False)
 
 
+@pytest.mark.parametrize(
+    ("error", "verdict"),
+    [
+        ("AssertionError: Workspace is locked", hunting.FAILS),
+        ("ValueError: CUDAGraphMode.FULL is not supported with FlexAttention backend", hunting.REFUSED),
+        ("did not finish in 300 s", hunting.UNCLEAR),
+        ("torch.OutOfMemoryError: CUDA out of memory", hunting.UNCLEAR),
+        ("CUDA error: an illegal memory access was encountered", hunting.WRONG),
+    ],
+)
+def test_an_engine_that_ends_with_graphs_alone(error: str, verdict: str) -> None:
+    row = hunting._row_of(Report("m", (), RESULT, None, None, error=error))
+    assert (row["verdict"], error in row["why"]) == (verdict, True)
+
+
 def test_an_eagle_head_is_made_for_a_llama_alone_and_named_by_the_config_of_the_case(tmp_path: Path) -> None:
     llama = DENSE._replace(config={**DENSE.config, "model_type": "llama"})
     drafting = [case for case in design([llama, *ALL[1:]]) if case.settings["drafts"] in ("eagle", "draft-model")]
@@ -326,13 +341,13 @@ def test_what_a_release_does_not_have_is_not_tried(files: dict[str, bytes], miss
 
 def test_prompts_of_one_token_wait_until_others_have_ended() -> None:
     """Their first step is one of decodes, where requests whose prompt is done run beside them (prefill-dispatch)."""
-    *longer, one, other = hunting.made_prompts(drafts=False)
+    *longer, one, other = hunting.made_prompts(ngrams=False)
     assert len(one) == len(other) == 1 < min(map(len, longer))
     assert len(longer) == int(hunting._COMMON[hunting._COMMON.index("--max-num-seqs") + 1])
 
 
-def test_prompts_for_drafts_have_each_token() -> None:
-    prompts = hunting.made_prompts(drafts=True)
+def test_prompts_for_ngrams_have_each_token() -> None:
+    prompts = hunting.made_prompts(ngrams=True)
     assert all(set(prompt) == set(range(twins.VOCABULARY)) for prompt in prompts)
     assert max(map(len, prompts)) + hunting._TOKENS_WITH_DRAFTS < 1024
 
@@ -354,10 +369,10 @@ def test_a_finding_is_reduced_to_what_it_needs(tmp_path: Path, monkeypatch: pyte
     with ThreadPoolExecutor(1) as makers:
         row = hunting.CaseRunner(SOURCE, hunting.Hunt(tmp_path), makers, run_engine).run(case)
     reduced = row["reduced"]
-    assert (row["verdict"], reduced["requests"], reduced["tokens"]) == (hunting.WRONG, 4, 80)
+    assert (row["verdict"], reduced["requests"], reduced["tokens"]) == (hunting.WRONG, 4, 60)
     needed = {key: next(iter(values)) for key, values in DIMENSIONS.items()} | {"cache": "fp8"}
     assert reduced["case"] == HuntCase("LlamaForCausalLM", needed).name
-    assert all(part in reduced["command"] for part in ("4-prompts.jsonl", "--max-tokens 80", "--kv-cache-dtype fp8"))
+    assert all(part in reduced["command"] for part in ("4-prompts.jsonl", "--max-tokens 60", "--kv-cache-dtype fp8"))
     assert len(jobs) < 50
     assert all(job.poison_last for job in jobs if job.exact)
 

@@ -396,15 +396,15 @@ def hunt(
 ) -> None:
     """Which architectures are wrong with CUDA graphs, under which flags? Small models of all, compared one by one.
 
-    Exit code 0 if all that ran are right, 1 if one is wrong, 2 if nothing could be run, 3 if there is a case without a
-    verdict.
+    Exit code 0 if all that ran are right, 1 if one is wrong or fails, 2 if nothing could be run, 3 if there is a case
+    without a verdict.
     """
     from vllm_graphfix.commands.compare import CompareError
     from vllm_graphfix.commands.hunt.deployed import read
     from vllm_graphfix.commands.hunt.design import NAMES
     from vllm_graphfix.commands.hunt.report import as_json as report_json
     from vllm_graphfix.commands.hunt.report import show
-    from vllm_graphfix.commands.hunt.run import UNCLEAR, WRONG, Hunt, run
+    from vllm_graphfix.commands.hunt.run import FAILS, UNCLEAR, WRONG, Hunt, run
 
     part = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", shard)
     if part is None or int(part[1]) > int(part[2]):
@@ -431,7 +431,7 @@ def hunt(
     else:
         show(hunted, console())
     verdicts = {row["verdict"] for row in hunted.rows}
-    if WRONG in verdicts:
+    if verdicts & {WRONG, FAILS}:
         raise typer.Exit(EXIT_NOT_PROVEN)
     if UNCLEAR in verdicts:
         raise typer.Exit(EXIT_INCOMPLETE)

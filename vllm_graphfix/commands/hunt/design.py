@@ -246,6 +246,11 @@ class HuntCase(NamedTuple):
         drafts = self.settings["drafts"]
         return drafts not in ("no-drafts", YOURS) or (drafts == YOURS and "drafts" in fixed)
 
+    @property
+    def drafts_ngrams(self) -> bool:
+        """True if drafts come from earlier tokens, or if the user's may."""
+        return self.has_drafts and self.settings["drafts"] in ("ngram", YOURS)
+
 
 Pair = tuple[tuple[str, str], tuple[str, str]]
 

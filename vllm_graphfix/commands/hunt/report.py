@@ -6,14 +6,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from vllm_graphfix.commands.hunt.design import DIMENSIONS, YOURS
-from vllm_graphfix.commands.hunt.run import NO_TWIN, REFUSED, RIGHT, UNCLEAR, WRONG, Hunted, line_of
+from vllm_graphfix.commands.hunt.run import FAILS, NO_TWIN, REFUSED, RIGHT, UNCLEAR, WRONG, Hunted, line_of
 from vllm_graphfix.commands.output import say
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA = 1
-_VERDICTS = (WRONG, UNCLEAR, RIGHT, REFUSED, NO_TWIN)
+_VERDICTS = (WRONG, FAILS, UNCLEAR, RIGHT, REFUSED, NO_TWIN)
 
 
 def as_json(hunted: Hunted) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def show(hunted: Hunted, console: Console) -> None:
     for row in hunted.rows:
         if row["verdict"] != RIGHT:
             say(console, line_of(row), markup=False)
-        if row["verdict"] == WRONG:
+        if row["verdict"] in (WRONG, FAILS):
             say(console, f"  {(row.get('reduced') or row)['command']}", markup=False)
     if hunted.without_twin:
         by_reason: dict[str, list[str]] = {}
@@ -49,7 +49,7 @@ def show(hunted: Hunted, console: Console) -> None:
         names = "; ".join(f"{', '.join(each)} ({why})" for why, each in by_reason.items())
         say(console, f"without a twin: {names}", markup=False)
     counts = Counter(row["verdict"] for row in hunted.rows)
-    judged = {row["architecture"] for row in hunted.rows if row["verdict"] in (RIGHT, WRONG)}
+    judged = {row["architecture"] for row in hunted.rows if row["verdict"] in (RIGHT, WRONG, FAILS)}
     say(
         console,
         f"{len(hunted.rows)} of {hunted.planned} cases: "

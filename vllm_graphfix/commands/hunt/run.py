@@ -39,15 +39,15 @@ from vllm_graphfix.verify.engine.processes import HANG, Engines, JobResult
 if TYPE_CHECKING:
     from rich.console import Console
 
-RIGHT, WRONG, UNCLEAR, REFUSED, NO_TWIN = "right", "wrong", "inconclusive", "refused", "no twin"
-"""Verdicts on a case. vLLM refuses flags with which the engine does not run without graphs either."""
+RIGHT, WRONG, FAILS, UNCLEAR, REFUSED, NO_TWIN = "right", "wrong", "fails", "inconclusive", "refused", "no twin"
+"""Verdicts on a case. With graphs alone an engine fails; flags with which none runs are refused."""
 RESULTS, CONFIGS = "results.jsonl", "configs"
 """A file and a folder in the hunt's folder."""
 MIN_REPLAYS = 100
 """A case with fewer replays is not covered."""
 _MOST_ENGINES, _MAKERS = 12, 4
-_TOKENS, _TOKENS_WITH_DRAFTS = 192, 320
-"""Tokens of the longest answer; drafts make steps fewer."""
+_TOKENS, _TOKENS_WITH_DRAFTS = 192, 480
+"""Tokens of the longest answer; drafts make steps fewer, by up to 4."""
 _SIZES, _SIZES_WITH_DRAFTS = (1, 2, 4, 8, 16, 48, 128), (4, 8, 16, 32, 64, 128)
 """Sizes of graphs; the last is a step of nothing but a long prompt's tokens."""
 _COMMON = (
@@ -65,6 +65,7 @@ _UNTIMED = {
 }
 """Flags against preparations that take long, each with a file of vLLM and the word by which it is known there."""
 _OUT_OF_MEMORY = "out of memory"
+_NO_SUCH_GRAPHS = re.compile(r"CUDAGraphMode\.\w+ is not supported")
 _OTHER_NAMES = re.compile(
     r"not initialized from checkpoint|no module or parameter named|KeyError: '[\w.]+'"
     r"|'\w+Config' object has no attribute|not exist,please check config|Tokenizer not available"
@@ -177,48 +178,48 @@ def without_effect(source: Source) -> list[str]:
 
 
 def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
-    """Write what commands that reproduce a case need: configs, and the prompts without drafts and with them."""
+    """Write what commands that reproduce a case need: configs, and the prompts without n-grams and with them."""
     (folder / CONFIGS).mkdir(exist_ok=True)
     for each in architectures:
         (folder / CONFIGS / f"{each.name}.json").write_text(json.dumps(each.config, indent=2))
-    for drafts in (False, True):
-        lines = [json.dumps(prompt) + "\n" for prompt in made_prompts(drafts=drafts)]
+    for ngrams in (False, True):
+        lines = [json.dumps(prompt) + "\n" for prompt in made_prompts(ngrams=ngrams)]
         while lines:
-            _prompts(folder, len(lines), drafts=drafts).write_text("".join(lines))
+            _prompts(folder, len(lines), ngrams=ngrams).write_text("".join(lines))
             lines = lines[: len(lines) // 2]  # as a finding is reduced
 
 
-def made_prompts(*, drafts: bool) -> tuple[tuple[int, ...], ...]:
+def made_prompts(*, ngrams: bool) -> tuple[tuple[int, ...], ...]:
     """Return 16 prompts of up to 472 tokens; every other one begins alike, for the prefix cache.
 
-    Without *drafts*, two of one token follow, which wait until others have ended (`_COMMON`): their first step is then
-    one of decodes alone.
+    Two of one token follow, which wait until others have ended (`_COMMON`): their first step is then one of decodes
+    alone.
 
-    With *drafts* each begins with every token: what n-grams draft is then as long for each request, and only where it
-    is does the runner V1 replay a full graph.
+    With *ngrams* none does, and each begins with every token: what n-grams draft is then as long for each request, and
+    only where it is does the runner V1 replay a full graph.
     """
     chance = random.Random(0)  # noqa: S311 - the same prompts in every hunt
     words = range(10, 250)
     shared = tuple(chance.choices(words, k=96))
     lengths = [5 + 25 * number for number in range(16)]
     chance.shuffle(lengths)
-    if drafts:
+    if ngrams:
         shared = tuple(chance.sample(range(twins.VOCABULARY), twins.VOCABULARY))
         lengths = [length // 4 for length in lengths]
-    other = tuple(chance.sample(shared, len(shared))) if drafts else ()
+    other = tuple(chance.sample(shared, len(shared))) if ngrams else ()
     longer = tuple(
         (*(shared if number % 2 else other), *chance.choices(words, k=length)) for number, length in enumerate(lengths)
     )
-    return longer if drafts else (*longer, (words[0],), (words[1],))
+    return longer if ngrams else (*longer, (words[0],), (words[1],))
 
 
 def _whole(case: HuntCase) -> Size:
-    requests = len(made_prompts(drafts=case.has_drafts))
+    requests = len(made_prompts(ngrams=case.drafts_ngrams))
     return Size(requests, _TOKENS_WITH_DRAFTS if case.has_drafts else _TOKENS)
 
 
-def _prompts(folder: Path, requests: int, *, drafts: bool) -> Path:
-    return folder / f"{requests}-prompts{'-for-drafts' if drafts else ''}.jsonl"
+def _prompts(folder: Path, requests: int, *, ngrams: bool) -> Path:
+    return folder / f"{requests}-prompts{'-with-ngrams' if ngrams else ''}.jsonl"
 
 
 def read_results(folder: Path, version: str | None) -> dict[str, dict[str, Any]]:
@@ -362,14 +363,14 @@ class CaseRunner(NamedTuple):
                 report = replace(again, exact=ExactReport((), report.error))
         except CompareError as error:
             failed = ended[-1].error or ""
-            unclear = ended[-1].result is not None or HANG.search(failed) or _OUT_OF_MEMORY in failed
+            unclear = ended[-1].result is not None or _has_no_cause_here(failed)
             verdict = UNCLEAR if unclear else NO_TWIN if _OTHER_NAMES.search(failed) else REFUSED
             return {"verdict": verdict, "why": str(error)}
         return _row_of(report)
 
 
 def _jobs(case: HuntCase, size: Size, stem: str, twin: twins.Made, hunt: Hunt) -> list[Job]:
-    prompts = made_prompts(drafts=case.has_drafts)[: size.requests]
+    prompts = made_prompts(ngrams=case.drafts_ngrams)[: size.requests]
     options = Options(prompts, max_tokens=size.tokens)
     # A cache for each case: vLLM may write that of one hash from two engines at the same time. Triton's is made
     # for that, and its kernels are the same in most cases.
@@ -397,7 +398,7 @@ def _row_of(report: Report) -> dict[str, Any]:
         why = f"only {replays} replays; {MIN_REPLAYS} are needed"
     comparison, graphs = report.comparison, report.graphs
     row: dict[str, Any] = {
-        "verdict": WRONG if report.wrong else UNCLEAR if why else RIGHT,
+        "verdict": WRONG if report.wrong else _unproven(report) if why else RIGHT,
         "why": _finding(report) if report.wrong else why,
         "note": report.note,
         "cudagraph_mode": graphs.cudagraph_mode if graphs else NO_GRAPHS,
@@ -409,6 +410,19 @@ def _row_of(report: Report) -> dict[str, Any]:
         "facts": report.eager.facts,
     }
     return row | ({"report": compared_as_json(report)} if row["verdict"] != RIGHT else {})
+
+
+def _unproven(report: Report) -> str:
+    """Return the verdict on a case that is neither right nor wrong."""
+    error = report.error or ""
+    if report.comparison is not None or _has_no_cause_here(error):
+        return UNCLEAR
+    return REFUSED if _NO_SUCH_GRAPHS.search(error) else FAILS
+
+
+def _has_no_cause_here(error: str) -> bool:
+    """Tell if an engine's *error* may be the machine's."""
+    return bool(HANG.search(error)) or _OUT_OF_MEMORY in error
 
 
 def _ranks(report: Report) -> Sequence[Any]:
@@ -430,7 +444,7 @@ def _finding(report: Report) -> str:
 def _about(case: HuntCase, folder: Path, flags: Sequence[str], size: Size) -> dict[str, Any]:
     """Return what a result has on its case: also the command line that compares the same without a hunt."""
     variables = [f"{name}={value}" for name, value in _environment(case).items()]
-    prompts = _prompts(folder, size.requests, drafts=case.has_drafts)
+    prompts = _prompts(folder, size.requests, ngrams=case.drafts_ngrams)
     ours = ("--twin", "--exact", "--poison", "--prompts", str(prompts), "--max-tokens", str(size.tokens))
     return {
         "case": case.name,

@@ -21,7 +21,7 @@ from vllm_graphfix.source.known_code import code_digest
 _REGISTRY = "vllm/model_executor/models/registry.py"
 TEXT, IMAGES = "_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"
 """Tables in vLLM's registry."""
-VOCABULARY = 512
+VOCABULARY = 384
 """So small that a prompt can have every token: an n-gram drafter then has drafts for each."""
 _BIASED = {"topk_method": "noaux_tc"}
 """The routing method as published: without it vLLM has no bias of the router, which transformers always saves."""
