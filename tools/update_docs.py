@@ -69,6 +69,7 @@ PAGES = (
             "evidence",
             "fleet",
             "how-it-works",
+            "hunt",
             "long-lived-caches",
             "looked-at",
             "metrics",
