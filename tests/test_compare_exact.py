@@ -25,6 +25,7 @@ from vllm_graphfix.commands.compare.report import as_json, show
 from vllm_graphfix.commands.compare.upstream_report import of_comparison
 from vllm_graphfix.fix import Mode, State
 from vllm_graphfix.patching.applied_fix import FixState
+from vllm_graphfix.settings.environment import SHADOW
 from vllm_graphfix.settings.shadow_rate import Action, Rate
 from vllm_graphfix.shadow import process
 from vllm_graphfix.shadow.check import Shadow
@@ -185,6 +186,27 @@ def test_rounding_of_replays_is_not_called_equality(
 ) -> None:
     rank = replace(RIGHT, noise=noise, rounding=rounding, as_captured=as_captured)
     assert text in page_of(report(exact=ExactReport([RIGHT, rank])))
+
+
+@pytest.mark.parametrize(("alone", "why"), [(True, "ended: OOM"), (False, "the engine failed, but not")])
+def test_where_the_comparison_of_replays_fails_the_engine_answers_without_it(
+    tmp_path: Path, alone: bool, why: str
+) -> None:
+    ran: list[Job] = []
+
+    def run(job: Job) -> JobResult:
+        ran.append(job)
+        fails = job.exact or (job.mode == GRAPHS and not alone)
+        passes = ((Answer((5,), ({5: -0.1, 6: -9.0},)),),) * 2
+        result = None if fails else replace(RESULT, passes=passes)
+        return JobResult(job, result, "OOM" if fails else None, tmp_path / "log", 0.0)
+
+    options = compare_run.Options(generated=1, exact=True)
+    jobs = compare_run.in_one_engine(compare_run.jobs_for("a/twin", (), options), options)
+    made = compare_run.judge_in_one("a/twin", (), jobs, run)
+    assert [(job.name, job.exact) for job in ran] == [(EAGER, False), (GRAPHS, True), (f"{GRAPHS} alone", False)]
+    assert ran[2].environment.get(SHADOW) is None
+    assert why in (made.inconclusive or "")
 
 
 def test_requests_begin_together_in_the_engine_whose_batches_are_filled(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import ast
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from table import slow_but_for
 from vllm_graphfix.commands.cli import app
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare import run as compare_run
+from vllm_graphfix.source.files import Source
+from vllm_graphfix.verify.engine.exact import ENVIRONMENT
 from vllm_graphfix.verify.engine.job import Job
 from warm_release import run_in_fork
 
@@ -164,11 +167,13 @@ def jobs_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Sequence[Job]:
     """Return the jobs of the engines."""
     made: list[Sequence[Job]] = []
 
-    def compare(model: str, flags: Sequence[str], options: object, jobs: Sequence[Job], *rest: object) -> None:
+    def run_engines(
+        model: str, flags: Sequence[str], options: object, console: object, jobs: Sequence[Job], judged: object
+    ) -> None:
         made.append(jobs)
         raise NotStartedError("engines are not started here")
 
-    monkeypatch.setattr(compare_run, "_compare", compare)
+    monkeypatch.setattr(compare_run, "_run_engines", run_engines)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     call(*arguments)
     return made[0]
@@ -185,6 +190,24 @@ def test_every_engine_gets_the_same_and_relative_paths_begin_where_the_user_is(
     assert [job.mode for job in (eager, graphs, compiled)] == ["eager", "graphs", "no graphs"]
     assert [job.extra_passes for job in (eager, graphs, compiled)] == [True, False, False]
     assert {job.max_tokens for job in (eager, graphs, compiled)} == {(16, 14, 12, 10)}
+
+
+def test_a_twin_has_one_engine_with_graphs_that_does_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fitted: list[Sequence[str]] = []
+
+    def fit(model: str, flags: Sequence[str], folder: Path) -> Any:
+        fitted.append(flags)
+        return SimpleNamespace(folder=folder, flags=("-tp=1",), adapters=())
+
+    kernels = {"vllm/config/kernel.py": b"enable_jit_warmup: bool = True"}
+    monkeypatch.setattr(compare_run, "open_source", lambda: Source("a vLLM", kernels.get, lambda: "0.1.0"))
+    monkeypatch.setattr(compare_run, "fit", fit)
+    eager, graphs, compiled = jobs_of(monkeypatch, "m", "--twin", "--exact", "--poison", "-tp", "8")
+    assert fitted == [("--kernel-config.enable_jit_warmup=false", "-tp", "8")]
+    assert (graphs.exact, graphs.poison_last) == (True, True)
+    assert not any(job.exact or job.poison_last for job in (eager, compiled))
+    assert all(job.untuned and job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" for job in (eager, compiled))
+    assert graphs.environment == eager.environment | ENVIRONMENT
 
 
 def test_answers_differ_in_length_and_every_one_has_a_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,7 +346,7 @@ def compare(
         texts = read_prompts(prompts) if prompts is not None else ()
         options = Options(texts, num_prompts, max_tokens, timeout, poison=poison, exact=exact, gap=gap)
         report = run(model, context.args, options, console(stderr=True), as_twin=as_twin)
-    except (CompareError, OSError) as error:
+    except (SourceError, CompareError, OSError) as error:
         stop(str(error))
     except KeyboardInterrupt as interrupt:
         stop(f"interrupted; all processes it had started have ended {interrupt}".rstrip(), code=EXIT_INTERRUPTED)

@@ -25,6 +25,7 @@ from vllm_graphfix.commands.compare.twin import fit
 from vllm_graphfix.fixes import BY_NAME
 from vllm_graphfix.settings import decision as rollout
 from vllm_graphfix.settings import environment as settings
+from vllm_graphfix.source.files import Source, open_source
 from vllm_graphfix.verify.comparison import Kind, compare, noise_between
 from vllm_graphfix.verify.engine.bars import EngineBars
 from vllm_graphfix.verify.engine.exact import ENVIRONMENT as EXACT_ENVIRONMENT
@@ -45,6 +46,12 @@ _BATCHES = 8
 SCHEDULER_IN_PROCESS: dict[str, str | None] = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """With the scheduler in a process of its own, the batches of two passes would differ by timing, and requests that begin
 one after the other would not end together where a batch is to be filled."""
+_QUICK_START = {
+    # FlashInfer's takes minutes; 20 s go into Triton's kernels, most of which a small model has no use for.
+    "--no-enable-flashinfer-autotune": ("vllm/engine/arg_utils.py", "enable_flashinfer_autotune"),
+    "--kernel-config.enable_jit_warmup=false": ("vllm/config/kernel.py", "enable_jit_warmup"),
+}
+"""Flags, each with a file of vLLM and the word by which it is known there."""
 _SHORTEST = 0.5
 """Length of the shortest answer, relative to the longest: the batch shrinks through sizes between those captured."""
 
@@ -88,8 +95,9 @@ def run(model: str, flags: Sequence[str], options: Options, console: Console, *,
     if as_twin:
         folder = Path(tempfile.mkdtemp(prefix="graphfix-twin-"))
         try:
-            twin = fit(model, flags, folder)
-            report = _run_engines(str(twin.folder), twin.flags, options, console, twin.adapters)
+            twin = fit(model, (*quick_start(open_source()), *flags), folder)
+            jobs = in_one_engine(jobs_for(str(twin.folder), twin.flags, options, twin.adapters), options)
+            report = _run_engines(str(twin.folder), twin.flags, options, console, jobs, judge_in_one)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -97,21 +105,31 @@ def run(model: str, flags: Sequence[str], options: Options, console: Console, *,
             shutil.rmtree(folder, ignore_errors=True)
         return replace(report, model=model, twin=twin)
     named = f"./{model}" if model.startswith("-") else model  # else vLLM would parse it as a flag
-    return replace(_run_engines(named, flags, options, console), model=model)
-
-
-def _run_engines(
-    model: str, flags: Sequence[str], options: Options, console: Console, adapters: Sequence[str] = ()
-) -> Report:
-    jobs = jobs_for(model, flags, options, adapters)
+    jobs = jobs_for(named, flags, options)
     if options.poison:
         jobs.append(replace(jobs[1], name=POISON_JOB, extra_passes=1, poison=True, environment=SCHEDULER_IN_PROCESS))
     if options.exact:
         jobs.append(replace(jobs[1], name=EXACT_JOB, exact=True, environment=SCHEDULER_IN_PROCESS | EXACT_ENVIRONMENT))
+    return replace(_run_engines(named, flags, options, console, jobs, judge), model=model)
+
+
+def _run_engines(
+    model: str,
+    flags: Sequence[str],
+    options: Options,
+    console: Console,
+    jobs: Sequence[Job],
+    judged: Callable[..., Report],
+) -> Report:
+    """Run *jobs*, and judge them by `judge` or `judge_in_one`."""
     folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
     keep = True  # after any other error the logs are needed
     try:
-        report = _compare(model, flags, options, jobs, folder, console)
+        bars = EngineBars(console, jobs)
+        engines = Engines(folder, options.timeout, bars.doing, bars.done, preload=True)
+        with bars.display(), engines.session():
+            report = judged(model, flags, jobs, lambda job: engines.run([job], 1)[job.name], all_references=options.gap)
+        report = replace(report, logs=str(folder)) if report.logs else report
         keep = report.logs is not None
     except CompareError as error:
         keep = error.log is not None
@@ -143,6 +161,26 @@ def jobs_for(model: str, flags: Sequence[str], options: Options, adapters: Seque
             adapters=tuple(turns[number % len(turns)] for number in range(count)) if adapters else (),
         )
         for mode in (EAGER, GRAPHS, COMPILED)
+    ]
+
+
+def quick_start(source: Source) -> list[str]:
+    """Return the flags against what takes longest in the start of a small model, as far as *source* knows them."""
+    return [flag for flag, (file, word) in _QUICK_START.items() if source.contains_word(file, word)]
+
+
+def in_one_engine(jobs: Sequence[Job], options: Options) -> list[Job]:
+    """Have the engine with graphs, of *jobs* by `jobs_for`, compare its replays and then have its memory poisoned.
+
+    Each engine starts for longer than it answers. Of a small model all have the scheduler in their process, and run
+    the first variant of kernels that would time several.
+    """
+    eager, graphs, compiled = (replace(job, environment=SCHEDULER_IN_PROCESS, untuned=True) for job in jobs)
+    environment = graphs.environment | (EXACT_ENVIRONMENT if options.exact else {})
+    return [
+        eager,
+        replace(graphs, exact=options.exact, poison_last=options.poison, environment=environment),
+        compiled,
     ]
 
 
@@ -183,16 +221,6 @@ def refuse_settings(environment: Mapping[str, str], *, exact: bool) -> None:
         )
     if exact and decision.withheld is not None:
         raise CompareError(f"--exact needs the shadow check, which is off outside the rollout: {decision.withheld}")
-
-
-def _compare(
-    model: str, flags: Sequence[str], options: Options, jobs: Sequence[Job], folder: Path, console: Console
-) -> Report:
-    bars = EngineBars(console, jobs)
-    engines = Engines(folder, options.timeout, bars.doing, bars.done, preload=True)
-    with bars.display(), engines.session():
-        report = judge(model, flags, jobs, lambda job: engines.run([job], 1)[job.name], all_references=options.gap)
-    return replace(report, logs=str(folder)) if report.logs else report
 
 
 def judge(
@@ -264,6 +292,33 @@ def judge(
         exact=exact,
         gaps=measure(reference.result, compiled_result, padded_result, graphed.result) if all_references else (),
     )
+
+
+def judge_in_one(
+    model: str,
+    flags: Sequence[str],
+    jobs: Sequence[Job],
+    run: Callable[[Job], JobResult],
+    *,
+    all_references: bool = False,
+) -> Report:
+    """Run and judge jobs of `in_one_engine` as `judge` does.
+
+    If the engine with graphs fails, another one does not compare its replays: it may be the comparison that fails.
+    """
+    ended: dict[str, JobResult] = {}
+
+    def run_once(job: Job) -> JobResult:
+        return ended.get(job.name) or ended.setdefault(job.name, run(job))
+
+    report = judge(model, flags, jobs, run_once, all_references=all_references)
+    eager, graphs, *further = jobs
+    if report.comparison is not None or report.wrong or not graphs.exact:
+        return report
+    environment = {**graphs.environment, **dict.fromkeys(EXACT_ENVIRONMENT)}
+    alone = replace(graphs, name=f"{graphs.name} alone", exact=False, environment=environment)
+    again = judge(model, flags, [eager, alone, *further], run_once, all_references=all_references)
+    return replace(again, exact=ExactReport((), report.error))
 
 
 def _named(compiled: Job, name: str, **changes: Any) -> Job:

@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm_graphfix.commands.compare import CompareError
 from vllm_graphfix.commands.compare.report import NO_GRAPHS, Report
 from vllm_graphfix.commands.compare.report import as_json as compared_as_json
-from vllm_graphfix.commands.compare.run import SCHEDULER_IN_PROCESS, Options, jobs_for, judge, refuse_settings
+from vllm_graphfix.commands.compare.run import (
+    Options,
+    in_one_engine,
+    jobs_for,
+    judge_in_one,
+    quick_start,
+    refuse_settings,
+)
 from vllm_graphfix.commands.hunt import twins
 from vllm_graphfix.commands.hunt.design import DIMENSIONS, MODEL, ON_TWO_GPUS, Architecture, HuntCase, around, design
 from vllm_graphfix.commands.hunt.smaller import Size, smaller
@@ -31,8 +38,6 @@ from vllm_graphfix.verify import VerifyError
 from vllm_graphfix.verify.comparison import comparison_lines, finite_or_none
 from vllm_graphfix.verify.engine import device as devices
 from vllm_graphfix.verify.engine.case import CASE_ENVIRONMENT, GIB_PER_ENGINE, NOTHING_COMPILED
-from vllm_graphfix.verify.engine.exact import ENVIRONMENT as EXACT_ENVIRONMENT
-from vllm_graphfix.verify.engine.exact_report import ExactReport
 from vllm_graphfix.verify.engine.job import Job
 from vllm_graphfix.verify.engine.processes import HANG, Engines, JobResult
 
@@ -55,15 +60,9 @@ _COMMON = (
     # Keeps vLLM's memory profiling out of a GPU that several engines share.
     *("--kv-cache-memory-bytes", str(1 << 30), "--gpu-memory-utilization", "0.05"),
 )
-_GDN_ON_TRITON = "--gdn-prefill-backend=triton"
-_UNTIMED = {
-    # FlashInfer's takes minutes, and so does compiling its kernel of gated delta nets, 5 GiB a compiler; 20 s go into
-    # Triton's kernels that nothing here uses.
-    "--no-enable-flashinfer-autotune": ("vllm/engine/arg_utils.py", "enable_flashinfer_autotune"),
-    _GDN_ON_TRITON: ("vllm/engine/arg_utils.py", "gdn_prefill_backend"),
-    "--kernel-config.enable_jit_warmup=false": ("vllm/config/kernel.py", "enable_jit_warmup"),
-}
-"""Flags against preparations that take long, each with a file of vLLM and the word by which it is known there."""
+_GDN_ON_TRITON = ("--gdn-prefill-backend=triton", "vllm/engine/arg_utils.py", "gdn_prefill_backend")
+"""A flag, a file of vLLM and the word by which it is known there: to compile FlashInfer's kernel of gated delta nets
+takes minutes, and 5 GiB a compiler."""
 _OUT_OF_MEMORY = "out of memory"
 _NO_SUCH_GRAPHS = re.compile(r"CUDAGraphMode\.\w+ is not supported")
 _OTHER_NAMES = re.compile(
@@ -338,29 +337,22 @@ class CaseRunner(NamedTuple):
     def _flags(self, case: HuntCase) -> tuple[str, ...]:
         """Return the flags that every case has, those of them that this vLLM knows, and the case's own."""
         sizes = map(str, _SIZES_WITH_DRAFTS if case.has_drafts else _SIZES)
-        known = [flag for flag, (file, word) in _UNTIMED.items() if self.source.contains_word(file, word)]
-        # A user's kernels are the user's.
-        untimed = [flag for flag in known if not (case.deployed and flag == _GDN_ON_TRITON)]
+        quick = list(quick_start(self.source))
+        flag, *known_by = _GDN_ON_TRITON
+        if not case.deployed and self.source.contains_word(*known_by):  # a user's kernels are the user's
+            quick.append(flag)
         captured = () if case.deployed else ("--cudagraph-capture-sizes", *sizes)
         model = json.dumps(str(_config(case, self.hunt.folder)))
         flags = (flag.replace(json.dumps(MODEL), model) for flag in case.flags)
-        return (*_COMMON, *captured, *untimed, *flags)
+        return (*_COMMON, *captured, *quick, *flags)
 
     def _judged(self, case: HuntCase, jobs: list[Job], ended: list[JobResult]) -> dict[str, Any]:
-        def run_once(job: Job) -> JobResult:
-            same = next((each for each in ended if each.job.name == job.name), None)
-            if same is None:
-                ended.append(same := self.run_engine(case, job))
-            return same
+        def run_engine(job: Job) -> JobResult:
+            ended.append(self.run_engine(case, job))
+            return ended[-1]
 
         try:
-            report = judge(case.name, case.flags, jobs, run_once)
-            if report.comparison is None and not report.wrong:
-                # Is it the comparison of replays that fails?
-                plain = replace(jobs[1], name=f"{jobs[1].name} alone", exact=False)
-                plain = replace(plain, environment={**plain.environment, **dict.fromkeys(EXACT_ENVIRONMENT)})
-                again = judge(case.name, case.flags, [jobs[0], plain, *jobs[2:]], run_once)
-                report = replace(again, exact=ExactReport((), report.error))
+            report = judge_in_one(case.name, case.flags, jobs, run_engine)
         except CompareError as error:
             failed = ended[-1].error or ""
             unclear = ended[-1].result is not None or _has_no_cause_here(failed)
@@ -371,18 +363,16 @@ class CaseRunner(NamedTuple):
 
 def _jobs(case: HuntCase, size: Size, stem: str, twin: twins.Made, hunt: Hunt) -> list[Job]:
     prompts = made_prompts(ngrams=case.drafts_ngrams)[: size.requests]
-    options = Options(prompts, max_tokens=size.tokens)
+    options = Options(prompts, max_tokens=size.tokens, poison=True, exact=True)
     # A cache for each case: vLLM may write that of one hash from two engines at the same time. Triton's is made
     # for that, and its kernels are the same in most cases.
     caches = hunt.folder / "caches"
     own: dict[str, str | None] = {"VLLM_CACHE_ROOT": str(caches / stem), "TRITON_CACHE_DIR": str(caches / "triton")}
-    environment = CASE_ENVIRONMENT | SCHEDULER_IN_PROCESS | _environment(case) | own
-    eager, graphs, compiled = (
-        replace(job, name=f"{stem} {job.name}", environment=environment, untuned=True)
-        for job in jobs_for(twin.folder, twin.flags, options, twin.adapters)
-    )
-    # Poison comes after the comparison, in the same engine: to start another one would take longer.
-    return [eager, replace(graphs, exact=True, poison_last=True, environment=environment | EXACT_ENVIRONMENT), compiled]
+    environment = CASE_ENVIRONMENT | _environment(case) | own
+    return [
+        replace(job, name=f"{stem} {job.name}", environment=environment | job.environment)
+        for job in in_one_engine(jobs_for(twin.folder, twin.flags, options, twin.adapters), options)
+    ]
 
 
 def _environment(case: HuntCase) -> dict[str, str | None]:
