@@ -204,6 +204,8 @@ def test_a_twin_has_one_engine_with_graphs_that_does_all(monkeypatch: pytest.Mon
     monkeypatch.setattr(compare_run, "fit", fit)
     eager, graphs, compiled = jobs_of(monkeypatch, "m", "--twin", "--exact", "--poison", "-tp", "8")
     assert fitted == [("--kernel-config.enable_jit_warmup=false", "-tp", "8")]
+    jobs_of(monkeypatch, "m", "--twin", "--kernel_config", "{}")
+    assert fitted[1] == ("--kernel_config", "{}"), "with a flag for one of its keys vLLM would drop the others"
     assert (graphs.exact, graphs.poison_last) == (True, True)
     assert not any(job.exact or job.poison_last for job in (eager, compiled))
     assert all(job.untuned and job.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" for job in (eager, compiled))

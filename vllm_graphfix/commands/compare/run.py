@@ -95,7 +95,7 @@ def run(model: str, flags: Sequence[str], options: Options, console: Console, *,
     if as_twin:
         folder = Path(tempfile.mkdtemp(prefix="graphfix-twin-"))
         try:
-            twin = fit(model, (*quick_start(open_source()), *flags), folder)
+            twin = fit(model, (*quick_start(open_source(), flags), *flags), folder)
             jobs = in_one_engine(jobs_for(str(twin.folder), twin.flags, options, twin.adapters), options)
             report = _run_engines(str(twin.folder), twin.flags, options, console, jobs, judge_in_one)
         except BaseException:
@@ -164,9 +164,14 @@ def jobs_for(model: str, flags: Sequence[str], options: Options, adapters: Seque
     ]
 
 
-def quick_start(source: Source) -> list[str]:
-    """Return the flags against what takes longest in the start of a small model, as far as *source* knows them."""
-    return [flag for flag, (file, word) in _QUICK_START.items() if source.contains_word(file, word)]
+def quick_start(source: Source, flags: Sequence[str]) -> list[str]:
+    """Return further flags against what takes longest in the start of a small model, as far as *source* knows them.
+
+    vLLM lets a flag with a dot replace the whole object of the same name among *flags*, which then stays alone.
+    """
+    names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+    known = [flag for flag, (file, word) in _QUICK_START.items() if source.contains_word(file, word)]
+    return [flag for flag in known if flag.partition(".")[0] not in names]
 
 
 def in_one_engine(jobs: Sequence[Job], options: Options) -> list[Job]:

@@ -337,7 +337,7 @@ class CaseRunner(NamedTuple):
     def _flags(self, case: HuntCase) -> tuple[str, ...]:
         """Return the flags that every case has, those of them that this vLLM knows, and the case's own."""
         sizes = map(str, _SIZES_WITH_DRAFTS if case.has_drafts else _SIZES)
-        quick = list(quick_start(self.source))
+        quick = quick_start(self.source, case.flags)
         flag, *known_by = _GDN_ON_TRITON
         if not case.deployed and self.source.contains_word(*known_by):  # a user's kernels are the user's
             quick.append(flag)
