@@ -70,6 +70,39 @@ def test_a_twin_has_the_shares_of_one_rank_and_each_kind_of_layer(
     assert {key: made[key] for key in expected} == expected
 
 
+def test_layers_with_windows_may_have_more_key_value_heads() -> None:
+    section = {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "num_hidden_layers": 48}
+    section |= {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8}
+    made = reduced(section, {}, Plan)[0]
+    assert (made["num_attention_heads"], made["num_key_value_heads"]) == (32, 2)
+    assert (made["swa_num_attention_heads"], made["swa_num_key_value_heads"]) == (32, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "saved", "expected"),
+    [
+        ({}, "layers.0.hc_pre.hc_attn_layer.hc_fn", ["layers.0.hc_attn_layer.hc_pre.hc_fn"]),
+        ({}, "model.hc_pre.hc_head.hc_head_fn", ["model.hc_head.hc_head_fn"]),
+        ({}, "model.hc_head.hc_fn", ["model.hc_head_fn"]),
+        ({}, "layers.0.attn.norm.weight", ["layers.0.attn.kv_norm.weight"]),
+        ({"zero_expert_num": 2, "n_routed_experts": 4}, "mlp.experts.3.w", ["mlp.experts.3.w"]),
+        ({"zero_expert_num": 2, "n_routed_experts": 4}, "mlp.experts.4.w", []),
+    ],
+)
+def test_weights_have_the_names_that_vllm_loads(config: dict[str, Any], saved: str, expected: list[str]) -> None:
+    import torch
+
+    assert list(twin._as_vllm_loads({saved: torch.ones(1)}, config)) == expected
+
+
+def test_a_norm_that_vllm_loads_but_does_not_run_is_there() -> None:
+    import torch
+
+    norm = "model.layers.0.post_attention_layernorm.weight"
+    config = {"model_type": "axk1", "first_k_dense_replace": 1}
+    assert "model.layers.0.post_mlp_layernorm.weight" in twin._as_vllm_loads({norm: torch.ones(1)}, config)
+
+
 def test_the_sections_of_a_model_of_images_are_reduced_alone() -> None:
     made = reduce("llama-4-scout")
     assert made["text_config"]["no_rope_layers"] == [1, 1, 1, 0]

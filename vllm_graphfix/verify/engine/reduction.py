@@ -34,9 +34,11 @@ class Change(NamedTuple):
 
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "swa_num_attention_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "swa_num_key_value_heads")
 _HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
+_AS_WIDE = ("conv_dim", "block_dim")
+"""LFM2's names of the hidden size in blocks of its own."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _GROUPS = ("n_group", "num_expert_group")
@@ -116,6 +118,10 @@ class Plan:
         # Ranks share key-value heads that are fewer than they.
         return ratio * shared * after, shared * after if kv_heads >= after else math.gcd(kv_heads, after)
 
+    def kv_heads(self, before: int) -> int:
+        """Return the key-value heads of layers that have *before*: those with windows may have more than others."""
+        return before * self.head_counts[1] // self.first(_KV_HEADS, before)
+
     @cached_property
     def head_size(self) -> int:
         derived = self.first(_HIDDEN_SIZES) // self.first(_HEADS, 1)
@@ -126,7 +132,10 @@ class Plan:
         before = self.first(_HIDDEN_SIZES)
         if self.first(_HEADS) and not self.first(("head_dim", "attention_head_dim")):
             return min(before, self.head_counts[0] * self.head_size)
-        return narrowed(before, _HIDDEN)
+        hidden = narrowed(before, _HIDDEN)
+        if self.section.get("kv_lora_rank") and before % self.head_counts[0] == 0:
+            return min(before, math.lcm(hidden, self.head_counts[0]))  # MiniCPM3's class needs a multiple of heads
+        return hidden
 
     def first_layers(self, before: int) -> int:
         """Return 1, or, where a list has the kind of each layer, too, as many as it has: the two must agree."""
@@ -178,8 +187,10 @@ REDUCTIONS = (
     Reduction(_FIRST_LAYERS, Plan.first_layers, (), "a layer of the kind in front is there"),
     Reduction(_MTP_LAYERS, lambda _, before: min(before, 1), (), "one draft layer is asked for each draft token"),
     Reduction(_HEADS, lambda plan, _: plan.head_counts[0], _SCHEDULES, _AT_OTHER_LENGTHS),
-    Reduction(_KV_HEADS, lambda plan, _: plan.head_counts[1], _SCHEDULES, _AT_OTHER_LENGTHS),
-    Reduction(_HIDDEN_SIZES, lambda plan, _: plan.hidden, (), "no fix depends on the width of a token's state"),
+    Reduction(_KV_HEADS, Plan.kv_heads, _SCHEDULES, _AT_OTHER_LENGTHS),
+    Reduction(
+        (*_HIDDEN_SIZES, *_AS_WIDE), lambda plan, _: plan.hidden, (), "no fix depends on the width of a token's state"
+    ),
     Reduction(tuple(_WIDTHS), Plan.width, (), "no fix depends on it, and its alignment is the same"),
     Reduction(("ffn_hidden_size",), Plan.falcon_width, (), "no fix depends on it"),
     Reduction(EXPERTS, Plan.experts, (), "no fix depends on their number; a token has as many, of as many groups"),

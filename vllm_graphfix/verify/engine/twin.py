@@ -31,8 +31,15 @@ _PROMPT_TOKENS = 32
 """Tokens of the prompt by which logits are scaled."""
 _LINEAR = re.compile(r"\.(?!eh_proj)(\w+_proj|\w+_proj_with_mqa|w[123])\.weight$")
 """Matrices that checkpoints quantise: none of routers, of embeddings, of convolutions."""
-_DENSE = re.compile(r"\.block_sparse_moe\.(?=(gate|up|down)_proj\.)")
-"""Kimi's dense layers, which transformers saves by the name of those with experts, and vLLM loads as checkpoints do."""
+_RENAMED = (
+    (re.compile(r"\.block_sparse_moe\.(?=(gate|up|down)_proj\.)"), ".mlp."),  # Kimi's dense layers
+    (re.compile(r"\.hc_pre\.(hc_attn_layer|hc_mlp_layer)\."), r".\1.hc_pre."),  # HY-V4's
+    (re.compile(r"\.hc_pre\.hc_head\."), ".hc_head."),
+    (re.compile(r"\.hc_head\.hc_(?=(fn|base|scale)$)"), ".hc_head_"),  # DeepSeek V4's
+    (re.compile(r"(layers\.\d+\.attn)\.norm\."), r"\1.kv_norm."),
+)
+"""Names by which transformers saves weights, and those by which vLLM loads them."""
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _EXPERTS_OUT_OF = "down_proj"
 _MXFP4_BLOCK, _MXFP4_SPREAD, _E8M0_BIAS = 32, 2.93, 127
 """Values that share a scale; the standard deviation of a value of random bits; the exponent that stands for 1."""
@@ -87,7 +94,7 @@ def make(config: Section, folder: Path, plan: Callable[[Section], Plan]) -> Twin
     _fill(model, twin)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder, max_shard_size="100GB")
-    tensors = {_DENSE.sub(".mlp.", name): each for name, each in load_file(folder / "model.safetensors").items()}
+    tensors = _as_vllm_loads(load_file(folder / "model.safetensors"), twin.config)
     tensors |= _draft_layers(tensors, twin.config)
     twin.parameters = sum(each.numel() for each in tensors.values())
     twin.linear = {
@@ -161,6 +168,23 @@ def _last_norm(model: Any) -> torch.Tensor:
     """Return the weights of the norm in front of the output matrix."""
     named: Iterable[tuple[str, torch.Tensor]] = model.named_parameters()
     return [each for name, each in named if each.dim() == 1 and re.search(r"(norm|ln_)\w*\.weight$", name)][-1]
+
+
+def _as_vllm_loads(saved: Tensors, config: Section) -> Tensors:
+    """Return the weights that transformers has *saved* as checkpoints have them."""
+    tensors = {}
+    for saved_name, each in saved.items():
+        name = saved_name
+        for pattern, other in _RENAMED:
+            name = pattern.sub(other, name)
+        expert = _EXPERT.search(name) if config.get("zero_expert_num") else None
+        if expert is None or int(expert[1]) < config["n_routed_experts"]:  # LongCat's zero experts have no weights
+            tensors[name] = each
+    if config.get("model_type") == "axk1":  # vLLM loads, but does not run, a norm behind a dense layer
+        for number in range(config["first_k_dense_replace"]):
+            layer = f"model.layers.{number}."
+            tensors[f"{layer}post_mlp_layernorm.weight"] = tensors[f"{layer}post_attention_layernorm.weight"].clone()
+    return tensors
 
 
 def _draft_layers(tensors: Tensors, config: Section) -> Tensors:
