@@ -94,6 +94,30 @@ def test_each_architecture_has_each_value_that_it_allows() -> None:
             assert {case.settings[key] for case in cases} == allowed
 
 
+MIXED = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "chosen", "allowed"),
+    [
+        ({"model_type": "ernie4_5_moe"}, {"drafts": "draft-model"}, False),  # taken for layers of drafts
+        ({"model_type": "ernie4_5"}, {"drafts": "draft-model"}, True),
+        (MIXED, {"drafts": "draft-model", "runner": "V1"}, False),
+        (MIXED, {"drafts": "draft-model", "runner": "V2"}, True),
+        ({"sliding_window": 128}, {"drafts": "draft-model", "runner": "V1"}, True),  # one kind of attention
+        ({"model_type": "bloom"}, {"attention": "FLEX_ATTENTION"}, False),
+        ({"model_type": "bloom"}, {"attention": "TRITON_ATTN"}, True),
+        ({"model_type": "falcon", "alibi": True}, {"attention": "FLEX_ATTENTION"}, False),
+        ({"model_type": "falcon", "alibi": False}, {"attention": "FLEX_ATTENTION"}, True),
+        ({"model_type": "minicpm3", "kv_lora_rank": 256}, {"attention": "FLASH_ATTN_MLA"}, False),
+    ],
+)
+def test_what_vllm_is_sure_to_refuse_is_not_allowed(
+    config: dict[str, Any], chosen: dict[str, str], allowed: bool
+) -> None:
+    assert Architecture("Any", {"num_attention_heads": 8, "head_dim": 64, **config}).allows(chosen) is allowed
+
+
 def test_no_case_comes_twice_and_the_seed_decides_which_there_are() -> None:
     names, few = [case.name for case in every_case()], 50
     assert len(names) == len(set(names))
@@ -385,10 +409,12 @@ print(json.dumps({name: twins.default_config(name) for name in sys.argv[1:]}))
 
 
 def test_configs_of_defaults_become_twins(tmp_path: Path) -> None:
-    names = ("LlamaForCausalLM", "FalconH1ForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "ChatGLMModel")
-    command = [warm_python.executable(), "-c", DEFAULTS, *names]  # which has imported transformers
+    names = ("LlamaForCausalLM", "FalconH1ForCausalLM", "BloomForCausalLM", "GPT2LMHeadModel", "MiniCPM3ForCausalLM")
+    others = ("LongcatFlashForCausalLM", "KimiLinearForCausalLM", "ChatGLMModel", "InklingForCausalLM")
+    command = [warm_python.executable(), "-c", DEFAULTS, *names, *others]  # which has imported transformers
     configs = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert "no class" in configs.pop("ChatGLMModel")
+    assert "tokenizer" in configs.pop("InklingForCausalLM")
     for name, config in configs.items():
         assert isinstance(config, dict), config
         path = tmp_path / f"{name}.json"

@@ -87,6 +87,11 @@ ON_TWO_GPUS = tuple(DIMENSIONS["ranks"])[1:]
 _OF_STATES = ("mamba", "ssm", "state_size", "linear_num_value_heads", "linear_attn_config", "conv_L_cache")
 _WITH_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2")
 """Beginnings of model types whose attention has sinks, which no key of a config says."""
+_DRAFTS_BY_MTP = ("deepseek_v4", "ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "mimo")
+"""Beginnings of model types of which vLLM takes a draft model for the target's own layers of drafts (MTP).
+
+Those with states or latent attention, which have no draft model here, are left out.
+"""
 _WITHOUT_DCP = ("TRITON_ATTN", "FLEX_ATTENTION")
 _FLASHINFER_SIZES = (64, 128, 256, 512)
 _ATTEMPTS = 20
@@ -118,7 +123,7 @@ class Architecture(NamedTuple):
 
     @property
     def _is_latent(self) -> bool:
-        return bool(self._text.get("kv_lora_rank"))
+        return bool(self._text.get("kv_lora_rank")) and self._text.get("model_type") != "minicpm3"  # there in full
 
     @property
     def _has_states(self) -> bool:
@@ -132,6 +137,10 @@ class Architecture(NamedTuple):
         kinds = str(self._text.get("layer_types"))
         sizes = (self._text.get(key) for key in ("sliding_window", "attention_chunk_size"))
         return any(sizes) or "sliding" in kinds or "chunked" in kinds
+
+    @property
+    def _has_alibi(self) -> bool:
+        return bool(self._text.get("alibi")) or self._text.get("model_type") == "bloom"
 
     @property
     def _is_mixture(self) -> bool:
@@ -162,6 +171,7 @@ class Architecture(NamedTuple):
             "pages as large as a state are no power of 2": attention == "FLEX_ATTENTION" and self._has_states,
             "no sinks": attention in ("FLEX_ATTENTION", "FLASHINFER") and has_sinks,
             "no kernel for the head": attention == "FLASHINFER" and self._head_size not in _FLASHINFER_SIZES,
+            "no ALiBi": attention == "FLEX_ATTENTION" and self._has_alibi,
             "no fp8 cache": cache == "fp8" and attention in ("FLEX_ATTENTION", "FLASH_ATTN_MLA"),
             "TurboQuant is a backend": is_turboquant and attention != "chosen",
             "TurboQuant needs keys and values": is_turboquant and (self._is_latent or self._has_states),
@@ -173,6 +183,11 @@ class Architecture(NamedTuple):
             "no draft layers": drafts == "mtp" and not self._has_draft_layers,
             "no Eagle head is made": drafts == "eagle" and self._text.get("model_type") != "llama",
             "no states in a draft model": drafts == "draft-model" and (self._has_states or self._is_latent),
+            "no draft model but MTP": drafts == "draft-model"
+            and str(self._text.get("model_type")).startswith(_DRAFTS_BY_MTP),
+            "V1 drafts with one kind of attention": (drafts, runner) == ("draft-model", "V1")
+            and self._has_windows
+            and len(set(self._text.get("layer_types") or ())) > 1,
             "V1 schedules in step with n-grams": (drafts, runner, scheduling) == ("ngram", "V1", "async"),
             "no adapters": chosen.get("adapters", "no-adapters") != "no-adapters" and not self.takes_adapters,
             "no states": states == "states-aligned" and not self._has_states,

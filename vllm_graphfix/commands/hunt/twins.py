@@ -28,20 +28,64 @@ _BIASED = {"topk_method": "noaux_tc"}
 _CONVOLUTIONS = {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8}
 _HYBRID = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 8}
 """Layers of two kinds, as published, where the class's default is one kind."""
+_DELTA_LAYERS = {
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "kda_layers": [number for number in range(1, 27) if number % 4],
+        "head_dim": 128,
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    }
+}
+"""Kimi Linear's layers as published, counted from 1; of the class's own list of them vLLM knows nothing."""
+_WINDOWS = {
+    "hybrid_layer_pattern": [int(0 < layer < 47 and layer % 6 != 5) for layer in range(48)],
+    "moe_layer_freq": [0] + [1] * 47,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_head_dim": 192,
+    "swa_v_head_dim": 128,
+    "sliding_window_size": 128,
+    "layernorm_epsilon": 1e-5,
+    "rope_theta": 5000000,
+    "swa_rope_theta": 10000,
+    "partial_rotary_factor": 0.334,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+}
+"""MiMo V2's layers as published."""
 _OTHERWISE: dict[str, dict[str, Any]] = {
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "DeepseekV2ForCausalLM": {"n_group": 1, "topk_group": 1},  # vLLM always routes by groups
+    "BloomForCausalLM": {"hidden_size": 4096, "n_head": 32},  # of BLOOM-7B1; the class's heads are too small
+    # The published base of RoPE, and the limit of queries, keys and values.
+    "DbrxForCausalLM": {"attn_config": {"clip_qkv": 8, "rope_theta": 500000}},
+    # As the Lite model is published; vLLM always routes by groups.
+    "DeepseekV2ForCausalLM": {
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "first_k_dense_replace": 1,
+    },
     "DeepseekV3ForCausalLM": _BIASED,
     "DeepseekV32ForCausalLM": _BIASED,
+    "DeepseekV4ForCausalLM": _BIASED | {"num_nextn_predict_layers": 0},  # vLLM calls the layers of drafts otherwise
     "Glm4MoeForCausalLM": {"head_dim": 128},  # as published, which vLLM needs
     "Glm4MoeLiteForCausalLM": {"first_k_dense_replace": 1} | _BIASED,
     "GlmMoeDsaForCausalLM": _BIASED,
     "GraniteMoeHybridForCausalLM": _HYBRID,
-    "HYV3ForCausalLM": {"expert_hidden_dim": 1536, "first_k_dense_replace": 1},  # as published
-    "KimiLinearForCausalLM": {"mla_use_nope": True, "first_k_dense_replace": 1},
-    "Lfm2ForCausalLM": _CONVOLUTIONS,
+    # As published; vLLM reads widths and layers by these names.
+    "HYV3ForCausalLM": {"expert_hidden_dim": 1536, "first_k_dense_replace": 1, "qk_norm": True, "route_norm": True},
+    "KimiLinearForCausalLM": {"mla_use_nope": True, "first_k_dense_replace": 1, "layer_types": None} | _DELTA_LAYERS,
+    "Lfm2ForCausalLM": {"hidden_size": 2048, "conv_dim": 2048, "block_dim": 2048} | _CONVOLUTIONS,
     "Lfm2MoeForCausalLM": _CONVOLUTIONS,
-    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+    "LongcatFlashForCausalLM": {
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+        "moe_intermediate_size": 2048,  # the published `expert_ffn_hidden_size` by vLLM's name
+    },
+    "MiMoV2FlashForCausalLM": _WINDOWS,
     "MiniMaxM2ForCausalLM": {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True},
     "NemotronForCausalLM": {"num_key_value_heads": 8},
     # As published; the class derives the sizes of attention from the hidden size, if they are absent.
@@ -53,6 +97,13 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     },
 }
 """Values of an architecture's config that replace the defaults of its class; a key with None is left out."""
+_NEEDS_TOKENIZER = "vLLM starts it with a tokenizer alone, and a hunt's engines have none"
+_NOT_MADE = {
+    "InklingForCausalLM": _NEEDS_TOKENIZER,
+    "InklingForConditionalGeneration": _NEEDS_TOKENIZER,
+    "Qwen4ExpForCausalLM": "its class has no sizes of an indexer, without which it makes no layer of sparse attention",
+}
+"""Architectures without a twin although transformers has their class, and why."""
 
 
 class Made(NamedTuple):
@@ -125,6 +176,8 @@ def default_config(name: str) -> dict[str, Any] | str:
     kind = getattr(getattr(transformers, name, None), "config_class", None)
     if kind is None:
         return f"transformers {transformers.__version__} has no class of this name"
+    if name in _NOT_MADE:
+        return _NOT_MADE[name]
     errors = []
     for use_diff in (False, True):
         try:
