@@ -78,6 +78,21 @@ def test_an_error_with_poison_loses_nothing_of_the_result(
     assert detected or "was not done" in (report.inconclusive or "")
 
 
+def test_answers_and_noise_are_those_of_passes_whose_replays_are_not_compared(tmp_path: Path) -> None:
+    """A run without the graph leaves right entries in caches, which the graph has not written."""
+    vllm = engine_double.install(tmp_path / "path")
+    plain, healed = (
+        ended(vllm, tmp_path, behaviour, poison_last=True, exact=True, environment={"PYTHONPATH": str(vllm)}).result
+        for behaviour in ("wrong", "healed where compared")
+    )
+    assert plain is not None
+    assert healed is not None
+    assert [rank.compared for rank in healed.exact] == [1]
+    assert [[answer.tokens for answer in each] for each in healed.passes] == [
+        [answer.tokens for answer in each] for each in plain.passes
+    ]
+
+
 IMPATIENT = """
 from vllm_graphfix.verify.engine import poisoned
 from vllm_graphfix.verify.engine.probes import Probe as probe

@@ -51,7 +51,7 @@ class EngineStandIn:
 
 
 def session(engine: Any, written: list[dict[str, Any]]) -> Session:
-    return Session(engine, engine.ask, [(RIGHT,), (RIGHT,)], {}, written.append)
+    return Session(engine, engine.ask, [(RIGHT,), (RIGHT,)], 0.0, {}, written.append)
 
 
 def test_without_an_effect_there_is_one_pass() -> None:

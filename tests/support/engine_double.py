@@ -2,8 +2,8 @@
 
 What an engine of it does is the last part of its model's name, or what the environment says for its kind:
 ``ENGINE_DOUBLE_EAGER``, ``ENGINE_DOUBLE_STOCK`` or ``ENGINE_DOUBLE_PATCHED``. The words are those of
-`STARTING` and `ANSWERING`, ``wrong``, ``no numbers``, ``no graphs`` and ``leaves an adapter out``; whatever else it is
-called, it answers.
+`STARTING` and `ANSWERING`, ``wrong``, ``healed where compared``, ``no numbers``, ``no graphs`` and ``leaves an adapter
+out``; whatever else it is called, it answers.
 What it does while it is poisoned ``ENGINE_DOUBLE_POISON_STOCK`` and the like say, in words of `POISONED`, ``is wrong``,
 ``times zero``, ``is written to`` and ``has NaN in padding``.
 """
@@ -91,6 +91,8 @@ class LLM:
         self.speculator = SimpleNamespace(generate_draft=lambda *args, **kwargs: None)
         self.calls = 0
         self.poison: tuple[list[str], list[str] | None, bool] | None = None
+        self.compared: int | None = None
+        """Passes whose replays are compared; None while none is."""
         self.poisoned = os.environ.get(f"ENGINE_DOUBLE_POISON_{self.kind}", "")
         print(f"INFO 11-21 10:00:00 [core.py:1] the double of an engine starts, {self.kind} {self.behaviour}")  # noqa: T201 - as vLLM
         STARTING.get(self.behaviour, does_nothing)(self)
@@ -107,6 +109,7 @@ class LLM:
         if self.poison is not None:
             POISONED.get(self.poisoned, does_nothing)(self)
         self.calls += 1
+        self.compared = None if self.compared is None else self.compared + 1
         token_ids = [prompt["prompt_token_ids"] for prompt in prompts]
         adapters = [each.lora_int_id if each else 0 for each in lora_request or [None] * len(token_ids)]
         if self.behaviour == "leaves an adapter out":
@@ -118,7 +121,8 @@ class LLM:
         wrong = self.poison is not None and (
             self.poisoned == "is wrong" or (self.poisoned == "times zero" and not self.poison[2])
         )
-        tokens = [(first + i + ((wrong or self.behaviour == "wrong") and i > 1)) % 1000 for i in range(count)]
+        wrong |= self.behaviour == "wrong" or (self.behaviour == "healed where compared" and self.compared is None)
+        tokens = [(first + i + (wrong and i > 1)) % 1000 for i in range(count)]
         best = -0.1 - 0.01 * (self.calls > 1)  # the engine's own noise
         best = float("nan") if self.behaviour == "no numbers" else best
         top = [{token: LogProbability(best), token + 1: LogProbability(best - 3.0)} for token in tokens]
@@ -152,6 +156,16 @@ class LLM:
                     "error": None,
                 }
             ]
+        if method == "graphfix_exact":
+            self.compared = 0
+            return [None]
+        if method == "graphfix_exact_result":
+            from vllm_graphfix.verify.codec import to_builtins
+            from vllm_graphfix.verify.engine.exact import ExactRank
+
+            compared, self.compared = self.compared, None
+            assert compared is not None
+            return [to_builtins(ExactRank(compared, 0, 0, 0, 0.0, 0.0, 0.0, {}, (), None))]
         if method == "graphfix_cudagraph_mode":
             return ["NONE" if self.behaviour == "no graphs" else "FULL_DECODE_ONLY"]
         if method == "graphfix_states":

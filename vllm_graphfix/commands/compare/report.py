@@ -111,8 +111,7 @@ class Report:
             )
         for part in (self.poison, self.exact):
             if part is not None and (why := part.inconclusive):
-                varies = part is self.poison and math.isinf(self.poison.noise) and "--enable-lora" in self.flags
-                return f"{why}: kernels of LoRA adapters add in an order that varies" if varies else why
+                return why
         if self._is_explained(self.comparison):
             return None
         if self.comparison.noise > _MAX_NOISE:

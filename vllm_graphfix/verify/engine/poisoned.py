@@ -33,6 +33,8 @@ class Session:
     ask: Callable[[], tuple[Answer, ...]]
     without: Sequence[tuple[Answer, ...]]
     """Answers without poison, by pass."""
+    seconds: float
+    """Duration of the first of these passes."""
     observed: dict[str, list[float]]
     write: Callable[[dict[str, Any]], None]
     """Writes a result for the process that waits for this one."""
@@ -76,7 +78,7 @@ def ask_last_with_poison(session: Session) -> tuple[tuple[Answer, ...], tuple[Po
         return {"observed": session.observed, "error": "hangs when it is asked again without poison: no answers"}
 
     started = time.monotonic()
-    with _bounded(_MIN_SECONDS_OF_A_CASE, late, session.write):
+    with _bounded(max(_MIN_SECONDS_OF_A_CASE, _SLOWDOWN * session.seconds), late, session.write):
         _release_all_blocks(session.llm)
         again = session.ask()
     bound = max(_MIN_SECONDS_OF_A_CASE, _SLOWDOWN * (time.monotonic() - started))

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -112,8 +113,6 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
         probe.in_the_engine(llm)
     ready = time.monotonic()
     prompts = job.prompts or made_up_prompts(job, llm)
-    if job.exact:
-        llm.collective_rpc("graphfix_exact")
 
     def answers(number: int) -> tuple[Answer, ...]:
         if job.continued:
@@ -121,14 +120,16 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
         # With poison the order stays: a difference between passes without poison is then the engine's own.
         return ask(llm, prompts, job, reverse=bool(number % 2) and not job.poison)
 
+    asked = time.monotonic()
     passes = [answers(0)]
-    exact = llm.collective_rpc("graphfix_exact_result") if job.exact else ()
+    seconds = time.monotonic() - asked
+    exact = _exact(llm, lambda: answers(0)) if job.exact else ()
     for number in range(job.extra_passes):
         # Cached blocks of the pass before would hide the noise of computing them again.
         llm.reset_prefix_cache()
         passes.append(answers(number + 1))
     poisoned: tuple[PoisonPass, ...] = ()
-    session = Session(llm, lambda: ask(llm, prompts, job), passes, observed, partial(_write, result))
+    session = Session(llm, lambda: ask(llm, prompts, job), passes, seconds, observed, partial(_write, result))
     if job.poison:
         poisoned = ask_with_poison(session)
     for probe in probes:
@@ -154,6 +155,19 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
         return engine_result
     finished = True  # from here on `_with_poison` writes, and a probe must not overwrite its result
     return _with_poison(engine_result, session, result)
+
+
+def _exact(llm: LLM, ask_again: Callable[[], object]) -> Sequence[Any]:
+    """Compare the replays of one more pass, and return the result of each rank.
+
+    Its answers do not count. Caches keep what the run without the graph wrote, so that a graph's wrong entries, which
+    other steps would read, are in none of them.
+    """
+    llm.reset_prefix_cache()
+    llm.collective_rpc("graphfix_exact")
+    ask_again()
+    ranks: list[Any] = llm.collective_rpc("graphfix_exact_result")
+    return ranks
 
 
 def _with_poison(engine_result: EngineResult, session: Session, file: Path) -> EngineResult:
