@@ -155,3 +155,10 @@ def test_rows_that_attention_does_not_write_are_zeros_in_a_run_without_the_graph
     assert (results.skipped, served.shadow.stopped) == (0, None)
     assert all(each.isfinite().all() for each in encoded) is not is_affected, "the first mismatches are served"
     assert fa_utils.flash_attn_varlen_func is kernel
+
+
+def test_the_kernel_of_another_platform_takes_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", encoder_padding.kernel_stand_in, raising=False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda *_: False)
+    with encoder._attention_on_zeros():
+        assert fa_utils.flash_attn_varlen_func is encoder_padding.kernel_stand_in

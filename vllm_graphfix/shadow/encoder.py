@@ -158,9 +158,11 @@ def _attention_on_zeros() -> Iterator[None]:
     Outside of one vLLM gives it memory as it was. It does not write the rows that pad a graph, and multiplies NaN
     there by 0 for the rows of images. The operator looks its kernel up at each call.
     """
+    from vllm.platforms import current_platform
+
     kernels = sys.modules.get(_KERNELS)
     kernel = getattr(kernels, _KERNEL, None)
-    if kernel is None:  # not CUDA
+    if kernel is None or not current_platform.is_cuda():  # that of another platform takes no output
         yield
         return
 
