@@ -1,4 +1,4 @@
-"""Whether the watch for bypassed fixes sees full graphs that hold the build of attention metadata, on one GPU.
+"""Full graphs that hold the build of attention metadata, and the watch for bypassed fixes, on one GPU.
 
     python benchmarks/captured_build.py FOLDER
 
@@ -124,17 +124,17 @@ def _edit() -> list[str]:
     counted, stock_context = default.build_attn_metadata, cudagraph_utils.set_forward_context
     stock_prepare = default.DefaultModelState.prepare_attn
     again: dict[int, Any] = {}
-    """How metadata of a capture are built again, by the dictionary's id."""
+    """By the id of a capture's metadata: these, which keep their id so, and a function that builds them again."""
 
     def build_attn_metadata(*args: Any, **kwargs: Any) -> Any:
         metadata = counted(*args, **kwargs)
         if kwargs.get("for_cudagraph_capture"):
-            again[id(metadata)] = lambda: counted(*args, **kwargs)
+            again[id(metadata)] = metadata, lambda: counted(*args, **kwargs)
         return metadata
 
     def set_forward_context(metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.cuda.is_current_stream_capturing() and id(metadata) in again:
-            metadata.update(again[id(metadata)]())
+            metadata.update(again[id(metadata)][1]())
         return stock_context(metadata, *args, **kwargs)
 
     def prepare_attn(self: Any, batch: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
