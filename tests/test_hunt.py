@@ -43,7 +43,7 @@ from vllm_graphfix.verify.engine import device
 from vllm_graphfix.verify.engine.device import Device
 from vllm_graphfix.verify.engine.exact import ExactRank
 from vllm_graphfix.verify.engine.exact_report import ExactReport
-from vllm_graphfix.verify.engine.job import EngineResult, Job, PoisonPass
+from vllm_graphfix.verify.engine.job import COMPILED, EAGER, EngineResult, Job, PoisonPass
 from vllm_graphfix.verify.engine.processes import JobResult
 
 RESULT = EngineResult((), {}, {}, None, {"vllm": "0.33.0"}, 1.0, cudagraph_mode="FULL")
@@ -251,6 +251,7 @@ def test_the_first_case_has_the_flags_as_they_are_and_its_neighbours_one_other_v
 def test_drafts_of_a_deployment_may_be_ngrams() -> None:
     cases = deployed("""MODEL -sc '{"method": "ngram", "num_speculative_tokens": 2}'""")
     assert cases[""].drafts_ngrams
+    assert not deployed("""MODEL -sc '{"method": "mtp", "num_speculative_tokens": 2}'""")[""].drafts_ngrams
     assert not cases["no-drafts"].has_drafts
     assert "-sc" not in cases["no-drafts"].flags
 
@@ -320,6 +321,9 @@ def test_verdict(fields: dict[str, Any], verdict: str, why: str | None) -> None:
         ("ValueError: CUDAGraphMode.FULL is not supported with FlexAttention backend", hunting.REFUSED),
         ("did not finish in 300 s", hunting.UNCLEAR),
         ("torch.OutOfMemoryError: CUDA out of memory", hunting.UNCLEAR),
+        ("ended with signal 9", hunting.UNCLEAR),
+        ("ValueError: Free memory on device cuda:0 (1/139 GiB) is less than desired", hunting.UNCLEAR),
+        ("OSError: [Errno 28] No space left on device", hunting.UNCLEAR),
         ("CUDA error: an illegal memory access was encountered", hunting.WRONG),
     ],
 )
@@ -380,6 +384,7 @@ def test_a_finding_is_reduced_to_what_it_needs(tmp_path: Path, monkeypatch: pyte
     """The engines are doubles: replays are wrong with an fp8 cache, of at least 3 requests with 50 tokens."""
     monkeypatch.setattr(twins, "make", lambda config, flags, folder: twins.Made(str(folder), tuple(flags), ()))
     hunting.write_inputs(tmp_path, [DENSE])
+    assert all((tmp_path / f"{requests}-prompts.jsonl").exists() for requests in (18, 16, 9, 8, 4, 2, 1))
     jobs: list[Job] = []
 
     def run_engine(case: HuntCase, job: Job) -> JobResult:
@@ -399,6 +404,24 @@ def test_a_finding_is_reduced_to_what_it_needs(tmp_path: Path, monkeypatch: pyte
     assert all(part in reduced["command"] for part in ("4-prompts.jsonl", "--max-tokens 60", "--kv-cache-dtype fp8"))
     assert len(jobs) < 50
     assert all(job.poison_last for job in jobs if job.exact)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_engine_fails_if_it_runs_without_graphs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    monkeypatch.setattr(twins, "make", lambda config, flags, folder: twins.Made(str(folder), tuple(flags), ()))
+    hunting.write_inputs(tmp_path, [DENSE])
+
+    def run_engine(case: HuntCase, job: Job) -> JobResult:
+        runs = job.mode == EAGER or (job.mode == COMPILED and compiled)
+        result = replace(RESULT, passes=((), ())) if runs else None
+        return JobResult(job, result, None if runs else "AssertionError: too small", tmp_path / "log", 1.0)
+
+    with ThreadPoolExecutor(1) as makers:
+        row = hunting.CaseRunner(SOURCE, hunting.Hunt(tmp_path), makers, run_engine).run(next(design([DENSE])))
+    assert row["verdict"] == (hunting.FAILS if compiled else hunting.REFUSED)
+    assert "too small" in row["why"]
 
 
 DEFAULTS = """

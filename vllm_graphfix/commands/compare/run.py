@@ -167,11 +167,12 @@ def jobs_for(model: str, flags: Sequence[str], options: Options, adapters: Seque
 def quick_start(source: Source, flags: Sequence[str]) -> list[str]:
     """Return further flags against what takes longest in the start of a small model, as far as *source* knows them.
 
-    vLLM lets a flag with a dot replace the whole object of the same name among *flags*, which then stays alone.
+    With ``--kernel-config`` among *flags* there are none: vLLM lets a flag with a dot replace that object as a whole,
+    and refuses two flags for autotuning.
     """
-    names = {flag.partition("=")[0].replace("_", "-") for flag in flags}
-    known = [flag for flag, (file, word) in _QUICK_START.items() if source.contains_word(file, word)]
-    return [flag for flag in known if flag.partition(".")[0] not in names]
+    if any(flag.replace("_", "-").startswith("--kernel-config") for flag in flags):
+        return []
+    return [flag for flag, (file, word) in _QUICK_START.items() if source.contains_word(file, word)]
 
 
 def in_one_engine(jobs: Sequence[Job], options: Options) -> list[Job]:
@@ -318,12 +319,12 @@ def judge_in_one(
 
     report = judge(model, flags, jobs, run_once, all_references=all_references)
     eager, graphs, *further = jobs
-    if report.comparison is not None or report.wrong or not graphs.exact:
+    if report.comparison is not None or not graphs.exact:
         return report
     environment = {**graphs.environment, **dict.fromkeys(EXACT_ENVIRONMENT)}
     alone = replace(graphs, name=f"{graphs.name} alone", exact=False, environment=environment)
     again = judge(model, flags, [eager, alone, *further], run_once, all_references=all_references)
-    return replace(again, exact=ExactReport((), report.error))
+    return replace(again, exact=ExactReport((), report.error), logs=again.logs or report.logs)
 
 
 def _named(compiled: Job, name: str, **changes: Any) -> Job:

@@ -263,8 +263,9 @@ class HuntCase(NamedTuple):
 
     @property
     def drafts_ngrams(self) -> bool:
-        """True if drafts come from earlier tokens, or if the user's may."""
-        return self.has_drafts and self.settings["drafts"] in ("ngram", YOURS)
+        """True if drafts come from earlier tokens."""
+        of_drafts = self.deployed.settings.get("drafts") if self.deployed and self.settings["drafts"] == YOURS else None
+        return self.settings["drafts"] == "ngram" or any("ngram" in flag for flag in (of_drafts or Setting()).flags)
 
 
 Pair = tuple[tuple[str, str], tuple[str, str]]

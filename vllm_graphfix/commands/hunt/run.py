@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 RIGHT, WRONG, FAILS, UNCLEAR, REFUSED, NO_TWIN = "right", "wrong", "fails", "inconclusive", "refused", "no twin"
-"""Verdicts on a case. With graphs alone an engine fails; flags with which none runs are refused."""
+"""Verdicts on a case. An engine fails that runs without graphs alone; vLLM refuses flags, or graphs with them."""
 RESULTS, CONFIGS = "results.jsonl", "configs"
 """A file and a folder in the hunt's folder."""
 MIN_REPLAYS = 100
@@ -63,7 +63,11 @@ _COMMON = (
 _GDN_ON_TRITON = ("--gdn-prefill-backend=triton", "vllm/engine/arg_utils.py", "gdn_prefill_backend")
 """A flag, a file of vLLM and the word by which it is known there: to compile FlashInfer's kernel of gated delta nets
 takes minutes, and 5 GiB a compiler."""
-_OUT_OF_MEMORY = "out of memory"
+_OF_THE_MACHINE = re.compile(
+    r"out of memory|allocate memory|MemoryError|ALLOC_FAILED|[Ff]ree memory|available memory|space left"
+    r"|ended with signal|timed out|NCCL error|initialization failed"
+)
+"""Errors that say nothing of graphs."""
 _NO_SUCH_GRAPHS = re.compile(r"CUDAGraphMode\.\w+ is not supported")
 _OTHER_NAMES = re.compile(
     r"not initialized from checkpoint|no module or parameter named|KeyError: '[\w.]+'"
@@ -183,9 +187,8 @@ def write_inputs(folder: Path, architectures: Sequence[Architecture]) -> None:
         (folder / CONFIGS / f"{each.name}.json").write_text(json.dumps(each.config, indent=2))
     for ngrams in (False, True):
         lines = [json.dumps(prompt) + "\n" for prompt in made_prompts(ngrams=ngrams)]
-        while lines:
-            _prompts(folder, len(lines), ngrams=ngrams).write_text("".join(lines))
-            lines = lines[: len(lines) // 2]  # as a finding is reduced
+        for requests in range(1, len(lines) + 1):  # a finding is reduced to any of these
+            _prompts(folder, requests, ngrams=ngrams).write_text("".join(lines[:requests]))
 
 
 def made_prompts(*, ngrams: bool) -> tuple[tuple[int, ...], ...]:
@@ -353,9 +356,13 @@ class CaseRunner(NamedTuple):
 
         try:
             report = judge_in_one(case.name, case.flags, jobs, run_engine)
+            if report.comparison is None and not report.wrong and not _may_be_the_machines(report.error or ""):
+                without = run_engine(jobs[-1])  # compiled as the engine with graphs, which eager is not
+                if without.result is None:
+                    return _row_of(report) | {"verdict": REFUSED, "why": f"not without graphs either: {without.error}"}
         except CompareError as error:
             failed = ended[-1].error or ""
-            unclear = ended[-1].result is not None or _has_no_cause_here(failed)
+            unclear = ended[-1].result is not None or _may_be_the_machines(failed)
             verdict = UNCLEAR if unclear else NO_TWIN if _OTHER_NAMES.search(failed) else REFUSED
             return {"verdict": verdict, "why": str(error)}
         return _row_of(report)
@@ -405,14 +412,14 @@ def _row_of(report: Report) -> dict[str, Any]:
 def _unproven(report: Report) -> str:
     """Return the verdict on a case that is neither right nor wrong."""
     error = report.error or ""
-    if report.comparison is not None or _has_no_cause_here(error):
+    if report.comparison is not None or _may_be_the_machines(error):
         return UNCLEAR
     return REFUSED if _NO_SUCH_GRAPHS.search(error) else FAILS
 
 
-def _has_no_cause_here(error: str) -> bool:
-    """Tell if an engine's *error* may be the machine's."""
-    return bool(HANG.search(error)) or _OUT_OF_MEMORY in error
+def _may_be_the_machines(error: str) -> bool:
+    """Tell if an engine's *error* may come from too little memory, space or time, or from who else is there."""
+    return bool(HANG.search(error) or _OF_THE_MACHINE.search(error))
 
 
 def _ranks(report: Report) -> Sequence[Any]:
