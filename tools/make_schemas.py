@@ -293,7 +293,7 @@ OUTPUTS: dict[str, tuple[int, str, Schema]] = {
             switches=of("string", "variables of the plugin in the environment"),
             seed=of("string", "of the made-up prompts"),
             model=TEXT,
-            flags=array(TEXT, "as passed; of a twin, with those fitted to it behind"),
+            flags=array(TEXT, "as passed; of a twin, all that its engines have"),
             twin=nullable(
                 record(
                     folder=TEXT,
