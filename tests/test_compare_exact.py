@@ -196,7 +196,7 @@ def test_where_the_comparison_of_replays_fails_the_engine_answers_without_it(
 
     options = compare_run.Options(generated=1, exact=True)
     jobs = compare_run.in_one_engine(compare_run.jobs_for("a/twin", (), options), options)
-    made = compare_run.judge_in_one("a/twin", (), jobs, run)
+    made = compare_run.judge("a/twin", (), jobs, run)
     assert [(job.name, job.exact) for job in ran] == [(EAGER, False), (GRAPHS, True), (f"{GRAPHS} alone", False)]
     assert ran[2].environment.get(SHADOW) is None
     assert made.logs == str(tmp_path)

@@ -167,9 +167,7 @@ def jobs_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Sequence[Job]:
     """Return the jobs of the engines."""
     made: list[Sequence[Job]] = []
 
-    def run_engines(
-        model: str, flags: Sequence[str], options: object, console: object, jobs: Sequence[Job], judged: object
-    ) -> None:
+    def run_engines(model: str, flags: Sequence[str], options: object, console: object, jobs: Sequence[Job]) -> None:
         made.append(jobs)
         raise NotStartedError("engines are not started here")
 

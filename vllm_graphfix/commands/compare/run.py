@@ -97,7 +97,7 @@ def run(model: str, flags: Sequence[str], options: Options, console: Console, *,
         try:
             twin = fit(model, (*quick_start(open_source(), flags), *flags), folder)
             jobs = in_one_engine(jobs_for(str(twin.folder), twin.flags, options, twin.adapters), options)
-            report = _run_engines(str(twin.folder), twin.flags, options, console, jobs, judge_in_one)
+            report = _run_engines(str(twin.folder), twin.flags, options, console, jobs)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -110,25 +110,17 @@ def run(model: str, flags: Sequence[str], options: Options, console: Console, *,
         jobs.append(replace(jobs[1], name=POISON_JOB, extra_passes=1, poison=True, environment=SCHEDULER_IN_PROCESS))
     if options.exact:
         jobs.append(replace(jobs[1], name=EXACT_JOB, exact=True, environment=SCHEDULER_IN_PROCESS | EXACT_ENVIRONMENT))
-    return replace(_run_engines(named, flags, options, console, jobs, judge), model=model)
+    return replace(_run_engines(named, flags, options, console, jobs), model=model)
 
 
-def _run_engines(
-    model: str,
-    flags: Sequence[str],
-    options: Options,
-    console: Console,
-    jobs: Sequence[Job],
-    judged: Callable[..., Report],
-) -> Report:
-    """Run *jobs*, and judge them by `judge` or `judge_in_one`."""
+def _run_engines(model: str, flags: Sequence[str], options: Options, console: Console, jobs: Sequence[Job]) -> Report:
     folder = Path(tempfile.mkdtemp(prefix="graphfix-compare-"))
     keep = True  # after any other error the logs are needed
     try:
         bars = EngineBars(console, jobs)
         engines = Engines(folder, options.timeout, bars.doing, bars.done, preload=True)
         with bars.display(), engines.session():
-            report = judged(model, flags, jobs, lambda job: engines.run([job], 1)[job.name], all_references=options.gap)
+            report = judge(model, flags, jobs, lambda job: engines.run([job], 1)[job.name], all_references=options.gap)
         report = replace(report, logs=str(folder)) if report.logs else report
         keep = report.logs is not None
     except CompareError as error:
@@ -239,8 +231,9 @@ def judge(
 ) -> Report:
     """Run the engines of `jobs_for`, and those behind them, by *run*, and judge the answers.
 
-    Further references run where answers differ, or, with *all_references*, always. Raises CompareError if the engine
-    does not run without graphs.
+    Further references run where answers differ, or, with *all_references*, always. If the engine with graphs fails
+    while it compares its replays, another one compares none. Raises CompareError if the engine does not run without
+    graphs.
     """
     eager, graphs, compiled, *further = jobs
     reference = run(eager)
@@ -250,21 +243,25 @@ def judge(
     if not math.isfinite(noise):
         raise CompareError("without graphs some log-probabilities are not finite, so there is nothing to compare with")
     graphed = run(graphs)
+    exact = None
+    if graphs.exact:
+        exact = ExactReport(graphed.result.exact if graphed.result else (), _error_of(graphed))
+        if graphed.result is None:
+            environment = {**graphs.environment, **dict.fromkeys(EXACT_ENVIRONMENT)}
+            graphed = run(replace(graphs, name=f"{graphs.name} alone", exact=False, environment=environment))
     if graphed.result is None:
-        error = f"{graphed.error} (log: {graphed.log})"
-        return Report(model, tuple(flags), reference.result, None, None, error, logs=str(graphed.log.parent))
-    exact = ExactReport(graphed.result.exact) if graphs.exact else None
+        error, logs = _error_of(graphed), str(graphed.log.parent)
+        return Report(model, tuple(flags), reference.result, None, None, error, logs=logs, exact=exact)
     poisoned = None
     if graphs.poison_last:
         why = graphed.result.poison_error
         poisoned = report_of(None if why else graphed.result, why, graphed.observed)
     for job in further:
         ended = run(job)
-        why = f"{ended.error} (log: {ended.log})" if ended.error else None
         if job.poison:
-            poisoned = report_of(ended.result, why, ended.observed)
+            poisoned = report_of(ended.result, _error_of(ended), ended.observed)
         else:
-            exact = ExactReport(ended.result.exact if ended.result else (), why)
+            exact = ExactReport(ended.result.exact if ended.result else (), _error_of(ended))
     comparison = compare(reference.result.passes[0], graphed.result.passes[0], noise)
     arbiter = None
     if all_references or len(comparison.of(Kind.EQUAL)) < len(comparison.judgements):
@@ -300,36 +297,13 @@ def judge(
     )
 
 
-def judge_in_one(
-    model: str,
-    flags: Sequence[str],
-    jobs: Sequence[Job],
-    run: Callable[[Job], JobResult],
-    *,
-    all_references: bool = False,
-) -> Report:
-    """Run and judge jobs of `in_one_engine` as `judge` does.
-
-    If the engine with graphs fails, another one does not compare its replays: it may be the comparison that fails.
-    """
-    ended: dict[str, JobResult] = {}
-
-    def run_once(job: Job) -> JobResult:
-        return ended.get(job.name) or ended.setdefault(job.name, run(job))
-
-    report = judge(model, flags, jobs, run_once, all_references=all_references)
-    eager, graphs, *further = jobs
-    if report.comparison is not None or not graphs.exact:
-        return report
-    environment = {**graphs.environment, **dict.fromkeys(EXACT_ENVIRONMENT)}
-    alone = replace(graphs, name=f"{graphs.name} alone", exact=False, environment=environment)
-    again = judge(model, flags, [eager, alone, *further], run_once, all_references=all_references)
-    return replace(again, exact=ExactReport((), report.error), logs=again.logs or report.logs)
-
-
 def _named(compiled: Job, name: str, **changes: Any) -> Job:
     """Return *compiled* with *changes*, named *name* behind what a hunt sets before the names of a case's jobs."""
     return replace(compiled, name=compiled.name.removesuffix(COMPILED) + name, **changes)
+
+
+def _error_of(ended: JobResult) -> str | None:
+    return f"{ended.error} (log: {ended.log})" if ended.error else None
 
 
 def _error_of_reference(reference: JobResult) -> CompareError:

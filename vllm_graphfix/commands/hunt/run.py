@@ -25,7 +25,7 @@ from vllm_graphfix.commands.compare.run import (
     Options,
     in_one_engine,
     jobs_for,
-    judge_in_one,
+    judge,
     quick_start,
     refuse_settings,
 )
@@ -355,7 +355,7 @@ class CaseRunner(NamedTuple):
             return ended[-1]
 
         try:
-            report = judge_in_one(case.name, case.flags, jobs, run_engine)
+            report = judge(case.name, case.flags, jobs, run_engine)
             if report.comparison is None and not report.wrong and not _may_be_the_machines(report.error or ""):
                 without = run_engine(jobs[-1])  # compiled as the engine with graphs, which eager is not
                 if without.result is None:

@@ -120,9 +120,9 @@ def _run(job: Job, observed: dict[str, list[float]], result: Path) -> EngineResu
         # With poison the order stays: a difference between passes without poison is then the engine's own.
         return ask(llm, prompts, job, reverse=bool(number % 2) and not job.poison)
 
-    asked = time.monotonic()
+    began = time.monotonic()
     passes = [answers(0)]
-    seconds = time.monotonic() - asked
+    seconds = time.monotonic() - began
     exact = _exact(llm, lambda: answers(0)) if job.exact else ()
     for number in range(job.extra_passes):
         # Cached blocks of the pass before would hide the noise of computing them again.
