@@ -120,7 +120,7 @@ class Plan:
 
     def kv_heads(self, before: int) -> int:
         """Return the key-value heads of layers that have *before*: those with windows may have more than others."""
-        return before * self.head_counts[1] // self.first(_KV_HEADS, before)
+        return max(1, before * self.head_counts[1] // self.first(_KV_HEADS, before))
 
     @cached_property
     def head_size(self) -> int:
